@@ -29,7 +29,7 @@ _OTHER_WORK = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArgumentPlace:
     """An argument that differs in each launch: the number of its value."""
 
     number: int
@@ -61,8 +61,8 @@ def with_maps(
 ) -> tuple[Run, tuple[object, ...], list[tuple[int, MapOf]]] | None:
     """Returns the result of driver_call with maps instead of descriptors: a function, its arguments, and the maps.
 
-    A descriptor is replaced by a Place for its map, numbered from `first` on, and by its shape and its strides, number
-    by number. Each of the maps is the number of an address and the function that makes its map. Returns None if
+    A descriptor is replaced by a ArgumentPlace for its map, numbered from `first` on, and by its shape and its strides,
+    number by number. Each of the maps is the number of an address and the function that makes its map. Returns None if
     Triton's launcher is not one of the known ones.
     """
     described = [each for each in template if isinstance(each, DescribedPlace)]
@@ -78,7 +78,7 @@ def with_maps(
     maps: list[tuple[int, MapOf]] = []
     for each in template:
         if isinstance(each, DescribedPlace):
-            flat += [Place(first + len(maps)), *each.shape, *each.strides]
+            flat += [ArgumentPlace(first + len(maps)), *each.shape, *each.strides]
             maps.append((each.number, _map_of(each, metadata[len(maps)])))
         else:
             flat.append(each)
@@ -130,13 +130,13 @@ def arguments_of(template: tuple[object, ...], num_values: int, constants: list[
 
 
 def _is_place(argument: object) -> bool:
-    return isinstance(argument, Place)
+    return isinstance(argument, ArgumentPlace)
 
 
 def _taken(template: tuple[object, ...], num_values: int, constants: list[object]) -> Arguments:
     taken = []
     for argument in template:
-        if isinstance(argument, Place):
+        if isinstance(argument, ArgumentPlace):
             taken.append(argument.number)
         else:
             taken.append(num_values + len(constants))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
+from rocm_attn.kernels.driver_call import ArgumentPlace, Arguments, Run, arguments_of, driver_call
 
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
@@ -231,8 +231,8 @@ class FixedLaunch:
 
 
 def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tuple[object, ...]) -> _Runner:
-    given = [Place(1 + at) for at in range(num_given)]
-    run, template = driver_call(compiled, grid, Place(0), (*given, *fixed))
+    given = [ArgumentPlace(1 + at) for at in range(num_given)]
+    run, template = driver_call(compiled, grid, ArgumentPlace(0), (*given, *fixed))
     constants: list[object] = []
     arguments = arguments_of(template, 1 + num_given, constants)
     constants.append(compiled)  # not an argument: held, because Triton unloads a kernel that nothing holds

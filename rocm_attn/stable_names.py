@@ -29,9 +29,20 @@ class StableNames:
     def get(self, name: str) -> Any:
         """Imports a name. Raises AttributeError."""
         if name not in self._module_of:
-            raise AttributeError(f"module {self._package!r} has no attribute {name!r}; docs/names.md lists its names")
-        value = self._namespace[name] = getattr(importlib.import_module(self._module_of[name]), name)
+            raise AttributeError(f"module {self._package!r} has no attribute {name!r}; {self._hint(name)}")
+        place = self._module_of[name]
+        module = importlib.import_module(place) if place != self._package else None
+        has_it = module is not None and hasattr(module, name)
+        value = getattr(module, name) if has_it else importlib.import_module(f"{place}.{name}")
+        self._namespace[name] = value
         return value
+
+    def _hint(self, name: str) -> str:
+        """Where a name is that is not at the top."""
+        for tier in (each for each, place in self._module_of.items() if place == f"{self._package}.stable"):
+            if hasattr(self.get(tier), name):
+                return f"it is {self._package}.{tier}.{name}"
+        return "docs/names.md lists its names"
 
     def dir(self) -> list[str]:
         """All names of the module, including those that were not used yet."""

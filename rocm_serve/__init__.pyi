@@ -29,6 +29,6 @@ from rocm_serve.request import RequestsFailed as RequestsFailed
 from rocm_serve.request import RequestsFaulted as RequestsFaulted
 from rocm_serve.request import TokenEvent as TokenEvent
 from rocm_serve.engine_thread import ServingEngine as ServingEngine
-from rocm_serve.request_stream import Piece as Piece
+from rocm_serve.request_stream import OutputChunk as OutputChunk
 from rocm_serve.request_stream import RequestFailed as RequestFailed
 from rocm_serve.request_stream import RequestStream as RequestStream

@@ -89,10 +89,10 @@ class AsyncEngine:
             raise EngineEnded("the engine accepts no more requests: drain() was called")
         if len(self._books.inboxes) + len(requests) > self._max_requests:
             self._books.num_refusals += len(requests)
-            asked = "this one" if len(requests) == 1 else f"these {len(requests)}"
+            requested = "this one" if len(requests) == 1 else f"these {len(requests)}"
             raise TooManyRequests(
                 f"{len(self._books.inboxes)} requests run or wait, and max_requests allows {self._max_requests}; "
-                f"send {asked} again when some of them are done"
+                f"send {requested} again when some of them are done"
             )
         return [self._begin(request) for request in requests]
 

@@ -15,12 +15,14 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.engine_runtime import model_over, runtime_for
 from rocm_serve.events import Events, NewTokens, without
 from rocm_serve.limits import RequestLimits
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.output import Output
+from rocm_serve.pending import FoundPicks, PendingStep, ReadSpeculativeSteps, ReadStep, with_pending_tokens
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.recent_steps import RecentSteps
 from rocm_serve.report import Report
@@ -33,30 +35,28 @@ from rocm_serve.request import (
     Sequence,
 )
 from rocm_serve.request_times import note_tokens
-from rocm_serve.sampling.asking_picker import AskingPicker
-from rocm_serve.sampling.asks import asks_of
-from rocm_serve.sampling.compared import Compared
+from rocm_serve.sampling.compared import RankComparison
 from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.parameter_picker import ParameterPicker
 from rocm_serve.sampling.sampling import Sampler, TokenPicker
+from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
 from rocm_serve.scheduler import ScheduledStep, Scheduler
 from rocm_serve.serving import serve_all
+from rocm_serve.speculation.device_steps import FOLLOWING, DeviceSpeculation, why_no_speculative_steps
 from rocm_serve.speculation.engines import (
+    draft_tokens_of,
     drafter_of,
-    guesses_of,
     layers_beside,
     read_drafting,
     rejection_of,
     served,
 )
-from rocm_serve.speculation.following import NoRounds, Rounds
 from rocm_serve.speculation.last_rows import forward_of
 from rocm_serve.speculation.reading import MOST_AHEAD, Pace, Together
-from rocm_serve.speculation.rounds import FOLLOWING, DeviceRounds, why_no_rounds
 from rocm_serve.speculation.speculation import Drafter, NoSpeculation, Speculation, StepPicks
-from rocm_serve.taking import Taken
+from rocm_serve.speculation.speculative_steps import NoSpeculativeSteps, SpeculativeSteps
 from rocm_serve.text.constraint import library
 from rocm_serve.text.matching import matching_of
-from rocm_serve.unread import FoundPicks, ReadRounds, ReadStep, UnreadStep, with_unread_tokens
 from rocm_serve.watched import watched_steps
 
 
@@ -96,24 +96,26 @@ class Engine:
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
         ops, most = self.runtime.core.ops, options.max_batch_size
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
-        self._picker = AskingPicker(plain, ops, loaded.config.vocab_size, most)
+        self._picker = ParameterPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
         forward = forward_of(model, options)
         if self._steps_ahead and not options.speculates:
-            forward = with_unread_tokens(forward, plain.tokens)
+            forward = with_pending_tokens(forward, plain.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
         # A recorder or watcher of single steps needs the host to plan each step.
         looks_on = self._steps is not self._runner or path is not None
-        host_plans = why_no_rounds(options, looks_on=looks_on)
-        self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
-        has_rounds = options.speculates and not host_plans
+        host_plans = why_no_speculative_steps(options, looks_on=looks_on)
+        self._speculative_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
+        has_speculative_steps = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
-        self._rounds: Rounds = NoRounds()
+        self._speculative_steps: SpeculativeSteps = NoSpeculativeSteps()
         if options.speculates:
-            self._speculate(drafter_of(drafting, loaded, options, self.runtime, model), has_rounds=has_rounds)
+            self._speculate(
+                drafter_of(drafting, loaded, options, self.runtime, model), has_speculative_steps=has_speculative_steps
+            )
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -127,19 +129,19 @@ class Engine:
         self._events: list[Event | NewTokens] = []  # not yet returned by step()
         self._must_check = False  # whether a step has run since the host last waited for the device
         self._recent, self._pace = RecentSteps(), Pace()
-        self._unread: list[UnreadStep] = []  # oldest first
+        self._pending: list[PendingStep] = []  # oldest first
         self._is_launching = False  # whether a step is being launched that is not in _unread yet
         self._found: FoundPicks | None = None
-        self._read: list[ReadStep | ReadRounds] = []  # steps whose tokens are to be published, oldest first
+        self._read: list[ReadStep | ReadSpeculativeSteps] = []  # steps whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were last read
-        self._rounds_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
-        self._compared = Compared(self.runtime.faults.meetings, has_ranks=self._has_ranks)
+        self._speculative_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
+        self._compared = RankComparison(self.runtime.faults.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
         # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
         self._leaving: tuple[Output, bool] | None = None
 
-    def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
-        """Makes draft tokens before each step. has_rounds: whether rounds may follow from each other"""
+    def _speculate(self, drafter: Drafter, *, has_speculative_steps: bool) -> None:
+        """Makes draft tokens before each step. has_speculative_steps: whether rounds may follow from each other"""
         options, most, runtime = self.options, self.options.draft_tokens, self.runtime
         self._speculation = Speculation(
             drafter,
@@ -148,13 +150,13 @@ class Engine:
             most,
             self.metrics,
             rejection_of(drafter, options),
-            has_rounds=has_rounds,
-            branches=has_rounds and options.topk > 1,
+            has_speculative_steps=has_speculative_steps,
+            branches=has_speculative_steps and options.topk > 1,
         )
-        if has_rounds:
-            guesses, most_ahead = guesses_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
-            self._rounds = DeviceRounds(
-                runtime, self._runner, self._picker, guesses, most, most_ahead, ranks=self._loaded.ranks
+        if has_speculative_steps:
+            draft_tokens, most_ahead = draft_tokens_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
+            self._speculative_steps = DeviceSpeculation(
+                runtime, self._runner, self._picker, draft_tokens, most, most_ahead, ranks=self._loaded.ranks
             )
 
     def _new_runner(self, forward: Forward) -> StepRunner:
@@ -207,7 +209,7 @@ class Engine:
             sampler=Sampler(request.sampling),
             token_ids=list(request.prompt_token_ids),
             cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
-            asks=asks_of(request, stops, matcher),
+            parameters=sampling_parameters_of(request, stops, matcher),
         )
         self._outputs[number] = Output(sequence, self._loaded.tokenizer)
         self._scheduler.add(sequence)
@@ -225,7 +227,7 @@ class Engine:
                 f"there is no request {number}; submit() has returned the numbers below {self._num_submitted}"
             )
         self._publish_read()  # an interrupt may have left tokens that were read but not published
-        self._enter_rounds()
+        self._enter_speculative_steps()
         output = self._outputs.get(number)
         if output is None:
             return
@@ -260,15 +262,15 @@ class Engine:
         Call it between two steps, before changing anything that a running step might read.
         """
         self._publish_read()
-        while self._unread:
+        while self._pending:
             self._read_oldest()
             self._publish_read()
-        self._enter_rounds()
+        self._enter_speculative_steps()
 
     def cancel(self, number: int) -> None:
         """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event."""
         self._publish_read()  # as in abort()
-        self._enter_rounds()
+        self._enter_speculative_steps()
         output = self._outputs.get(number)
         if output is not None:
             self._leaving = output, False
@@ -369,7 +371,7 @@ class Engine:
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk_on(runtime.device.type),
             graphs=graphs,
-            rounds=self._rounds_in_words if self.options.speculates else "",
+            speculative_steps=self._speculative_in_words if self.options.speculates else "",
             deterministic=self.options.deterministic,
             ranks=self._loaded.ranks.shard.num_ranks,
             cost_of_ranks=self._loaded.cost,
@@ -386,19 +388,21 @@ class Engine:
             self._is_launching = False
             self.settle()
         self._publish_read()  # tokens that an interrupt has left
-        if self._rounds.goes_on(self._scheduler):
+        if self._speculative_steps.goes_on(self._scheduler):
             self._go_on()
             return
         if self.options.speculates:  # drafts need the tokens before; they are published while the next step runs
             # A text may end its request when it is published, and a later round then has tokens of it.
-            while len(self._unread) > 1:
-                self._read_rounds(len(self._unread) - 1)
-            if self._rounds.goes_on(self._scheduler):  # there had been no room for the most tokens of all rounds
+            while len(self._pending) > 1:
+                self._read_speculative_steps(len(self._pending) - 1)
+            if self._speculative_steps.goes_on(
+                self._scheduler
+            ):  # there had been no room for the most tokens of all rounds
                 self._go_on()
                 return
-            self._enter_rounds()
+            self._enter_speculative_steps()
             self._read_all()
-            if self._rounds.end():
+            if self._speculative_steps.end():
                 self._publish_read()
                 self._check_device()
         try:
@@ -411,8 +415,8 @@ class Engine:
                 return
             self._is_launching = True
             picks = self._run(step)
-            if self._speculation.has_rounds:
-                picks = self._rounds.begin(step, picks, self._scheduler)
+            if self._speculation.has_speculative_steps:
+                picks = self._speculative_steps.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
             self._publish_read()
@@ -420,13 +424,13 @@ class Engine:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
         # This comes first: an interrupt may leave a step that the scheduler has not noted; they take nothing of it.
-        self._unread.append(UnreadStep(step, self.runtime.faults.step_number, picks, started, launched))
+        self._pending.append(PendingStep(step, self.runtime.faults.step_number, picks, started, launched))
         self._is_launching = False
         self._scheduler.launched(step)
-        self._rounds.noted()
+        self._speculative_steps.noted()
         # Accepted tokens of a tree are moved before the sequence's pages may be given back.
         moves = step.has_trees and not picks.is_followed
-        while len(self._unread) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
+        while len(self._pending) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
             self._read_oldest()
         self._publish_read()
 
@@ -435,45 +439,47 @@ class Engine:
         started = time.perf_counter()
         self._must_check = True
         self._compared.before_step()
-        step, picks = self._rounds.launch()
+        step, picks = self._speculative_steps.launch()
         launched = time.perf_counter()
-        self._unread.append(
-            UnreadStep(step, self.runtime.faults.step_number, picks, started, launched)
+        self._pending.append(
+            PendingStep(step, self.runtime.faults.step_number, picks, started, launched)
         )  # first, as in _advance()
-        if len(self._unread) == 1:
+        if len(self._pending) == 1:
             self._scheduler.launched_again(step)
-        self._rounds.noted()
-        while len(self._unread) > self._pace.num_ahead * self._steps_ahead:
-            self._read_rounds(self._pace.num_together)
+        self._speculative_steps.noted()
+        while len(self._pending) > self._pace.num_ahead * self._steps_ahead:
+            self._read_speculative_steps(self._pace.num_together)
 
-    def _read_rounds(self, most: int) -> None:
+    def _read_speculative_steps(self, most: int) -> None:
         """Waits for the `most` oldest rounds and publishes their tokens: together, if nothing ends or fails in them."""
-        unread = self._unread
-        with self._watch.watch(f"{len(unread)} launched rounds ({unread[0].step.num_picks} sequences)"):
-            together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
+        pending = self._pending
+        with self._watch.watch(f"{len(pending)} launched rounds ({pending[0].step.num_picks} sequences)"):
+            together = self._speculative_steps.read_together([each.picks for each in pending], most, self._scheduler)
         if together is None:
             self._read_oldest()
             self._publish_read()
             return
-        self._read.append(ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
+        self._read.append(
+            ReadSpeculativeSteps(pending[: together.num_speculative_steps], together, time.perf_counter())
+        )
         self._publish_read()
 
-    def _take_rounds(self, rounds: Many[UnreadStep], together: Together) -> None:
+    def _append_speculative_steps(self, speculative_steps: Many[PendingStep], together: Together) -> None:
         """Makes sequences take the tokens of rounds that were read together. A repeated call changes nothing."""
-        if self._unread and self._unread[0] is rounds[0]:
-            del self._unread[: len(rounds)]
-        step = self._rounds_to_enter = rounds[0].step
-        self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._unread)
-        self._rounds.took(together)
+        if self._pending and self._pending[0] is speculative_steps[0]:
+            del self._pending[: len(speculative_steps)]
+        step = self._speculative_to_enter = speculative_steps[0].step
+        self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._pending)
+        self._speculative_steps.took(together)
 
-    def _publish_rounds(self, read: ReadRounds) -> None:
+    def _publish_speculative_steps(self, read: ReadSpeculativeSteps) -> None:
         """Like _publish_read, for rounds that were read together. A call after an interrupt goes on.
 
         Counters come last: an interrupt may leave out nothing else.
         """
-        rounds, together, read_at = read
-        self._take_rounds(rounds, together)
-        sequences = rounds[0].step.picking
+        speculative_steps, together, read_at = read
+        self._append_speculative_steps(speculative_steps, together)
+        sequences = speculative_steps[0].step.picking
         if self._loaded.tokenizer is None:  # no text can end a request
             for sequence in sequences:
                 self._outputs[sequence.number].num_tokens = sequence.num_read
@@ -484,64 +490,64 @@ class Engine:
             self._compared.note(chain.from_iterable(together.token_ids))
         else:
             for sequence in sequences:
-                self._publish_rest(sequence, rounds[-1])
+                self._publish_rest(sequence, speculative_steps[-1])
             del self._read[0]
-        self._speculation.count_rounds(rounds[0].step, together)
-        seconds = self._note_rounds(rounds, together, read_at)
+        self._speculation.count_speculative_steps(speculative_steps[0].step, together)
+        seconds = self._note_speculative_steps(speculative_steps, together, read_at)
         if not self._has_ranks:  # clocks of ranks differ
-            self._pace.note(seconds, len(rounds))
+            self._pace.note(seconds, len(speculative_steps))
 
-    def _publish_rest(self, sequence: Sequence, unread: UnreadStep) -> None:
+    def _publish_rest(self, sequence: Sequence, pending: PendingStep) -> None:
         """Publishes the tokens of a sequence that were not published, as tokens of a step, if it has not ended."""
         output = self._outputs.get(sequence.number)
         if output is not None:
-            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), unread)
+            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), pending)
 
-    def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
+    def _note_speculative_steps(self, speculative_steps: Many[PendingStep], together: Together, now: float) -> float:
         """Like _note_times, for rounds that were read together; returns the seconds that they took."""
-        metrics, num = self.metrics, together.num_rounds
-        seconds = now - max(rounds[0].started, self._read_at)
+        metrics, num = self.metrics, together.num_speculative_steps
+        seconds = now - max(speculative_steps[0].started, self._read_at)
         self._read_at = now
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds / num, num)
-        for each in rounds:
+        for each in speculative_steps:
             metrics.host_seconds.note(each.launched - each.started)
-        sequences = rounds[0].step.picking
+        sequences = speculative_steps[0].step.picking
         note_tokens([sequence.times for sequence in sequences], now, metrics)
         if together.num_tokens > len(sequences):
             metrics.token_gap_seconds.note(0.0, together.num_tokens - len(sequences))
         return seconds
 
-    def _enter_rounds(self) -> None:
+    def _enter_speculative_steps(self) -> None:
         """Lets prompts find pages stored by rounds that were read together."""
-        step, self._rounds_to_enter = self._rounds_to_enter, None
+        step, self._speculative_to_enter = self._speculative_to_enter, None
         if step is not None:
-            self._scheduler.enter_rounds(step)
+            self._scheduler.enter_speculative_steps(step)
 
     def _read_all(self) -> None:
-        while self._unread:
+        while self._pending:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
         """Waits for the tokens of the oldest unread step; they are to be published."""
-        self._enter_rounds()
-        unread = self._unread[0]
-        batch = unread.step.batch
+        self._enter_speculative_steps()
+        pending = self._pending[0]
+        batch = pending.step.batch
         with self._watch.watch(f"a launched step ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
-            picks = unread.picks.read()
-        self._found = FoundPicks(unread, picks, time.perf_counter())
+            picks = pending.picks.read()
+        self._found = FoundPicks(pending, picks, time.perf_counter())
         self._take_found(self._found)
 
     def _take_found(self, found: FoundPicks) -> None:
         """Makes sequences take the tokens of a step that was read. A repeated call changes nothing."""
-        unread = found.unread
-        if self._unread and self._unread[0] is unread:
-            del self._unread[0]
-        taken = self._scheduler.finish_step(unread.step, found.picks)
-        if self._unread:
-            self._scheduler.launched_again(self._unread[0].step)
-        self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
-        read = ReadStep(found, taken, unread.picks.logprobs())
+        pending = found.pending
+        if self._pending and self._pending[0] is pending:
+            del self._pending[0]
+        appended = self._scheduler.finish_step(pending.step, found.picks)
+        if self._pending:
+            self._scheduler.launched_again(self._pending[0].step)
+        self._speculation.follow(pending.step, appended, is_followed=pending.picks.is_followed)
+        read = ReadStep(found, appended, pending.picks.logprobs())
         # One statement: after an interrupt they are either still to be taken, or taken.
         self._found, self._read = None, [*self._read, read]
 
@@ -552,38 +558,42 @@ class Engine:
         self._drop_leaving()
         while self._read:
             read = self._read[0]
-            if isinstance(read, ReadRounds):
-                self._publish_rounds(read)
+            if isinstance(read, ReadSpeculativeSteps):
+                self._publish_speculative_steps(read)
             else:
                 self._publish_step(read)
 
     def _publish_step(self, read: ReadStep) -> None:
-        """Like _publish_rounds, for a step that was read by itself."""
-        (unread, picks, read_at), told = read.found, read.logprobs
-        each = zip(unread.step.picking, picks, read.taken, strict=True)
+        """Like _publish_speculative_steps, for a step that was read by itself."""
+        (pending, picks, read_at), emitted = read.found, read.logprobs
+        each = zip(pending.step.picking, picks, read.appended, strict=True)
         for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
             output = self._outputs.get(sequence.number)
             if output is None:
                 continue
             if token_ids:
-                num_told = output.num_tokens + len(sequence.request.prompt_token_ids) - first
-                self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread)
+                num_emitted = output.num_tokens + len(sequence.request.prompt_token_ids) - first
+                self._publish(
+                    output, token_ids[num_emitted:], reason, emitted.get(place, ()) if emitted else (), pending
+                )
             elif reason == "error" and isinstance(pick, BadLogits):
-                self._recent.leave(sequence.number, unread.number, unread.picks.round_number)
+                self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
                 self._fail(sequence.number, str(pick))
         del self._read[0]
-        self._note_times(unread, read.taken, read_at)
+        self._note_times(pending, read.appended, read_at)
 
-    def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
+    def _note_times(self, pending: PendingStep, appended: Many[AppendedTokens], now: float) -> None:
         """Notes the times of a step whose tokens were taken. The device was not waited for at its launch."""
         metrics = self.metrics
-        seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
+        seconds = now - max(pending.started, self._read_at)  # steps that overlap are not counted twice
         self._read_at = now
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
-        metrics.host_seconds.note(unread.launched - unread.started)
+        metrics.host_seconds.note(pending.launched - pending.started)
         got = [
-            (sequence.times, len(ids)) for sequence, (ids, *_) in zip(unread.step.picking, taken, strict=True) if ids
+            (sequence.times, len(ids))
+            for sequence, (ids, *_) in zip(pending.step.picking, appended, strict=True)
+            if ids
         ]
         note_tokens([times for times, _ in got], now, metrics)
         together = sum([num for _, num in got]) - len(got)
@@ -614,7 +624,7 @@ class Engine:
         token_ids: tuple[int, ...],
         reason: FinishReason | None,
         logprobs: Many[TokenLogprobs],
-        unread: UnreadStep,
+        pending: PendingStep,
     ) -> None:
         """Notes the tokens that a request got from a step, and its end.
 
@@ -627,9 +637,9 @@ class Engine:
             self._compared.note(token_ids)
         if output.reason is not None:
             if reason is None:  # only its text ends it
-                self._enter_rounds()
+                self._enter_speculative_steps()
                 self._scheduler.drop(output.sequence)
-            self._recent.leave(output.sequence.number, unread.number, unread.picks.round_number)
+            self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
             self._end(output)
 
     def _end(self, output: Output) -> None:
@@ -658,7 +668,7 @@ class Engine:
         # Several of these faults may belong to steps before a sequence became suspect: being alone then shows nothing.
         were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
-            concerned = self._recent.requests_in(found.step, self._rounds.first_fault_of(found.step))
+            concerned = self._recent.requests_in(found.step, self._speculative_steps.first_fault_of(found.step))
             if concerned is None:
                 self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):

@@ -31,10 +31,10 @@ from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
-from rocm_serve.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
+from rocm_serve.pool_size import CPU_BYTES, NOT_MEASURED, MeasuredMemory, PoolPages, is_small, most_kv_bytes, pool_pages
+from rocm_serve.speculation.device_steps import speculative_bytes
 from rocm_serve.speculation.draft_runners import drawn_bytes
 from rocm_serve.speculation.last_rows import forward_of
-from rocm_serve.speculation.rounds import rounds_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,14 @@ def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
 
 def runtime_for(
     loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
-) -> tuple[AttentionRuntime, Measured]:
+) -> tuple[AttentionRuntime, MeasuredMemory]:
     """Calls runtime_with for the steps that the options need. beside: see StepForms"""
     return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device, beside))
 
 
-def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) -> tuple[AttentionRuntime, Measured]:
+def runtime_with(
+    loaded: LoadedModel, options: EngineOptions, forms: StepForms
+) -> tuple[AttentionRuntime, MeasuredMemory]:
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
     If neither kv_bytes nor num_pages is given, and the room on a GPU is not plentiful, the model's largest steps are
@@ -107,8 +109,11 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
     if max_kv_len > config.context_len:
         raise BadSetting(f"max_kv_len is {max_kv_len}; it must be at most the model's context, {config.context_len}")
     geometry = config.attention.without_idle_windows(max_kv_len)
-    target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
-    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
+    target, has_scales = (
+        detect_target(weights.device),
+        all(layer.kv_scale_values is not None for layer in weights.layers),
+    )
+    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_scales=has_scales)
     over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
     if forms.masks:
         over = tuple(replace(problem, custom_mask=True) for problem in over)
@@ -128,9 +133,9 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
     """The model, with its attention on a runtime, which gets the model's scales of eight-bit K and V, if any."""
     for layer in range(loaded.config.attention.num_storing):
-        factors, form = loaded.weights.layers[layer].kv_factors, runtime.pool.layer(layer).format
-        if factors is not None and form.scales in (Scales.LAYER, Scales.HEAD):
-            k, v = (torch.full(form.scale_shape, factor) for factor in factors)
+        scale_values, form = loaded.weights.layers[layer].kv_scale_values, runtime.pool.layer(layer).format
+        if scale_values is not None and form.scales in (Scales.LAYER, Scales.HEAD):
+            k, v = (torch.full(form.scale_shape, scale_value) for scale_value in scale_values)
             runtime.set_kv_scales(layer, KVScales(k, v, made_for=KVEncoding.E4M3FN))
     return Model(
         loaded.config,
@@ -152,7 +157,7 @@ class _Sizing:
     max_kv_len: int
     forms: StepForms
 
-    def kv_bytes(self) -> tuple[int, Measured]:
+    def kv_bytes(self) -> tuple[int, MeasuredMemory]:
         """Memory for K and V, and its measurement. A requested size is not cut to the free memory.
 
         The memory for K and V of the draft model, which has room for as many tokens, is subtracted.
@@ -170,7 +175,7 @@ class _Sizing:
         first = self.problems[0]
         return page_bytes([layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside])
 
-    def _all_kv_bytes(self) -> tuple[int, Measured]:
+    def _all_kv_bytes(self) -> tuple[int, MeasuredMemory]:
         options, device = self.options, self.loaded.weights.device
         if options.kv_bytes is not None:
             return options.kv_bytes, NOT_MEASURED
@@ -180,7 +185,7 @@ class _Sizing:
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
         ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
-        of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + rounds_bytes(options, self.max_kv_len)
+        of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + speculative_bytes(options, self.max_kv_len)
         free = max(0, ranks.least(free_of(memory)) - of_drafts)
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=self._chunk

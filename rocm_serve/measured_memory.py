@@ -21,7 +21,7 @@ from rocm_attn.errors import NeverFits
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runtime import AttentionRuntime
-from rocm_serve.pool_size import Measured
+from rocm_serve.pool_size import MeasuredMemory
 from rocm_serve.sampling.sampling import draw_all
 
 # Graphs share one pool of memory, in which each keeps its outputs; the rest of it is reused by other graphs.
@@ -154,7 +154,7 @@ def measure(
     largest: LargestSteps,
     *,
     vocabulary: int,
-) -> Measured:
+) -> MeasuredMemory:
     """Measures the largest steps and the graphs. Everything built for it is freed afterwards.
 
     build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a step at
@@ -171,7 +171,7 @@ def measure(
             f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit in memory next to "
             "the weights; lower max_batch_size or chunk, or use a smaller model"
         ) from full
-    return Measured(memory.total(), free_of(memory), step_bytes, graph_bytes)
+    return MeasuredMemory(memory.total(), free_of(memory), step_bytes, graph_bytes)
 
 
 def _run(

@@ -64,14 +64,14 @@ class Output:
             # One statement; see below.
             self.num_tokens, self.reason, events[end:] = self.num_tokens + len(new), reason, new
             return len(new)
-        told, why = self._with_text(token_ids, reason, logprobs)
-        num = self.num_tokens + len(told)
-        text = self.text + "".join([event.text for event in told])
+        emitted, why = self._with_text(token_ids, reason, logprobs)
+        num = self.num_tokens + len(emitted)
+        text = self.text + "".join([event.text for event in emitted])
         if logprobs:
-            self.logprobs[self.num_tokens :] = logprobs[: len(told)]
+            self.logprobs[self.num_tokens :] = logprobs[: len(emitted)]
         # One statement: an interrupt comes either before all of this or after it.
-        self.num_tokens, self.text, self.reason, self._is_whole, events[end:] = num, text, why, True, told
-        return len(told)
+        self.num_tokens, self.text, self.reason, self._is_whole, events[end:] = num, text, why, True, emitted
+        return len(emitted)
 
     def end_early(self, reason: FinishReason, error: str, events: list[Event | NewTokens]) -> None:
         """Ends it with the tokens published so far, and adds the event of that to a list, once.
@@ -126,8 +126,8 @@ class Output:
             piece = self._piece(token, why, self.num_tokens + place + 1)
             if self._stops.has_stopped:
                 why = "stop"
-            told = logprobs[place] if logprobs else None
-            events.append(TokenEvent(self.sequence.number, token, piece, why, told))
+            emitted = logprobs[place] if logprobs else None
+            events.append(TokenEvent(self.sequence.number, token, piece, why, emitted))
             if why is not None:
                 break
         return events, why

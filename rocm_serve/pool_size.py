@@ -18,7 +18,7 @@ _SMALL_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMemory:
     """The GPU memory that is needed in addition to K and V, in bytes.
 
     total: of the GPU
@@ -46,7 +46,7 @@ class Measured:
         return left
 
 
-NOT_MEASURED = Measured(0, 0, 0, 0)
+NOT_MEASURED = MeasuredMemory(0, 0, 0, 0)
 
 
 def is_small(wanted_bytes: int, free_bytes: int) -> bool:

@@ -39,26 +39,28 @@ class RecentSteps:
         """Records a run; before, last: the runtime's step number before and after it."""
         self._runs.append(_Run(before, last, set(requests)))
 
-    def leave(self, request: int, last: int, round_number: int) -> None:
+    def leave(self, request: int, last: int, speculative_step_number: int) -> None:
         """Records that a request ended with the run up to step `last`: faults of later runs are not its own.
 
-        round_number: see StepPicks.round_number; faults of later rounds are not its own either
+        speculative_step_number: see StepPicks.speculative_step_number; faults of later rounds are not its own either
         """
         for run in reversed(self._runs):
             if run.last == last:
-                run.ended[request] = round_number
+                run.ended[request] = speculative_step_number
                 return
             run.requests.discard(request)
 
-    def requests_in(self, step: int | None, first_round: int) -> frozenset[int] | None:
+    def requests_in(self, step: int | None, first_speculative_step: int) -> frozenset[int] | None:
         """The requests that a fault of a step may concern; None if the step, or its requests, are not known.
 
-        first_round: of the rounds that followed from it, the first one that may have had the fault
+        first_speculative_step: of the rounds that followed from it, the first one that may have had the fault
         """
         if step is None:
             return None
         for run in self._runs:
             # the numbers wrap
             if 0 < (step - run.before) & INT32_MAX <= (run.last - run.before) & INT32_MAX:
-                return frozenset(each for each in run.requests if run.ended.get(each, NO_ROUND) >= first_round)
+                return frozenset(
+                    each for each in run.requests if run.ended.get(each, NO_ROUND) >= first_speculative_step
+                )
         return None

@@ -24,7 +24,8 @@ class Report:
     kv_bytes:        of the pools
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
-    rounds:          how rounds of draft tokens follow from each other, or why the host plans each; empty: there are no
+    speculative_steps:          how rounds of draft tokens follow from each other, or why the host plans each; empty:
+                                there are no
                      draft tokens
     deterministic:   whether a request's tokens are independent of other requests
     ranks:           that share the model by tensor parallelism; the other fields are of rank 0
@@ -50,7 +51,7 @@ class Report:
     max_batch_size: int
     chunk: int
     graphs: str
-    rounds: str
+    speculative_steps: str
     deterministic: bool
     ranks: int
     cost_of_ranks: tuple[str, ...]

@@ -10,8 +10,8 @@ from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request_times import RequestTimes
-from rocm_serve.sampling.asking_picker import RowAsk
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
+from rocm_serve.sampling.parameter_picker import RowParameters
 from rocm_serve.sampling.sampling import Sampler
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.text.constraint import Constraint
@@ -178,7 +178,7 @@ class RequestsFaulted(RequestsFailed, DeviceFault):
     """RequestsFailed, because of a fault of the device."""
 
 
-class Asking(Protocol):
+class SequenceParameters(Protocol):
     """The demands of a request beyond a draw; see asks.Asks."""
 
     @property
@@ -189,7 +189,7 @@ class Asking(Protocol):
         """True if rows are shaped alike from new token number `place` on, and no logprobs are asked for."""
         ...
 
-    def of(self, sequence: Sequence, place: int) -> RowAsk: ...
+    def of(self, sequence: Sequence, place: int) -> RowParameters: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -204,10 +204,10 @@ class Sequence:
     row:        of the request table; 0 while it waits
     is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
     times:      since the request was taken
-    unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
+    pending_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
                 ALL_READ if there is none
     most_tokens: of prompt and text together: at this number the text ends
-    asks:       demands of its picks in addition to draws; None: nothing
+    parameters:       demands of its picks in addition to draws; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
     """
 
@@ -221,23 +221,23 @@ class Sequence:
     row: int = 0
     is_suspect: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
-    unread_at: int = ALL_READ
+    pending_at: int = ALL_READ
     most_tokens: int = INT32_MAX
-    asks: Asking | None = None
+    parameters: SequenceParameters | None = None
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_plain = self.sampler.is_greedy and self.asks is None
+        self.is_plain = self.sampler.is_greedy and self.parameters is None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the text, including the one that was not read yet."""
-        return len(self.token_ids) + (self.unread_at != ALL_READ)
+        return len(self.token_ids) + (self.pending_at != ALL_READ)
 
     @property
     def num_left(self) -> int:
         """Tokens to be stored before the next one can be picked; 1 while it decodes."""
-        return len(self.token_ids) + (self.unread_at != ALL_READ) - self.num_stored
+        return len(self.token_ids) + (self.pending_at != ALL_READ) - self.num_stored
 
     @property
     def urgency(self) -> tuple[int, int]:

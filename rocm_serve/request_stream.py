@@ -26,7 +26,7 @@ class RequestFailed(RocmAttnError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputChunk:
     """The output of a request since its last piece: a token, or several if the reader was late.
 
     token_ids:     the new tokens; none if a text is completed at the end
@@ -87,10 +87,10 @@ class Inbox:
         self.error = error
         self._wake()
 
-    def take(self) -> Piece:
+    def take(self) -> OutputChunk:
         """Returns everything that can be read."""
         reason = self.completion.finish_reason if self.completion is not None and self.error is None else None
-        piece = Piece(tuple(self._token_ids), self._text, reason, tuple(self._logprobs))
+        piece = OutputChunk(tuple(self._token_ids), self._text, reason, tuple(self._logprobs))
         self._token_ids, self._logprobs, self._text = [], [], ""
         return piece
 
@@ -129,7 +129,7 @@ class RequestStream:
     def __aiter__(self) -> RequestStream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> OutputChunk:
         """The next piece. Raises RequestFailed and EngineEnded, after the pieces that came before."""
         if self._is_over:
             raise StopAsyncIteration

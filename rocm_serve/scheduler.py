@@ -41,15 +41,15 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.appended import NOWHERE, AppendedTokens, Picks, appended_of
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
-from rocm_serve.speculation.drafts import Drafts
-from rocm_serve.taking import NOWHERE, Picks, Taken, taken_of
+from rocm_serve.speculation.drafts import DraftTree
 
 _by_urgency = attrgetter("urgency")
 
 # The drafts of a step without any.
-NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
+NO_SEQUENCE: Mapping[int, DraftTree] = MappingProxyType({})
 
 # A row that needs a page gets room for this number of tokens more if there are plenty of pages, and so do the other
 # rows of its step: most steps then change nothing in the table.
@@ -60,7 +60,7 @@ _TOKENS_AHEAD = 64
 _PAGES_PER_SPARE_ONE = 64
 
 
-class _UnreadTokens(Exception):
+class _PendingTokens(Exception):
     """A decision depends on tokens that were not read yet."""
 
 
@@ -74,15 +74,15 @@ class ScheduledStep:
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     drafts:    seq -> the drafts that its new tokens end with, if it has any
     has_trees: whether drafts have branches
-    asking:    the places among `picking` of those that do not simply take the likeliest token
+    with_parameters:    the places among `picking` of those that do not simply take the likeliest token
     """
 
     sequences: tuple[Sequence, ...]
     picking: tuple[Sequence, ...]
     batch: StepBatch
-    drafts: Mapping[int, Drafts]
+    drafts: Mapping[int, DraftTree]
     has_trees: bool
-    asking: Many[int]
+    with_parameters: Many[int]
 
     @property
     def num_picks(self) -> int:
@@ -109,7 +109,7 @@ class _Lengths(NamedTuple):
 
 
 # Place in a step -> the drafts that follow its sequence's last token, at least one.
-Verified = Mapping[int, Drafts]
+Verified = Mapping[int, DraftTree]
 
 
 class Scheduler:
@@ -149,8 +149,8 @@ class Scheduler:
         self._suspects: list[Sequence] = []
         self._moving: tuple[Sequence, int] | None = None  # the sequence that begins to run or to wait, and its row
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
-        self._num_unread = 0  # steps that were launched and not finished
-        self._finishing: tuple[Picks, list[Taken]] = ([], [])  # the picks that were last taken, and the result
+        self._num_pending = 0  # steps that were launched and not finished
+        self._finishing: tuple[Picks, list[AppendedTokens]] = ([], [])  # the picks that were last taken, and the result
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
@@ -196,26 +196,26 @@ class Scheduler:
         for each in self._running:
             num_read = len(each.token_ids)
             most = each.most_tokens - 1 - num_read
-            is_next = num_read - each.num_stored == (each.unread_at == ALL_READ)
-            if most > 0 and is_next and (each.asks is None or each.asks.takes_drafts):
+            is_next = num_read - each.num_stored == (each.pending_at == ALL_READ)
+            if most > 0 and is_next and (each.parameters is None or each.parameters.takes_drafts):
                 found.append((each, most if most < limit else limit))
         return found
 
-    def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
+    def next_step(self, drafts: Mapping[int, DraftTree] = NO_SEQUENCE) -> ScheduledStep | None:
         """The next step; None if it depends on tokens of a launched step, which is to be finished first.
 
         There must be work. At most one step is not finished.
         drafts: for some sequences of decoding(), by their requests' numbers, no more than it allows. The step takes the
                 first ones of each, as many as there is room for
         """
-        assert self._num_unread <= 1
+        assert self._num_pending <= 1
         try:
             return self._next_step(drafts)
-        except _UnreadTokens:
+        except _PendingTokens:
             return None
 
-    def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
-        """Does the work of next_step(). Raises _UnreadTokens."""
+    def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep:
+        """Does the work of next_step(). Raises _PendingTokens."""
         self._end_move()
         if self._suspects:
             self._require_all_read()
@@ -241,14 +241,14 @@ class Scheduler:
 
     def launched(self, step: ScheduledStep) -> None:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
-        assert self._num_unread == 0
-        self._num_unread = 1
+        assert self._num_pending == 0
+        self._num_pending = 1
         stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
         for place, drafts in step.drafts.items():
             stored[place] -= len(drafts.token_ids)
         for place, sequence in enumerate(step.sequences):
             if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
-                sequence.num_stored, sequence.unread_at = stored[place], place if place < num_picks else ALL_READ
+                sequence.num_stored, sequence.pending_at = stored[place], place if place < num_picks else ALL_READ
         self._cache.end_step()
         self._enter_pages(step)
 
@@ -257,10 +257,10 @@ class Scheduler:
 
         The round is launched now, or was launched earlier and the one before it is finished now.
         """
-        self._num_unread = 1
+        self._num_pending = 1
         for place, sequence in enumerate(step.sequences):
             if sequence.row != RESERVED_ROW:
-                sequence.num_stored, sequence.unread_at = len(sequence.token_ids), place
+                sequence.num_stored, sequence.pending_at = len(sequence.token_ids), place
 
     def reserve_ahead(self, rows: Int32Array, kv_len: Int32Array) -> bool:
         """Makes room for kv_len tokens if there are pages and no sequence waits; returns whether there is room.
@@ -279,7 +279,7 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
         return True
 
-    def finish_step(self, step: ScheduledStep, picks: Picks) -> list[Taken]:
+    def finish_step(self, step: ScheduledStep, picks: Picks) -> list[AppendedTokens]:
         """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
 
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
@@ -289,25 +289,25 @@ class Scheduler:
         the same picks, and takes nothing twice.
         """
         if self._finishing[0] is not picks:
-            self._finishing = picks, [taken_of(*each) for each in zip(step.picking, picks, strict=True)]
-        taken = self._finishing[1]
-        self._num_unread = 0
-        for sequence, (token_ids, _, first) in zip(step.picking, taken, strict=True):
+            self._finishing = picks, [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
+        appended = self._finishing[1]
+        self._num_pending = 0
+        for sequence, (token_ids, _, first) in zip(step.picking, appended, strict=True):
             if first != NOWHERE and sequence.row != RESERVED_ROW:
                 sequence.token_ids[first:] = token_ids
-                sequence.num_stored, sequence.unread_at = first + len(token_ids) - 1, ALL_READ
+                sequence.num_stored, sequence.pending_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
-            self._enter_accepted(step, taken)
+            self._enter_accepted(step, appended)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        for sequence, (_, reason, _) in zip(step.picking, taken, strict=True):
+        for sequence, (_, reason, _) in zip(step.picking, appended, strict=True):
             if reason is not None and sequence.row != RESERVED_ROW:
                 if reason == "error":
                     self._cache.forget_row(sequence.cached_row)
                 self._end(sequence)
         self._count_cached_pages()
-        return taken
+        return appended
 
     def take_together(
         self, step: ScheduledStep, first: Many[int], token_ids: Many[list[int]], *, all_read: bool
@@ -322,10 +322,10 @@ class Scheduler:
             sequence.token_ids[place:] = tokens
             sequence.num_stored = len(sequence.token_ids) - all_read
             if all_read:
-                sequence.unread_at = ALL_READ
-        self._num_unread = int(not all_read)
+                sequence.pending_at = ALL_READ
+        self._num_pending = int(not all_read)
 
-    def enter_rounds(self, step: ScheduledStep) -> None:
+    def enter_speculative_steps(self, step: ScheduledStep) -> None:
         """Makes pages available to prompts that were completed by rounds read together."""
         living = [(each, len(each.token_ids) - 1) for each in step.picking if each.row != RESERVED_ROW]
         if living and self._cache.has_rows:
@@ -390,14 +390,14 @@ class Scheduler:
             if each.row != RESERVED_ROW
         )
 
-    def _enter_accepted(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Likewise, after a step has verified drafts of these sequences. taken: per sequence of step.picking"""
+    def _enter_accepted(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
+        """Likewise, after a step has verified drafts of these sequences. appended: per sequence of step.picking"""
         if not self._cache.has_rows:
             return
         page_size = self._table.page_size
         completed = [
             each
-            for each, (token_ids, *_) in zip(step.picking, taken, strict=True)
+            for each, (token_ids, *_) in zip(step.picking, appended, strict=True)
             if each.row != RESERVED_ROW and each.num_stored % page_size < len(token_ids)
         ]
         if completed:
@@ -411,7 +411,7 @@ class Scheduler:
         if self._table.is_admitted(sequence.row):
             self._table.free(sequence.row)
         _remove(self._running, sequence)
-        sequence.row, sequence.unread_at = RESERVED_ROW, ALL_READ
+        sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
@@ -419,7 +419,7 @@ class Scheduler:
             sequence.is_suspect = False
 
     def _continue(
-        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+        self, running: list[Sequence], drafts: Mapping[int, DraftTree]
     ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
         """The new tokens of some running sequences, with room for them, and how many more tokens the step takes.
 
@@ -463,14 +463,14 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
 
     def _assigned(
-        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+        self, running: list[Sequence], drafts: Mapping[int, DraftTree]
     ) -> tuple[list[tuple[Sequence, int]], Verified, int]:
         """The new tokens of some running sequences, those that decode first, and how many more the step takes."""
         scheduled: list[tuple[Sequence, int]] = []
-        verified: dict[int, Drafts] = {}
+        verified: dict[int, DraftTree] = {}
         prompts: list[Sequence] = []
         for sequence in running:
-            num_read, is_read = len(sequence.token_ids), sequence.unread_at == ALL_READ
+            num_read, is_read = len(sequence.token_ids), sequence.pending_at == ALL_READ
             if num_read + (not is_read) - sequence.num_stored > 1:
                 prompts.append(sequence)
             # else it ends with its unread token, whatever that one is
@@ -566,12 +566,12 @@ class Scheduler:
         self._admit(suspect, [], self._chunk)
 
     def _require_all_read(self) -> None:
-        """Raises _UnreadTokens while a step is not finished."""
-        if self._num_unread:
-            raise _UnreadTokens
+        """Raises _PendingTokens while a step is not finished."""
+        if self._num_pending:
+            raise _PendingTokens
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Preempts a sequence. Raises _UnreadTokens: its unread tokens would be lost with its row."""
+        """Preempts a sequence. Raises _PendingTokens: its unread tokens would be lost with its row."""
         self._require_all_read()
         self._moving = sequence, sequence.row
         self._end_move()
@@ -664,7 +664,7 @@ def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
         sequences.remove(sequence)
 
 
-def unread(place: int) -> int:
+def pending(place: int) -> int:
     """The id that stands for an unread token: the one in this place among the picks of the step before."""
     return -1 - place
 
@@ -677,8 +677,8 @@ def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths:
         if drafts is not None:
             token_ids.append(sequence.token_ids[-1])
             token_ids += drafts.token_ids
-        elif sequence.unread_at != ALL_READ:
-            token_ids.append(unread(sequence.unread_at))
+        elif sequence.pending_at != ALL_READ:
+            token_ids.append(pending(sequence.pending_at))
         else:
             stored = sequence.num_stored
             token_ids += sequence.token_ids[stored : stored + q_len]
@@ -688,6 +688,6 @@ def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths:
     # an unfinished prompt took the rest of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     picking = sequences[:-1] if last_q_len < last.num_left else sequences
-    asking = [seq for seq, each in enumerate(picking) if not each.is_plain]
+    with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
     has_trees = not all(drafts.is_chain for drafts in verified.values())
-    return ScheduledStep(sequences, picking, batch, verified, has_trees, asking)
+    return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

@@ -11,7 +11,7 @@ from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, Steps
+from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, RunsSteps
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
@@ -25,7 +25,7 @@ def watched_steps(
     options: EngineOptions,
     flight: Flight,
     new_runner: Callable[[Forward], StepRunner],
-) -> tuple[StepRunner, Steps, Watchdog]:
+) -> tuple[StepRunner, RunsSteps, Watchdog]:
     """A runner of the forward, the object that runs the engine's steps, and the watchdog.
 
     The steps are run by the runner, wrapped as the options request. The watchdog also watches while the engine waits
@@ -41,7 +41,7 @@ def watched_steps(
     if ranges is not None:
         forward = around_layers(forward, partial(RangedLayers, ranges=ranges))
     runner = new_runner(forward)
-    steps: Steps = runner
+    steps: RunsSteps = runner
     if options.check_every:
         steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every)
     if ranges is not None:

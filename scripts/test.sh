@@ -13,12 +13,12 @@
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             500 random steps of a tiny model, every output checked against the oracle
-#   driver           10 seeds of a random driver and all pairs of calls; their oracle shares no code with the project
+#   random           10 seeds of a random tester and all pairs of calls; their oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, driver-long, simulator-long,
+#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, random-long, simulator-long,
 #   soak-long        what these leave out (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
@@ -133,7 +133,7 @@ with_triton() {
 # is_anothers STAGE: whether it is no run of pytest, and whole in another shard.
 is_anothers() {
     case $1 in
-    driver-long | soak | soak-long | simulator@* | lint | types | images) ;;
+    random-long | soak | soak-long | simulator@* | lint | types | images) ;;
     *) return 1 ;;
     esac
     [ -n "${SHARD:-}" ] && [ $(($(cksum <<<"$1" | cut -d ' ' -f 1) % ${SHARD#*/} + 1)) -ne "${SHARD%/*}" ]
@@ -150,8 +150,8 @@ run_stage() {
     mutation) spread -m "not nightly" tests/amd/mutation ;;
     mutation-long) spread -m nightly tests/amd/mutation ;;
     offline-long) compile -m "nightly" ;;
-    driver) spread tests/amd/driver ;;
-    driver-long) python -m tests.amd.driver --seeds 10:2000 | tee -a "$verdicts" ;;
+    random) spread tests/amd/random_calls ;;
+    random-long) python -m tests.amd.random_calls --seeds 10:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
@@ -189,7 +189,7 @@ rm -f "$VENV"/stage-* "$VENV"/output-*
 
 if [ $# -eq 0 ]; then
     # The longest first: what is left at the end is short, and no core idles for long.
-    set -- lint images 'host interpreter simulator offline text mutation oldest types soak driver' engines
+    set -- lint images 'host interpreter simulator offline text mutation oldest types soak random' engines
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 Field = Any
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """Rows of q, out or lse: pointer, and strides in elements between tokens and between heads."""
 
     at: Field
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
     head: Field
 
 
-class Pages(NamedTuple):
+class PagePointers(NamedTuple):
     """K pages or V pages from one KV head on: pointer, and strides in elements between pages, tokens and KV heads."""
 
     at: Field
@@ -29,7 +29,7 @@ class Pages(NamedTuple):
     head: Field
 
 
-class Line(NamedTuple):
+class TableLine(NamedTuple):
     """The pages of one sequence in order, int32: pointer, and the number that may be read."""
 
     at: Field
@@ -39,16 +39,16 @@ class Line(NamedTuple):
 class KeyValues(NamedTuple):
     """The K and V pages that a query reads, from a KV head on; the sequence's line of the table; the head's scales.
 
-    factors: a Factors (coded.py)
+    scale_values: a Factors (coded.py)
     """
 
-    k: Pages
-    v: Pages
-    line: Line
-    factors: Field
+    k: PagePointers
+    v: PagePointers
+    line: TableLine
+    scale_values: Field
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """[first, end)."""
 
     first: Field

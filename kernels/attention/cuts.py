@@ -37,7 +37,7 @@ _FEW_ROWS = 4
 _MOST_SIDE_BY_SIDE = 16
 
 
-class NewTokens(NamedTuple):
+class NewTokenRange(NamedTuple):
     """The sequences that take part in a decode launch, by their new tokens, and the cut of these into rows.
 
     FEWEST, MOST: new tokens of a sequence that takes part
@@ -49,7 +49,7 @@ class NewTokens(NamedTuple):
     OF_ROW: int = 1
 
 
-ONE_TOKEN = NewTokens()
+ONE_TOKEN = NewTokenRange()
 
 
 class RowCut(NamedTuple):
@@ -76,7 +76,7 @@ class RowCut(NamedTuple):
     KEY_BLOCK: int
     ROW_COST: int
     WINDOWED: bool
-    TOKENS: NewTokens = ONE_TOKEN
+    TOKENS: NewTokenRange = ONE_TOKEN
     ROW_END: int = 0
     SIDE_BY_SIDE: bool = False
 
@@ -108,7 +108,7 @@ class DecodeCut:
     row_cost: int
     programs: int
     window_left: int
-    tokens: NewTokens = ONE_TOKEN
+    tokens: NewTokenRange = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
     side_by_side: bool = False
@@ -344,7 +344,7 @@ def group_shape(group: int, q_rows: int, v_head_dim: int, num_warps: int) -> Gro
     return GroupShape(group, q_rows, v_head_dim, heads, columns, min(parts, 8))
 
 
-class Sharing(NamedTuple):
+class RowSharing(NamedTuple):
     """The sharing of the longest rows of a step; a row is a query block and a KV head, or part of its heads.
 
     programs:     programs that share; 0: every row is one program's
@@ -378,7 +378,7 @@ class Sharing(NamedTuple):
     shares_first: bool = False
 
 
-WHOLE_ROWS = Sharing()
+WHOLE_ROWS = RowSharing()
 # The split_keys of kernels that never split: more than any step can gain.
 NEVER_SPLIT = 1 << 30
 
@@ -394,7 +394,7 @@ class ExtendCut:
 
     query_tokens: int
     min_q_len: int = 1
-    sharing: Sharing = WHOLE_ROWS
+    sharing: RowSharing = WHOLE_ROWS
 
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1
@@ -421,7 +421,7 @@ class ExtendCut:
         if not tiles.programs_per_cu:
             return self
         num_kv_heads, gqa_ratio = heads
-        sharing = Sharing(
+        sharing = RowSharing(
             programs=compute_units * tiles.programs_per_cu,
             rows=num_kv_heads // tiles.heads_per_row * tiles.head_blocks(gqa_ratio),
             causal=causal,
@@ -438,7 +438,7 @@ class ExtendCut:
         """This cut of deterministic attention: programs that share rows take whole segments, and keep each as a part.
 
         most_segments:            of the largest share, for which there is room
-        split_keys, shares_first: of Sharing
+        split_keys, shares_first: of RowSharing
         """
         if not self.sharing.programs:
             return self

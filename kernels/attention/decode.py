@@ -21,22 +21,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
-from rocm_attn.kernels.attention.bundles import Line, Logits, Pages, Rows, Softmax, Span
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, PagePointers, Softmax, TableLine
 from rocm_attn.kernels.attention.coded import (
-    Factors,
+    ScalePointers,
     add_value_pairs,
     add_values,
     amount_of,
     coded_scales,
-    factors_of_two,
     half_query,
     no_amount,
-    row_factor,
+    row_scale,
     scaled_parts,
     scaled_value_parts,
-    shared_factor,
-    times_factors,
-    token_factor,
+    scales_of_two,
+    shared_scale,
+    times_scales,
+    token_scale,
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, group_shape
 from rocm_attn.kernels.attention.decode_columns import (
@@ -84,7 +84,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
 
-class Side(NamedTuple):
+class PageSide(NamedTuple):
     """K or V of a row: pointer, strides between pages and between tokens; the offset in a token of each column of the
     first block, and of the last block if it has offsets of its own."""
 
@@ -98,9 +98,9 @@ class Side(NamedTuple):
 class KeyBlocks(NamedTuple):
     """Key blocks of a sequence: its line of the table, which ones, the keys that a row sees, the first one's pages."""
 
-    line: Line
-    blocks: Span
-    keys: Span
+    line: TableLine
+    blocks: KeyRange
+    keys: KeyRange
     first_pages: Any
 
 
@@ -130,7 +130,7 @@ def _products(q, k_rows, live, G: tl.constexpr):
 
 
 @triton.jit
-def _with_values(acc, decay, weights, v_rows, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
+def _with_values(acc, decay, weights, v_rows, live, scale_value, DTYPE: tl.constexpr, G: tl.constexpr):
     """acc * decay + weights * V, block by block; see add_values."""
     blocks = ()
     C: tl.constexpr = G.coding
@@ -141,7 +141,7 @@ def _with_values(acc, decay, weights, v_rows, live, factor, DTYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr = G.TRANSPOSED
     for i in tl.static_range(PARTS):
         v = elements(v_rows, live, i, COLUMNS, TAIL, DIM)
-        more = add_values(acc[i], decay, weights, v, factor, DTYPE, TRANSPOSED, C)
+        more = add_values(acc[i], decay, weights, v, scale_value, DTYPE, TRANSPOSED, C)
         blocks += (more,)  # type: ignore[assignment]
     return blocks
 
@@ -163,7 +163,7 @@ def _pages_of_block(pages, block, G: tl.constexpr):
 
 
 @triton.jit
-def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr):
+def _attend_key_blocks(q, k_side, v_side, read, logits, scale_values, G: tl.constexpr):
     """Returns the softmax state of some key blocks for each q row.
 
     q: a tuple of blocks of columns, [QUERY_ROWS, K_COLUMNS]; the accumulator is one too, [QUERY_ROWS, V_COLUMNS]; both
@@ -232,16 +232,16 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             v_tails = tails_of_keys(v_side, v_row, lane, BY_PAGE)
         if TWO_FACTORS:
             # [2, KEY_BLOCK]
-            k_factor = factors_of_two(factors.k, page, offset, factors.head, live, HEADS, C)
-            v_factor = factors_of_two(factors.v, page, offset, factors.head, live, HEADS, C)
+            k_scale_value = scales_of_two(scale_values.k, page, offset, scale_values.head, live, HEADS, C)
+            v_scale_value = scales_of_two(scale_values.v, page, offset, scale_values.head, live, HEADS, C)
         else:
-            k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
-            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+            k_scale_value = token_scale(scale_values.k, page, offset, scale_values.head, live, True, C)
+            v_scale_value = token_scale(scale_values.v, page, offset, scale_values.head, live, True, C)
         k_rows, v_rows = KeyRows(k_rows, k_tails), KeyRows(v_rows, v_tails)
         # scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
         products = _products(q, k_rows, live, G)
         if C.SCALES == TOKEN_SCALES:
-            products = times_factors(products, k_factor, G.TRANSPOSED)
+            products = times_scales(products, k_scale_value, G.TRANSPOSED)
         if G.TRANSPOSED:
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * early
             if logits.slope is not None:
@@ -258,7 +258,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             base = new_maximum
             if BY_AMOUNT:
                 before = amount.exponent
-                amount = amount_of(v_factor, amount)
+                amount = amount_of(v_scale_value, amount)
                 base = new_maximum + amount.exponent
             weights = tl.exp2(scores * late - base[:, None])
         decay = tl.exp2(maximum - new_maximum)
@@ -269,16 +269,16 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             pairs = elements(v_rows, live, 0, LOADED, 0, V_READ)
             shares = weights
             if BY_AMOUNT:
-                shares = times_factors(weights, v_factor, False)
+                shares = times_scales(weights, v_scale_value, False)
                 wide = wide * tl.exp2(before - amount.exponent)
             even, odd = add_value_pairs(acc[0], odd, wide, shares.to(tl.float16), pairs, C)
             acc = alone(even)
         else:
             parts = weights
             if TWO_FACTORS:
-                v_factor, part = shared_factor(v_factor)
-                parts = times_factors(weights, part, G.TRANSPOSED)
-            acc = _with_values(acc, wide, parts, v_rows, live, v_factor, DTYPE, G)
+                v_scale_value, part = shared_scale(v_scale_value)
+                parts = times_scales(weights, part, G.TRANSPOSED)
+            acc = _with_values(acc, wide, parts, v_rows, live, v_scale_value, DTYPE, G)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
         more = tl.sum(weights, 0 if G.TRANSPOSED else 1)
         total = total * decay + (more * tl.exp2(amount.exponent) if BY_AMOUNT else more)
@@ -286,7 +286,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         if BY_AMOUNT:
             acc, odd = scaled_parts(acc, tl.exp2(amount.exponent)), odd * tl.exp2(amount.exponent)
         acc = alone(tl.reshape(tl.join(acc[0], odd), [QUERY_ROWS, G.V_COLUMNS]))
-    return scaled_value_parts(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
+    return scaled_value_parts(Softmax(acc, maximum, total), row_scale(scale_values.v, scale_values.head, C), C)
 
 
 @triton.jit(do_not_specialize=["num_programs", "width"])
@@ -430,7 +430,7 @@ def _decode_kernel(
                 skipped = tl.load(first_page + seq)
                 table_line += skipped
                 line_width = width - skipped
-            line = Line(table_line, line_width)
+            line = TableLine(table_line, line_width)
             if G.EARLY:
                 # Before q is loaded and waited for, so that one latency hides the other. Elsewhere it takes registers.
                 first_pages = _pages_of_block(line, window_block + first_block, G)
@@ -446,34 +446,34 @@ def _decode_kernel(
             q_blocks = blocks_of_q(q_line, half, m < num_q_rows, G)
             if k_new is not None:
                 store_new_rows(
-                    Rows(k_new, k_new_token, k_new_head),
-                    Rows(v_new, v_new_token, v_new_head),
-                    Pages(k_pages, kp_page, kp_token, kp_head),
-                    Pages(v_pages, vp_page, vp_token, vp_head),
+                    HeadRows(k_new, k_new_token, k_new_head),
+                    HeadRows(v_new, v_new_token, v_new_head),
+                    PagePointers(k_pages, kp_page, kp_token, kp_head),
+                    PagePointers(v_pages, vp_page, vp_token, vp_head),
                     NewToken(slot_of_token, counts, token, end_block == num_blocks),
                     first_kv_head,
                     G,
                 )
-            k_factor = row_factor(k_scale, head, C)
+            k_scale_value = row_scale(k_scale, head, C)
             if G.PAIRED:
-                q_block, q_factor = half_query(q_blocks[0])
+                q_block, q_scale_value = half_query(q_blocks[0])
                 q_blocks = even_and_odd(q_block)
-                k_factor *= q_factor
-            k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
+                k_scale_value *= q_scale_value
+            k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_scale_value, G.CAPPED, C)
             if not G.EARLY:
                 first_pages = _pages_of_block(line, window_block + first_block, G)
             acc, maximum, total = _attend_key_blocks(
                 q_blocks,
-                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_tail),
-                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_tail),
+                PageSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_tail),
+                PageSide(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_tail),
                 KeyBlocks(
                     line,
-                    Span(window_block + first_block, window_block + end_block),
-                    Span(first_key, kv_len),
+                    KeyRange(window_block + first_block, window_block + end_block),
+                    KeyRange(first_key, kv_len),
                     first_pages,
                 ),
                 Logits(k_scaled, tanh_scaled, slope),
-                Factors(k_scale, v_scale, head),
+                ScalePointers(k_scale, v_scale, head),
                 G,
             )
             if G.WHOLE_ROWS or end_block - first_block == num_blocks:

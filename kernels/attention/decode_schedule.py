@@ -41,7 +41,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention import cuts
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.attention.cuts import DecodeCut, NewTokens
+from rocm_attn.kernels.attention.cuts import DecodeCut, NewTokenRange
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.launch import launch
@@ -153,7 +153,7 @@ class ScheduleGeometry(NamedTuple):
     IS_EVEN: bool
     IN_ROUNDS: bool
     SEQS: int
-    TOKENS: NewTokens
+    TOKENS: NewTokenRange
     COUNTERS: bool
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
-from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor, scaled_value_parts
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, KeyValues, Logits, PagePointers, TableLine
+from rocm_attn.kernels.attention.coded import ScalePointers, coded_scales, row_scale, scaled_value_parts
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
@@ -39,7 +39,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     row_after,
     work_of_share,
 )
-from rocm_attn.kernels.attention.key_loop import Query, Seen, attend_key_blocks, key_geometry, nothing_seen
+from rocm_attn.kernels.attention.key_loop import Query, SeenKeys, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.packed_mask import PackedMask
@@ -64,20 +64,20 @@ class Operands(NamedTuple):
 
     k, v:           pages of the first KV head
     line:           the table's first line; table_row: stride between lines
-    factors:        pointers of the scales of K and of V, see coded.py
+    scale_values:        pointers of the scales of K and of V, see coded.py
     mask:           a MaskOfStep, or None
     logits:         qk_scale, tanh_scale, and the pointer of the slopes or None
     """
 
     schedule: Any
-    q: Rows
-    k: Pages
-    v: Pages
-    line: Line
+    q: HeadRows
+    k: PagePointers
+    v: PagePointers
+    line: TableLine
     table_row: Any
     row_of_seq: Any
     kv_len: Any
-    factors: Factors
+    scale_values: ScalePointers
     mask: Any
     logits: Logits
     window_left: Any
@@ -98,8 +98,8 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
     # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
     token, head, is_row = rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
     queries = load_queries(x.q, token, head, is_row, K)
-    k_side = Pages(x.k.at + kv_head * x.k.head, x.k.page, x.k.token, x.k.head)
-    v_side = Pages(x.v.at + kv_head * x.v.head, x.v.page, x.v.token, x.v.head)
+    k_side = PagePointers(x.k.at + kv_head * x.k.head, x.k.page, x.k.token, x.k.head)
+    v_side = PagePointers(x.v.at + kv_head * x.v.head, x.v.page, x.v.token, x.v.head)
     pages = x.line.at + tl.load(x.row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * x.table_row
     row_kv_index = first_kv_index + tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
     slope = None
@@ -133,23 +133,25 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
             first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
-        open_blocks = Span(first_block, tl.minimum(edge_block, end_block))
+        open_blocks = KeyRange(first_block, tl.minimum(edge_block, end_block))
         edge_block = tl.maximum(edge_block, first_block)
     else:
-        open_blocks = Span(0, edge_block)
+        open_blocks = KeyRange(0, edge_block)
     # From here on in blocks of EDGE_BLOCK keys.
     PER_BLOCK: tl.constexpr = K.KEY_BLOCK // K.EDGE_BLOCK
-    edge = Span(edge_block * PER_BLOCK, tl.minimum(end_block * PER_BLOCK, tl.cdiv(end_key, K.EDGE_BLOCK)))
-    k_factor = row_factor(x.factors.k, kv_head, C)
-    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_factor, K.CAPPED, C)
+    edge = KeyRange(edge_block * PER_BLOCK, tl.minimum(end_block * PER_BLOCK, tl.cdiv(end_key, K.EDGE_BLOCK)))
+    k_scale_value = row_scale(x.scale_values.k, kv_head, C)
+    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_scale_value, K.CAPPED, C)
     query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
-    kv = KeyValues(k_side, v_side, Line(pages, x.line.width), Factors(x.factors.k, x.factors.v, kv_head))
-    seen = Seen(Span(first_key, end_key), x.window_left, bits)
+    kv = KeyValues(
+        k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
+    )
+    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, bits)
     softmax = nothing_seen(G.QUERY_ROWS, K)
     if not K.WINDOWED:
         softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
     softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
-    return scaled_value_parts(softmax, row_factor(x.factors.v, kv_head, C), C)
+    return scaled_value_parts(softmax, row_scale(x.scale_values.v, kv_head, C), C)
 
 
 @triton.jit
@@ -218,19 +220,19 @@ def _extend_kernel(
         mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
     x = Operands(
         schedule,
-        Rows(q, q_token, q_head),
-        Pages(k_pages, kp_page, kp_token, kp_head),
-        Pages(v_pages, vp_page, vp_token, vp_head),
-        Line(table, width),
+        HeadRows(q, q_token, q_head),
+        PagePointers(k_pages, kp_page, kp_token, kp_head),
+        PagePointers(v_pages, vp_page, vp_token, vp_head),
+        TableLine(table, width),
         table_row,
         row_of_seq,
         kv_len,
-        Factors(k_scale, v_scale, 0),
+        ScalePointers(k_scale, v_scale, 0),
         mask,
         Logits(qk_scale, tanh_scale, slopes),
         window_left,
     )
-    out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+    out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
     if G.EARLY:

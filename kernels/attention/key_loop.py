@@ -19,7 +19,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.coded import add_values, token_factor
+from rocm_attn.kernels.attention.coded import add_values, token_scale
 from rocm_attn.kernels.attention.key_rows import (
     are_read_by_page,
     lie_in_one_page,
@@ -107,7 +107,7 @@ class Bits(NamedTuple):
     first_key: Any
 
 
-class Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys that rows see: keys, a Span of those that some row sees; window_left; bits of a packed mask, or None."""
 
     keys: Any
@@ -254,8 +254,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
-        v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
+        k_scale_value = token_scale(kv.scale_values.k, page, offset, kv.scale_values.head, live, MASKED, C)
+        v_scale_value = token_scale(kv.scale_values.v, page, offset, kv.scale_values.head, live, MASKED, C)
         live = live[:, None]
         # scores, weights: [rows, KEY_BLOCK]
         K_PARTS: tl.constexpr = K.K_PARTS
@@ -266,7 +266,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             else:
                 scores = tl.dot(query.blocks[i], tl.trans(k), scores, input_precision="ieee")
         if C.SCALES == TOKEN_SCALES:
-            scores = scores * k_factor[None, :]
+            scores = scores * k_scale_value[None, :]
         if K.CAPPED:
             scores = capped_at_once(scores, tanh_scale) if AT_ONCE else capped(scores, tanh_scale)
         if slope is not None:
@@ -286,18 +286,18 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             else:
                 visible = (kv_index < seen.keys.end)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        factor = qk_scale if slope is None else 1.0
-        new_maximum = maximum if BOUNDED else tl.maximum(maximum, tl.max(scores, 1) * factor)
+        scale_value = qk_scale if slope is None else 1.0
+        new_maximum = maximum if BOUNDED else tl.maximum(maximum, tl.max(scores, 1) * scale_value)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)
         if BOUNDED:
             decay = tl.full(maximum.shape, 1.0, tl.float32)
-            weights = tl.exp2(scores * factor)
+            weights = tl.exp2(scores * scale_value)
         elif K.EXACT:
-            weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
+            weights = tl.exp2(tl.fma(scores, scale_value, -base[:, None]))
         else:
-            weights = tl.exp2(scores * factor - base[:, None])
+            weights = tl.exp2(scores * scale_value - base[:, None])
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
         # The compiler rounds: by hand (see rounded) deterministic extend of 256 columns spills 2 registers on gfx942.
         shares = weights.to(DTYPE) if K.EXACT and C.SCALES != TOKEN_SCALES else weights
@@ -306,7 +306,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         V_PARTS: tl.constexpr = K.V_PARTS
         for i in tl.static_range(V_PARTS):
             v = _elements(v_rows, live, i, K.V_COLUMNS, V_DIM, MASKED)
-            acc += (add_values(left[i], decay[:, None], shares, v, v_factor, DTYPE, False, C),)
+            acc += (add_values(left[i], decay[:, None], shares, v, v_scale_value, DTYPE, False, C),)
         maximum = new_maximum
     if BOUNDED:
         maximum = tl.where(total > 0.0, 0.0, maximum)

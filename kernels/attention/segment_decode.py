@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
-from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, KeyValues, Logits, PagePointers, TableLine
+from rocm_attn.kernels.attention.coded import ScalePointers, coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -29,7 +29,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     next_row,
     words_of_program,
 )
-from rocm_attn.kernels.attention.key_loop import KeyGeometry, Query, Seen, key_geometry
+from rocm_attn.kernels.attention.key_loop import KeyGeometry, Query, SeenKeys, key_geometry
 from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import load_queries, store_columns
 from rocm_attn.kernels.attention.scores import Scores
@@ -116,21 +116,21 @@ def _segment_decode_kernel(
             kv_head, first_head, num_q_rows = heads_of_row(row, R)
             is_row = q_row < num_q_rows
             token = tl.load(q_indptr + seq).to(tl.int64)
-            queries = load_queries(Rows(q, q_token, q_head), token, first_head + q_row, is_row, K)
+            queries = load_queries(HeadRows(q, q_token, q_head), token, first_head + q_row, is_row, K)
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
             pages = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
-            k_side = Pages(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head)
-            v_side = Pages(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head)
-            factors = Factors(k_scale, v_scale, kv_head)
-            k_factor = row_factor(k_scale, kv_head, C)
-            k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
+            k_side = PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head)
+            v_side = PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head)
+            scale_values = ScalePointers(k_scale, v_scale, kv_head)
+            k_scale_value = row_scale(k_scale, kv_head, C)
+            k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_scale_value, K.CAPPED, C)
             logits = Logits(k_scaled, tanh_scaled, slope)
-            kv = KeyValues(k_side, v_side, Line(pages, width), factors)
+            kv = KeyValues(k_side, v_side, TableLine(pages, width), scale_values)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
             query = Query(queries, kv_index, logits)
-            seen = Seen(Span(first_key, kv_len), window_left, None)
+            seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None)
             for index in range(first, end):
                 acc, maximum, total = attend_segment(window_segment + index, query, kv, seen, kv_len // K.KEY_BLOCK, G)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + q_row

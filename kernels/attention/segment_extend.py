@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Softmax, Span
-from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, KeyValues, Logits, PagePointers, Softmax, TableLine
+from rocm_attn.kernels.attention.coded import ScalePointers, coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend import Operands, row_arguments
 from rocm_attn.kernels.attention.extend_schedule import (
@@ -30,7 +30,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     row_after,
     work_of_share,
 )
-from rocm_attn.kernels.attention.key_loop import Query, Seen, key_geometry, nothing_seen
+from rocm_attn.kernels.attention.key_loop import Query, SeenKeys, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import (
@@ -86,13 +86,13 @@ def _store_part(softmax, to, slot, is_row, G: tl.constexpr):
     tl.store(sums + line * 2 + 1, total)
 
 
-class Results(NamedTuple):
+class SegmentOutputs(NamedTuple):
     """The destinations of results: rows of out and LSE, sinks or None; workspace: of shares for parts, of num_programs
     programs; of whole rows for everything left of a segment (segments.left_of_program), or None.
     """
 
-    out: Rows
-    lse: Rows
+    out: HeadRows
+    lse: HeadRows
     sinks: Any
     workspace: Any
     num_programs: Any
@@ -115,8 +115,8 @@ def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
     # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
     token, head, is_row = rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
     queries = load_queries(x.q, token, head, is_row, K)
-    k_side = Pages(x.k.at + kv_head * x.k.head, x.k.page, x.k.token, x.k.head)
-    v_side = Pages(x.v.at + kv_head * x.v.head, x.v.page, x.v.token, x.v.head)
+    k_side = PagePointers(x.k.at + kv_head * x.k.head, x.k.page, x.k.token, x.k.head)
+    v_side = PagePointers(x.v.at + kv_head * x.v.head, x.v.page, x.v.token, x.v.head)
     pages = x.line.at + tl.load(x.row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * x.table_row
     row_kv_index = first_kv_index + tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
     slope = None
@@ -133,17 +133,19 @@ def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
         edge_block = end_key // K.KEY_BLOCK
     if K.WINDOWED:
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
-    k_factor = row_factor(x.factors.k, kv_head, C)
-    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_factor, K.CAPPED, C)
+    k_scale_value = row_scale(x.scale_values.k, kv_head, C)
+    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_scale_value, K.CAPPED, C)
     query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
-    kv = KeyValues(k_side, v_side, Line(pages, x.line.width), Factors(x.factors.k, x.factors.v, kv_head))
+    kv = KeyValues(
+        k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
+    )
     bits = None
     if x.mask is not None:
         first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, G)
         edge_block = first_masked // K.KEY_BLOCK
         if K.WINDOWED:
             first_key = first_masked
-    seen = Seen(Span(first_key, end_key), x.window_left, bits)
+    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, bits)
     acc, maximum, total = nothing_seen(G.QUERY_ROWS, K)
     if G.SHARES:
         # The program that begins a row merges its segments from left to right, and writes the results if it ends the
@@ -226,20 +228,20 @@ def _segment_extend_kernel(
         mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
     x = Operands(
         schedule,
-        Rows(q, q_token, q_head),
-        Pages(k_pages, kp_page, kp_token, kp_head),
-        Pages(v_pages, vp_page, vp_token, vp_head),
-        Line(table, width),
+        HeadRows(q, q_token, q_head),
+        PagePointers(k_pages, kp_page, kp_token, kp_head),
+        PagePointers(v_pages, vp_page, vp_token, vp_head),
+        TableLine(table, width),
         table_row,
         row_of_seq,
         kv_len,
-        Factors(k_scale, v_scale, 0),
+        ScalePointers(k_scale, v_scale, 0),
         mask,
         Logits(qk_scale, tanh_scale, slopes),
         window_left,
     )
-    out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-    to = Results(out_rows, lse_rows, sinks, workspace, num_programs)
+    out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
+    to = SegmentOutputs(out_rows, lse_rows, sinks, workspace, num_programs)
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
     shares = schedule + max_blocks * BLOCK_WORDS

@@ -44,7 +44,7 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 _LINES, _COLUMNS, _PARTS = 16, 64, 4
 
 
-class MergeGeometry(NamedTuple):
+class PartMergeGeometry(NamedTuple):
     """The values that the merge is compiled for.
 
     GQA_RATIO, QUERY_ROWS, DIM, ROW_KEYS, CAUSAL, WINDOWED: extend's
@@ -70,7 +70,7 @@ class MergeGeometry(NamedTuple):
     EARLY: bool
 
 
-class SharedRow(NamedTuple):
+class SharedSegmentRow(NamedTuple):
     """A row that several programs share: its first program and its last one; the segments [first, end) that it sees;
     zero: the position that key 0 would have on the axis of costs; size of each share.
     """
@@ -95,7 +95,7 @@ def _shared_row(words, start, size, kv_len, window_left, G: tl.constexpr):
     last = (start + num_keys + G.ROW_KEYS - 1) // size
     zero = start + G.ROW_KEYS - (end_key - num_keys)
     end = tl.cdiv(end_key, G.SEGMENT_LEN)
-    return SharedRow(start // size, last, first_key // G.SEGMENT_LEN, end, zero, size)
+    return SharedSegmentRow(start // size, last, first_key // G.SEGMENT_LEN, end, zero, size)
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def launch_merge_of_segments(
         sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
-        G=MergeGeometry(
+        G=PartMergeGeometry(
             GQA_RATIO=extend.heads_per_block(args.heads[1]),
             QUERY_ROWS=query_rows,
             DIM=dim,

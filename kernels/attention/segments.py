@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import Softmax, Span
-from rocm_attn.kernels.attention.coded import row_factor, scaled_value_parts
+from rocm_attn.kernels.attention.bundles import KeyRange, Softmax
+from rocm_attn.kernels.attention.coded import row_scale, scaled_value_parts
 from rocm_attn.kernels.attention.key_loop import attend_key_blocks, nothing_seen
 
 # The source decides here whether a product and a sum become one rounding or two, not the compiler.
@@ -41,13 +41,13 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
     softmax = nothing_seen(G.QUERY_ROWS, K)
     if K.WINDOWED:
         # Masks for all blocks: a loop of its own for the blocks between the edges spills.
-        softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, end_block), K, True, G.STAGES)
+        softmax = attend_key_blocks(softmax, query, kv, seen, KeyRange(first_block, end_block), K, True, G.STAGES)
     else:
         masked_block = tl.maximum(tl.minimum(edge_block, end_block), first_block)
-        softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, masked_block), K, False, G.STAGES)
-        softmax = attend_key_blocks(softmax, query, kv, seen, Span(masked_block, end_block), K, True, G.EDGE_STAGES)
+        softmax = attend_key_blocks(softmax, query, kv, seen, KeyRange(first_block, masked_block), K, False, G.STAGES)
+        softmax = attend_key_blocks(softmax, query, kv, seen, KeyRange(masked_block, end_block), K, True, G.EDGE_STAGES)
     # Scaled here, not after all segments: decode and extend then merge the same numbers.
-    return scaled_value_parts(softmax, row_factor(kv.factors.v, kv.factors.head, C), C)
+    return scaled_value_parts(softmax, row_scale(kv.scale_values.v, kv.scale_values.head, C), C)
 
 
 @triton.jit

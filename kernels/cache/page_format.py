@@ -155,8 +155,8 @@ class PageFormat:
     def page_bytes(self) -> int:
         """Bytes of a page: K, V, and the scales that belong to its tokens."""
         row_bytes = sum(self.side_elements) * self.encoding.dtype.itemsize
-        factors = self.num_kv_heads * (1 if self.kind is PoolKind.LATENT else 2) * (self.scales is Scales.TOKEN)
-        return self.page_size * (row_bytes + factors * torch.float32.itemsize)
+        scale_values = self.num_kv_heads * (1 if self.kind is PoolKind.LATENT else 2) * (self.scales is Scales.TOKEN)
+        return self.page_size * (row_bytes + scale_values * torch.float32.itemsize)
 
     @property
     def scale_shape(self) -> tuple[int, ...]:

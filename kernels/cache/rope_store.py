@@ -94,7 +94,7 @@ class Angles(NamedTuple):
     sin: Any
 
 
-class Target(NamedTuple):
+class RowTarget(NamedTuple):
     """The destination of rows: each head's first element [HEADS_BLOCK, 1], and the stride between vectors of a row.
 
     scale, first_scale: of pages that have codes: scales, and the place of the first head's scale
@@ -139,7 +139,7 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
     """Moves rows of a block of heads from one place to another, normalised and turned.
 
     rows:   [HEADS_BLOCK, 1], each head's first element
-    to:     a Target
+    to:     a RowTarget
     head:   [HEADS_BLOCK, 1]
     weight: of the norm, or None
     angles: Angles, not read if nothing turns
@@ -152,7 +152,7 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
     is_head = head < S.HEADS
     strange = tl.zeros([HEADS_BLOCK], tl.int32)
     squares = tl.zeros([HEADS_BLOCK], tl.float32)
-    factor = tl.zeros([HEADS_BLOCK], tl.float32)
+    scale_value = tl.zeros([HEADS_BLOCK], tl.float32)
     if R.REST > 0:
         lane = tl.arange(0, R.REST_COLUMNS)[None, :]
         place = R.REST_FIRST + lane
@@ -177,7 +177,7 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
         rest, rest_strange = _rounded(rest, is_rest, dtype, S.CHECKED)
         strange |= rest_strange
         if S.SCALES == TOKEN_SCALES:
-            factor = tl.maximum(factor, scale_of_rows(rest.to(tl.float32), ENCODING))
+            scale_value = tl.maximum(scale_value, scale_of_rows(rest.to(tl.float32), ENCODING))
     if R.PAIRS > 0:
         if R.NORM_DIM > 0:
             scaled = near * norm * _weights(weight, near_place, R)
@@ -189,12 +189,12 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
         far, far_strange = _rounded(far, is_pair, dtype, S.CHECKED)
         strange |= near_strange | far_strange
         if S.SCALES == TOKEN_SCALES:
-            factor = tl.maximum(factor, scale_of_rows(near.to(tl.float32), ENCODING))
-            factor = tl.maximum(factor, scale_of_rows(far.to(tl.float32), ENCODING))
+            scale_value = tl.maximum(scale_value, scale_of_rows(near.to(tl.float32), ENCODING))
+            scale_value = tl.maximum(scale_value, scale_of_rows(far.to(tl.float32), ENCODING))
     reciprocal = 1.0
     if S.SCALES != NO_SCALES:
         # A row's parts share the largest of their scales, which is that of the row's largest element.
-        reciprocal = tl.div_rn(1.0, _factors(to, head, factor[:, None], is_head, S.SCALES))
+        reciprocal = tl.div_rn(1.0, _scale_values(to, head, scale_value[:, None], is_head, S.SCALES))
     if R.REST > 0:
         _put(rest, to, place, is_rest, reciprocal, S)
     if R.PAIRS > 0:
@@ -204,16 +204,16 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
 
 
 @triton.jit
-def _factors(to, head, own, is_head, SCALES: tl.constexpr):
+def _scale_values(to, head, own, is_head, SCALES: tl.constexpr):
     """The scale of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
     if SCALES == TOKEN_SCALES:
         tl.store(to.scale + to.first_scale + head.to(tl.int64) * to.scale_head, own, mask=is_head)
-        factor = own
+        scale_value = own
     elif SCALES == HEAD_SCALES:
-        factor = tl.load(to.scale + head, mask=is_head, other=1.0)
+        scale_value = tl.load(to.scale + head, mask=is_head, other=1.0)
     else:
-        factor = tl.load(to.scale)
-    return factor
+        scale_value = tl.load(to.scale)
+    return scale_value
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def _rope_store_kernel(
         head = tl.program_id(1) * Q.HEADS_BLOCK + tl.arange(0, Q.HEADS_BLOCK)[:, None]
         rows = q + t * q_token + head.to(tl.int64) * q_head
         to = q_out + t * out_token + head.to(tl.int64) * out_head
-        _carry(rows, Target(to, 0, None, 0, 0), head, q_weight, angles, Q)
+        _carry(rows, RowTarget(to, 0, None, 0, 0), head, q_weight, angles, Q)
     elif G.STORES:
         slot = tl.load(slot_of_token + token).to(tl.int64)
         if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
@@ -280,7 +280,7 @@ def _rope_store_kernel(
             to = k_pages + page * kp_page + token_cell(offset, kp_group, K.TOKENS) + head64 * kp_head
             strange = _carry(
                 rows,
-                Target(to, kp_vector, k_scale, page * (K.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
+                RowTarget(to, kp_vector, k_scale, page * (K.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
                 head,
                 k_weight,
                 angles,
@@ -291,7 +291,7 @@ def _rope_store_kernel(
                 to = v_pages + page * vp_page + token_cell(offset, vp_group, V.TOKENS) + head64 * vp_head
                 strange |= _carry(
                     rows,
-                    Target(to, vp_vector, v_scale, page * (V.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
+                    RowTarget(to, vp_vector, v_scale, page * (V.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
                     head,
                     v_weight,
                     angles,

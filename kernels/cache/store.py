@@ -46,21 +46,21 @@ def _finite_row(row):
 
 
 @triton.jit
-def _given_factor(scale, head, G: tl.constexpr):
+def _given_scale(scale, head, G: tl.constexpr):
     """The scales that rows are divided by, if they are given: one, or [HEADS_BLOCK, 1]. head: int64 of this shape"""
-    factor = 1.0
+    scale_value = 1.0
     if G.SCALES == LAYER_SCALES:
-        factor = tl.load(scale)
+        scale_value = tl.load(scale)
     elif G.SCALES == HEAD_SCALES:
-        factor = tl.load(scale + head, mask=head < G.HEADS, other=1.0)
-    return factor
+        scale_value = tl.load(scale + head, mask=head < G.HEADS, other=1.0)
+    return scale_value
 
 
 @triton.jit
-def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
+def _in_pages(row, scale_value, scale, head, first_scale, G: tl.constexpr):
     """Returns a finite row [HEADS_BLOCK, elements] as its pages hold it.
 
-    factor:      the result of _given_factor
+    scale_value:      the result of _given_scale
     scale:       the scales of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
     first_scale: the place of the token's scale in the first head
     """
@@ -71,10 +71,10 @@ def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
     else:
         row = row.to(tl.float32)
         if G.SCALES == TOKEN_SCALES:
-            factor = scale_of_rows(row, G.ENCODING)[:, None]
-            tl.store(scale + first_scale + head * G.PAGE_SIZE, factor, mask=head < G.HEADS)
+            scale_value = scale_of_rows(row, G.ENCODING)[:, None]
+            tl.store(scale + first_scale + head * G.PAGE_SIZE, scale_value, mask=head < G.HEADS)
         # One quotient per row, rounded as torch rounds it.
-        elements = encoded(row * tl.div_rn(1.0, factor), G.ENCODING)
+        elements = encoded(row * tl.div_rn(1.0, scale_value), G.ENCODING)
     return elements
 
 
@@ -118,22 +118,22 @@ def _store_kernel(
         k_d = tl.arange(0, G.K_COLUMNS)[None, :]
         is_k = (head < G.HEADS) & (k_d < G.K_DIM)
         k_row = tl.load(k + t * k_token + head64 * k_head + k_d, mask=is_k, other=0.0)
-        k_factor = _given_factor(k_scale, head64, G)
+        k_scale_value = _given_scale(k_scale, head64, G)
         if G.HAS_V:
             v_d = tl.arange(0, G.V_COLUMNS)[None, :]
             is_v = (head < G.HEADS) & (v_d < G.V_DIM)
             v_row = tl.load(v + t * v_token + head64 * v_head + v_d, mask=is_v, other=0.0)
-            v_factor = _given_factor(v_scale, head64, G)
+            v_scale_value = _given_scale(v_scale, head64, G)
         k_row, strange = _finite_row(k_row)
         heads = k_pages + page * kp_page + token_cell(offset, kp_group, G.K_TOKENS) + head64 * kp_head
         cell = element_cell(k_d, kp_vector, G.K_ELEMENTS, G.K_TOKENS, G.K_DIM)
-        tl.store(heads + cell, _in_pages(k_row, k_factor, k_scale, head64, first_scale, G), mask=is_k)
+        tl.store(heads + cell, _in_pages(k_row, k_scale_value, k_scale, head64, first_scale, G), mask=is_k)
         if G.HAS_V:
             v_row, v_strange = _finite_row(v_row)
             strange |= v_strange
             heads = v_pages + page * vp_page + token_cell(offset, vp_group, G.V_TOKENS) + head64 * vp_head
             cell = element_cell(v_d, vp_vector, G.V_ELEMENTS, G.V_TOKENS, G.V_DIM)
-            tl.store(heads + cell, _in_pages(v_row, v_factor, v_scale, head64, first_scale, G), mask=is_v)
+            tl.store(heads + cell, _in_pages(v_row, v_scale_value, v_scale, head64, first_scale, G), mask=is_v)
         if tl.max(strange, 0) > 0:
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 

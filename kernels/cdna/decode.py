@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -42,8 +42,8 @@ from rocm_attn.kernels.cdna.key_blocks import (
     CHUNK,
     ROWS,
     CdnaGeometry,
-    KeyBlocks,
-    Side,
+    ChunkBlocks,
+    ChunkSide,
     attend_key_blocks,
     key_pairs,
     pair_offsets,
@@ -58,7 +58,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 _CDNA = {"gfx942": 3, "gfx950": 4}
 
 
-class Results(NamedTuple):
+class RowOutputs(NamedTuple):
     """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums."""
 
     out: Any
@@ -228,8 +228,8 @@ def _cdna_decode_kernel(
     k_offsets = pair_offsets(near(kp_token), near(kp_head), key_pairs(G), G)
     v_offsets = pair_offsets(near(vp_token), near(vp_head), value_pairs(G), G)
     sums = partials + num_programs * (2 * R.Q_ROWS * G.HEAD_DIM)
-    to = Results(
-        Rows(out, out_token, out_head), None if lse is None else Rows(lse, lse_token, lse_head), partials, sums
+    to = RowOutputs(
+        HeadRows(out, out_token, out_head), None if lse is None else HeadRows(lse, lse_token, lse_head), partials, sums
     )
 
     while work > 0:
@@ -244,18 +244,18 @@ def _cdna_decode_kernel(
             _store_nothing(to, gl.load(q_indptr + seq).to(gl.int64), heads, G)
         if end_block > first_block:
             token = gl.load(q_indptr + seq).to(gl.int64)
-            line = Line(table + gl.load(row_of_seq + seq).to(gl.int64) * table_row, width)
+            line = TableLine(table + gl.load(row_of_seq + seq).to(gl.int64) * table_row, width)
             if first_page is not None:
                 skipped = gl.load(first_page + seq)
-                line = Line(line.at + skipped, width - skipped)
-            blocks = Span(window_block + first_block, window_block + end_block)
+                line = TableLine(line.at + skipped, width - skipped)
+            blocks = KeyRange(window_block + first_block, window_block + end_block)
             last_key = gl.minimum(blocks.end * KEYS, kv_len) - 1
             softmax = attend_key_blocks(
-                _load_query(Rows(q + token * q_token, q_token, q_head), heads, G),
-                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
-                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_offsets),
-                KeyBlocks(
-                    line, blocks, Span(first_key, kv_len), gl.minimum(last_key // CHUNK, line.width * A_PAGE - 1)
+                _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G),
+                ChunkSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
+                ChunkSide(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_offsets),
+                ChunkBlocks(
+                    line, blocks, KeyRange(first_key, kv_len), gl.minimum(last_key // CHUNK, line.width * A_PAGE - 1)
                 ),
                 Logits(qk_scale, tanh_scale, None),
                 G,

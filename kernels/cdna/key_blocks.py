@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.bundles import Line, Softmax, Span
+from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
 from rocm_attn.kernels.tuning import cdna_tiles
@@ -53,7 +53,7 @@ class CdnaGeometry(NamedTuple):
     CAPPED: bool
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """The place of a chunk: page number, and its first token there."""
 
     page: Any
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
     v: Any
 
 
-class Side(NamedTuple):
+class ChunkSide(NamedTuple):
     """K or V of a row: pointer, strides between pages and between tokens, offsets of pairs in a chunk."""
 
     at: Any
@@ -76,12 +76,12 @@ class Side(NamedTuple):
     offsets: Any
 
 
-class KeyBlocks(NamedTuple):
+class ChunkBlocks(NamedTuple):
     """Key blocks of a sequence: its line of the table, which ones, the keys that a row sees, the last chunk of them."""
 
-    line: Line
-    blocks: Span
-    keys: Span
+    line: TableLine
+    blocks: KeyRange
+    keys: KeyRange
     last_chunk: Any
 
 
@@ -129,7 +129,7 @@ def pair_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _places(read, block, G: gl.constexpr):
-    """A tuple of Place, for a block's chunks. The last chunk that is read stands for later ones.
+    """A tuple of ChunkPlace, for a block's chunks. The last chunk that is read stands for later ones.
 
     With a window the first chunk that is seen stands for those before it, whose pages may have been given back.
     """
@@ -140,7 +140,7 @@ def _places(read, block, G: gl.constexpr):
         chunk = gl.minimum(block * CHUNKS + i, read.last_chunk)
         if G.rows.WINDOWED and i + 1 < CHUNKS:
             chunk = gl.maximum(chunk, read.keys.first // CHUNK)
-        found += (Place(gl.load(read.line.at + chunk // A_PAGE), chunk % A_PAGE * CHUNK),)  # type: ignore[assignment]
+        found += (ChunkPlace(gl.load(read.line.at + chunk // A_PAGE), chunk % A_PAGE * CHUNK),)  # type: ignore[assignment]
     return found
 
 

@@ -19,7 +19,7 @@ from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALE
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper.rings import (
     ASKING_WARP,
-    Loader,
+    LoadingWarps,
     nothing_ahead,
     of_all_steps,
     slots_of_step,
@@ -30,7 +30,7 @@ from rocm_attn.kernels.hopper.rings import (
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, piece_rows
 from rocm_attn.kernels.hopper.warp_groups import leave
 
-_DECODER = gl.constexpr(Loader(4))
+_DECODER = gl.constexpr(LoadingWarps(4))
 
 # Four codes of a word as four float16: for E4M3FN an instruction per pair; for E5M2 a code is a float16's upper byte.
 _AS_HALF = {
@@ -52,24 +52,24 @@ def _as_half(encoding: int) -> str:
     return _AS_HALF[encoding]
 
 
-class Codes(NamedTuple):
+class CodeTiles(NamedTuple):
     """A ring of tiles of codes, K and V in turn.
 
     boxes, pieces: the ring as boxes of a page, and as pieces that are decoded at a time
     full, free:    barriers for a tile being loaded, and for its being decoded
-    k_factors:     float32 [STAGES, KEY_BLOCK], scales of tokens, with the ring of K
-    v_factors:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
+    k_scale_values:     float32 [STAGES, KEY_BLOCK], scales of tokens, with the ring of K
+    v_scale_values:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
     """
 
     boxes: Any
     pieces: Any
     full: Any
     free: Any
-    k_factors: Any
-    v_factors: Any
+    k_scale_values: Any
+    v_scale_values: Any
 
 
-class Factors(NamedTuple):
+class ProductScales(NamedTuple):
     """Factors of products of q and K, and of the tanh of a cap: numbers; scales of K and of V: pointers, or None."""
 
     products: Any
@@ -79,14 +79,14 @@ class Factors(NamedTuple):
 
 
 @gluon.jit
-def row_factor(scale, head, G: gl.constexpr):
+def row_scale(scale, head, G: gl.constexpr):
     """The scale of the layer or of a head; 1 if there is none, or if each token has one."""
-    factor = 1.0
+    scale_value = 1.0
     if G.SCALES == LAYER_SCALES:
-        factor = gl.load(scale)
+        scale_value = gl.load(scale)
     elif G.SCALES == HEAD_SCALES:
-        factor = gl.load(scale + head)
-    return factor
+        scale_value = gl.load(scale + head)
+    return scale_value
 
 
 @gluon.jit
@@ -110,10 +110,10 @@ def new_codes(G: gl.constexpr):
     STAGES: gl.constexpr = G.STAGES
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_factors = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
+    k_scale_values = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
     COPIES: gl.constexpr = PIECE // KEY_BLOCK
-    v_factors = gl.allocate_shared_memory(gl.float32, [COPIES, KEY_BLOCK], line)
-    return Codes(boxes, pieces, full, free, k_factors, v_factors)
+    v_scale_values = gl.allocate_shared_memory(gl.float32, [COPIES, KEY_BLOCK], line)
+    return CodeTiles(boxes, pieces, full, free, k_scale_values, v_scale_values)
 
 
 @gluon.jit
@@ -159,11 +159,11 @@ def _pages_of_keys(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _factors_of_keys(factors, row, at, G: gl.constexpr):
+def _scales_of_keys(scale_values, row, at, G: gl.constexpr):
     """Scales of K and of V; 0 for keys that no row sees."""
     page, offset, live = at
     place = (page.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS) + row) * G.PAGE_SIZE + offset
-    return gl.load(factors.k + place, mask=live, other=0.0), gl.load(factors.v + place, mask=live, other=0.0)
+    return gl.load(scale_values.k + place, mask=live, other=0.0), gl.load(scale_values.v + place, mask=live, other=0.0)
 
 
 @gluon.jit
@@ -176,13 +176,13 @@ def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     place = n % G.CODE_TILES
     if SCALED:
-        factors = codes.v_factors._reinterpret(gl.float32, [PIECE], line)
-        factor = gl.expand_dims(factors.load(gl.SliceLayout(1, layout)), 1)
+        scale_values = codes.v_scale_values._reinterpret(gl.float32, [PIECE], line)
+        scale_value = gl.expand_dims(scale_values.load(gl.SliceLayout(1, layout)), 1)
     for i in gl.static_range(PIECES):
         piece = codes.pieces.index(place * PIECES + i).load(layout)
         numbers = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [piece], dtype=gl.float16, is_pure=True, pack=4)
         if SCALED:
-            numbers = (numbers.to(gl.float32) * factor).to(ring.pieces.dtype)
+            numbers = (numbers.to(gl.float32) * scale_value).to(ring.pieces.dtype)
         ring.pieces.index(stage * PIECES + i).store(numbers)
 
 
@@ -201,32 +201,34 @@ def _wait_for_codes(codes, n, G: gl.constexpr):
 
 
 @gluon.jit
-def _first_factors(task, row, step, G: gl.constexpr):
+def _first_scales(task, row, step, G: gl.constexpr):
     """Scales of a step's keys, if tokens have them, and the places of the next step's scales."""
     ahead = ()
     if G.SCALES == TOKEN_SCALES:
-        factors, _, _ = task
-        k_factor, v_factor = _factors_of_keys(factors, row.head, _pages_of_keys(row.source, step, row.seen, G), G)
-        ahead = (k_factor, v_factor, _pages_of_keys(row.source, step + 1, row.seen, G))  # type: ignore[assignment]
+        scale_values, _, _ = task
+        k_scale_value, v_scale_value = _scales_of_keys(
+            scale_values, row.head, _pages_of_keys(row.source, step, row.seen, G), G
+        )
+        ahead = (k_scale_value, v_scale_value, _pages_of_keys(row.source, step + 1, row.seen, G))  # type: ignore[assignment]
     return ahead
 
 
 @gluon.jit
 def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
     BY_TOKEN: gl.constexpr = G.SCALES == TOKEN_SCALES
-    factors, codes, rings = task
+    scale_values, codes, rings = task
     stage = n % G.STAGES
     _wait_for_codes(codes, 2 * n, G)
     wait_for_place(rings, n, G)
     if BY_TOKEN:
-        k_factor, v_factor, at = ahead
-        codes.k_factors.index(stage).store(k_factor)
+        k_scale_value, v_scale_value, at = ahead
+        codes.k_scale_values.index(stage).store(k_scale_value)
         COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
         for i in gl.static_range(COPIES):
-            codes.v_factors.index(i).store(v_factor)
+            codes.v_scale_values.index(i).store(v_scale_value)
         # Two steps ahead, and one: a load of a scale waits for that of its page.
-        k_factor, v_factor = _factors_of_keys(factors, row.head, at, G)
-        ahead = (k_factor, v_factor, _pages_of_keys(row.source, step + 2, row.seen, G))
+        k_scale_value, v_scale_value = _scales_of_keys(scale_values, row.head, at, G)
+        ahead = (k_scale_value, v_scale_value, _pages_of_keys(row.source, step + 2, row.seen, G))
     _decode_tile(codes, 2 * n, rings.k, stage, False, G)
     _pass_on(codes, 2 * n, rings.k, stage, G)
     _wait_for_codes(codes, 2 * n + 1, G)
@@ -238,7 +240,7 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
 
 
 @gluon.jit
-def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
+def decode(x, cache, scale_values, codes, rings, todo, G: gl.constexpr):
     """Decodes the codes of all the program's rows."""
-    of_all_steps(_first_factors, _decode_step, _DECODER, x, cache, (factors, codes, rings), todo, G)
+    of_all_steps(_first_scales, _decode_step, _DECODER, x, cache, (scale_values, codes, rings), todo, G)
     leave()

@@ -28,13 +28,13 @@ _AHEAD = gl.constexpr(2)
 
 class Draws(NamedTuple):
     """The row that was drawn, in shared memory; barriers that it is there, that all have read it, and that the next one
-    is requested. If keys are gathered nothing requests it, and `asked` is `full`.
+    is requested. If keys are gathered nothing requests it, and `parameters` is `full`.
     """
 
     row: Any
     full: Any
     free: Any
-    asked: Any
+    parameters: Any
 
 
 @gluon.jit
@@ -47,13 +47,13 @@ def new_draws(G: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [1], bars)
     mbarrier.init(full, count=1)
     mbarrier.init(free, count=G.GROUPS if G.GATHERED else G.GROUPS + 2)
-    asked = full
+    parameters = full
     # An unused barrier would end here, and Triton would put the values that it passes to warp groups in its place. PTX
     # allows nothing else at a barrier's address: on an H200 that processes shared, its first value came last at times.
     if not G.GATHERED:
-        asked = gl.allocate_shared_memory(gl.int64, [1], bars)
-        mbarrier.init(asked, count=1)
-    return Draws(row, full, free, asked)
+        parameters = gl.allocate_shared_memory(gl.int64, [1], bars)
+        mbarrier.init(parameters, count=1)
+    return Draws(row, full, free, parameters)
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def draw_rows(x, WARPS: gl.constexpr, G: gl.constexpr):
         turn = gl.to_tensor(0)
         row = gl.to_tensor(0)
         while row >= 0:
-            mbarrier.wait(x.draws.asked, turn & 1)
+            mbarrier.wait(x.draws.parameters, turn & 1)
             row = draw(x, turn, WARPS, G)
             turn += 1
     leave()
@@ -112,7 +112,7 @@ def draw_rows(x, WARPS: gl.constexpr, G: gl.constexpr):
 def ask_before(x, is_last, steps, G: gl.constexpr):
     """Requests the next row before a short one is loaded. is_last: whether a row is drawn after it"""
     if G.DRAWN_BLOCKS > 0 and not G.GATHERED:
-        mbarrier.arrive(x.draws.asked, count=1, pred=is_last & (steps.end - steps.first <= _AHEAD))
+        mbarrier.arrive(x.draws.parameters, count=1, pred=is_last & (steps.end - steps.first <= _AHEAD))
 
 
 @gluon.jit
@@ -120,7 +120,7 @@ def ask_within(x, is_last, step, steps, G: gl.constexpr):
     """Requests it at a step of a longer one."""
     if G.DRAWN_BLOCKS > 0 and not G.GATHERED:
         is_time = (step + _AHEAD == steps.end) & (step > steps.first)
-        mbarrier.arrive(x.draws.asked, count=1, pred=is_last & is_time)
+        mbarrier.arrive(x.draws.parameters, count=1, pred=is_last & is_time)
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Rows, Span
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange
 from rocm_attn.kernels.attention.coded import LEAST_SCALE
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
@@ -46,12 +46,12 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
+from rocm_attn.kernels.hopper.codes import ProductScales, decode, new_codes, produce_codes, row_scale
 from rocm_attn.kernels.hopper.draws import draw_rows, new_draws
 from rocm_attn.kernels.hopper.gather import gather
 from rocm_attn.kernels.hopper.key_steps import (
+    ConsumerQuery,
     Progress,
-    Query,
     attend_steps,
     ended,
     nothing_seen,
@@ -60,7 +60,7 @@ from rocm_attn.kernels.hopper.key_steps import (
     with_bound,
 )
 from rocm_attn.kernels.hopper.query_rows import (
-    Results,
+    QueryOutputs,
     fetch_queries,
     lines_of_group,
     put_queries,
@@ -72,7 +72,7 @@ from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     GROUP_ROWS,
     HopperGeometry,
-    Schedule,
+    HopperSchedule,
     block_of,
     next_row,
     seen_by_block,
@@ -87,15 +87,15 @@ from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padd
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
-class Own(NamedTuple):
+class ConsumerMemory(NamedTuple):
     """Shared memory of a consumer: tiles of q, room for everything left of a segment, scales of keys."""
 
     tiles: Any
     left: Any
-    k_factors: Any
+    k_scale_values: Any
 
 
-class Row(NamedTuple):
+class ProgramRow(NamedTuple):
     """A row, as far as the program has it: its query block, cost that earlier programs take of it, the steps
     that are this one's, the first step that not every line sees whole, and the keys that they see.
     """
@@ -116,12 +116,12 @@ def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
         # With a window every row sees the steps between the last row's first key and the first row's own key.
         last_first_key = seen.end - 1 - seen.window_left
         first = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(last_first_key, 0), G.KEY_BLOCK), span.first), span.end)
-        progress = _attend_steps(progress, query, rings, Span(span.first, first), seen, G, True)
+        progress = _attend_steps(progress, query, rings, KeyRange(span.first, first), seen, G, True)
     if G.OPEN_MIDDLE or not G.WINDOWED:
         # Every row sees the steps before it whole.
-        open_steps = Span(first, gl.minimum(edge_step, span.end))
+        open_steps = KeyRange(first, gl.minimum(edge_step, span.end))
         progress = _attend_steps(progress, query, rings, open_steps, seen, G, False)
-    edge = Span(gl.maximum(edge_step, first), span.end)
+    edge = KeyRange(gl.maximum(edge_step, first), span.end)
     return _attend_steps(progress, query, rings, edge, seen, G, True)
 
 
@@ -150,7 +150,7 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
     # A program that begins a row keeps a part of it, even of no key.
     end_segment = gl.maximum(gl.cdiv(steps.end, STEPS), first_segment + 1)
     for segment in range(first_segment, end_segment):
-        span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
+        span = KeyRange(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
         softmax = with_bound(softmax, G)
         part = segment - first_segment + 1
@@ -172,7 +172,7 @@ def _first_part(G: gl.constexpr):
 
 
 @gluon.jit
-def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.constexpr):
+def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.constexpr):
     """Computes 64 rows of each of the program's query blocks."""
     n = 0
     S_ROW: gl.constexpr = rows_of_scores(G)
@@ -185,25 +185,25 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
             # These loads depend on each other, and nothing here waits for them.
             after = next_row(x, todo, steps.take, False, 4, G)
             next_block = block_of(x, after)
-        product_scale = factors.products * row_factor(factors.k, todo.row // G.HEAD_BLOCKS, G)
+        product_scale = scale_values.products * row_scale(scale_values.k, todo.row // G.HEAD_BLOCKS, G)
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
-        v_factor = row_factor(factors.v, todo.row // G.HEAD_BLOCKS, G)
+        v_scale_value = row_scale(scale_values.v, todo.row // G.HEAD_BLOCKS, G)
         kv_index = block.kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
-        query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left)
+        query = ConsumerQuery(own.tiles, kv_index, product_scale, scale_values.cap, own.k_scale_values, own.left)
         edge_step = steps.first
         if G.OPEN_MIDDLE or not G.WINDOWED:
             edge_step = (block.kv_index + 1 if G.CAUSAL or G.WINDOWED else seen.end) // G.KEY_BLOCK
-        row = Row(block, todo.done, steps, edge_step, seen)
+        row = ProgramRow(block, todo.done, steps, edge_step, seen)
         if G.SEGMENT_STEPS > 0:
             softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
         else:
             # A group of rows without a token sees no key. 32 x 32 heads of 96, 12 chunks of 17 to 600: 267 us, and 282.
             has_rows = block.tokens * G.GQA_RATIO > GROUP * GROUP_ROWS
             end = gl.where(has_rows, steps.end, steps.first)
-            softmax, n = _attend_span(n, query, rings, Span(steps.first, end), edge_step, seen, G)
-            n = pass_steps(n, rings, Span(end, steps.end), G)
-            softmax = ended(softmax, v_factor, G)
+            softmax, n = _attend_span(n, query, rings, KeyRange(steps.first, end), edge_step, seen, G)
+            n = pass_steps(n, rings, KeyRange(end, steps.end), G)
+            softmax = ended(softmax, v_scale_value, G)
         if G.DRAWN_BLOCKS > 0:
             after = next_row(x, todo, steps.take, False, 4, G)
             next_block = block_of(x, after)
@@ -255,7 +255,7 @@ def _hopper_extend_kernel(
         gdc_launch_dependents()
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
     # If there is nothing to do, nothing is drawn.
-    begun = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)
+    begun = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)
     todo = work_of_program(begun, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
@@ -268,10 +268,10 @@ def _hopper_extend_kernel(
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         first_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         second_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
-        factors = Factors(product_scale, cap_scale, k_scale, v_scale)
+        scale_values = ProductScales(product_scale, cap_scale, k_scale, v_scale)
         # Gluon passes no None to warp groups: if there is nothing left of a segment, and keys have no scales, these are
         # not read.
-        first_left, second_left, k_factors = first_q, second_q, rings.free
+        first_left, second_left, k_scale_values = first_q, second_q, rings.free
         PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
         lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
         sums = partials + lines * G.HEAD_DIM
@@ -283,17 +283,20 @@ def _hopper_extend_kernel(
         draws = rings.free
         if G.DRAWN_BLOCKS > 0:
             draws = new_draws(G)
-        x = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, draws)
+        x = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, draws)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
-            k_factors = codes.k_factors
-        first, second = Own(first_q, first_left, k_factors), Own(second_q, second_left, k_factors)
+            k_scale_values = codes.k_scale_values
+        first, second = (
+            ConsumerMemory(first_q, first_left, k_scale_values),
+            ConsumerMemory(second_q, second_left, k_scale_values),
+        )
         fence_async_shared()
         gl.thread_barrier()
         cache = Cache(k_desc, v_desc, num_slots, table, table_row, width, row_of_seq)
         UNIT: gl.constexpr = G.STRIDE_UNIT
-        q_rows, out_rows = Rows(q, q_token * UNIT, q_head * UNIT), Rows(out, out_token * UNIT, out_head * UNIT)
-        to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
+        q_rows, out_rows = HeadRows(q, q_token * UNIT, q_head * UNIT), HeadRows(out, out_token * UNIT, out_head * UNIT)
+        to = QueryOutputs(q_rows, out_rows, HeadRows(lse, lse_token, lse_head), sinks, partials, sums)
         CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
         PRODUCER: gl.constexpr = G.PRODUCER_REGISTERS
         # Triton requests registers by warp groups: those of the groups that leave are the rest of the producer's.
@@ -301,9 +304,9 @@ def _hopper_extend_kernel(
             DECODER: gl.constexpr = G.DECODER_REGISTERS
             gl.warp_specialize(
                 [
-                    (_consume, (0, x, first, rings, to, factors, todo, G)),
-                    (_consume, (1, x, second, rings, to, factors, todo, G)),
-                    (decode, (x, cache, factors, codes, rings, todo, G)),
+                    (_consume, (0, x, first, rings, to, scale_values, todo, G)),
+                    (_consume, (1, x, second, rings, to, scale_values, todo, G)),
+                    (decode, (x, cache, scale_values, codes, rings, todo, G)),
                     (produce_codes, (x, cache, codes, todo, G)),
                     (draw_rows, (x, 1, G)),
                     (leave, ()),
@@ -314,8 +317,8 @@ def _hopper_extend_kernel(
         elif G.GATHERED:
             gl.warp_specialize(
                 [
-                    (_consume, (0, x, first, rings, to, factors, todo, G)),
-                    (_consume, (1, x, second, rings, to, factors, todo, G)),
+                    (_consume, (0, x, first, rings, to, scale_values, todo, G)),
+                    (_consume, (1, x, second, rings, to, scale_values, todo, G)),
                     (gather, (x, cache, rings, todo, G)),
                 ],
                 [4, 4],
@@ -324,8 +327,8 @@ def _hopper_extend_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (0, x, first, rings, to, factors, todo, G)),
-                    (_consume, (1, x, second, rings, to, factors, todo, G)),
+                    (_consume, (0, x, first, rings, to, scale_values, todo, G)),
+                    (_consume, (1, x, second, rings, to, scale_values, todo, G)),
                     (produce_keys, (x, cache, rings, todo, G)),
                     (produce_values, (x, cache, rings, todo, G)),
                     (draw_rows, (x, 2, G)),

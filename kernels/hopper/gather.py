@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from rocm_attn.kernels.hopper.query_rows import is_column
 from rocm_attn.kernels.hopper.rings import (
-    Loader,
+    LoadingWarps,
     box_of,
     of_all_steps,
     value_stage,
@@ -28,7 +28,7 @@ from rocm_attn.kernels.hopper.rings import (
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS
 from rocm_attn.kernels.hopper.warp_groups import leave
 
-_GATHERER = gl.constexpr(Loader(4, DRAWS=True))
+_GATHERER = gl.constexpr(LoadingWarps(4, DRAWS=True))
 # Lanes of eight elements: a warp has four keys' 128 bytes.
 _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 

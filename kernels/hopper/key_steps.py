@@ -30,7 +30,7 @@ from rocm_attn.kernels.hopper.scaling import times_if_any
 SLACK = gl.constexpr(8.0)
 
 
-class Query(NamedTuple):
+class ConsumerQuery(NamedTuple):
     """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, the factor of products with K, for all
     or [64], and with a cap the factor of their tanh. In shared memory: scales of keys, if tokens have them; room for
     everything left of a segment, or in the workspace.
@@ -40,7 +40,7 @@ class Query(NamedTuple):
     kv_index: Any
     product_scale: Any
     cap_scale: Any
-    k_factors: Any
+    k_scale_values: Any
     left: Any
 
 
@@ -116,12 +116,12 @@ def blocks_of(numbers, G: gl.constexpr):
 
 
 @gluon.jit
-def scaled_by_rows(acc, factor, G: gl.constexpr):
+def scaled_by_rows(acc, scale_value, G: gl.constexpr):
     """Accumulators times a number for each row, which is 1 for most if G.SCALES_SELDOM."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     scaled = ()
     for i in gl.static_range(PARTS):
-        by_row = of_rows(factor, acc[i])
+        by_row = of_rows(scale_value, acc[i])
         scaled += (times_if_any(acc[i], by_row) if G.SCALES_SELDOM else acc[i] * by_row,)  # type: ignore[assignment]
     return scaled
 
@@ -163,11 +163,11 @@ def nothing_seen(G: gl.constexpr):
 
 
 @gluon.jit
-def ended(softmax, v_factor, G: gl.constexpr):
-    """A softmax state with the sums of rows instead of those of lanes. v_factor: scale of V's codes"""
+def ended(softmax, v_scale_value, G: gl.constexpr):
+    """A softmax state with the sums of rows instead of those of lanes. v_scale_value: scale of V's codes"""
     acc, maximum, total = softmax
     if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
-        acc = scaled_parts(acc, v_factor)
+        acc = scaled_parts(acc, v_scale_value)
     total = gl.convert_layout(gl.sum(total, 1), maximum.type.layout)
     return with_bound(Softmax(acc, maximum, total), G)
 
@@ -225,12 +225,12 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         else:
             scores = warpgroup_mma_wait(0, deps=pending)
         if G.SCALES == TOKEN_SCALES:
-            k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
+            k_scale_value = query.k_scale_values.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
         wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
-            scores = scores * gl.expand_dims(k_factor, 0)
+            scores = scores * gl.expand_dims(k_scale_value, 0)
         if G.CAPPED and not AT_ONCE:
             scores = capped_at_once(scores, by_row)
         if MASKED:

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Rows
+from rocm_attn.kernels.attention.bundles import HeadRows
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.scores import Scores
@@ -40,7 +40,7 @@ from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.hopper.key_steps import SLACK
 from rocm_attn.kernels.hopper.latent_rows import (
     HopperLatentGeometry,
-    Step,
+    ScheduledRows,
     after,
     lines,
     piece_of,
@@ -77,7 +77,7 @@ class Latents(NamedTuple):
     row_of_seq: Any
 
 
-class Results(NamedTuple):
+class LatentOutputs(NamedTuple):
     """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; factor from q . k to logits."""
 
     q: Any
@@ -90,7 +90,7 @@ class Results(NamedTuple):
 
 class Shared(NamedTuple):
     """Shared memory: q and latents, each as halves of V's columns and the columns after them; latents by stages. For
-    one block: weights, the factors of accumulators, and sums of weights up to it.
+    one block: weights, the scales of accumulators, and sums of weights up to it.
 
     full, free: barriers of a stage's halves: loaded, and their values added up; weighed: barrier of stored weights
     """
@@ -396,7 +396,7 @@ def _hopper_latent_kernel(
         # Like in decode.py: the launch before this one may write what is read.
         gdc_wait()
         gdc_launch_dependents()
-    step = Step(schedule, num_programs, q_indptr)
+    step = ScheduledRows(schedule, num_programs, q_indptr)
     todo = work_of_program(step, G)
     if todo.work > 0:
         shared = _new_shared(q.dtype.element_ty, G)
@@ -404,12 +404,12 @@ def _hopper_latent_kernel(
         gl.thread_barrier()
         latents = Latents(pages, table, table_row, width, row_of_seq)
         q_rows, out_rows, lse_rows = (
-            Rows(q, q_token, q_head),
-            Rows(out, out_token, out_head),
-            Rows(lse, lse_token, lse_head),
+            HeadRows(q, q_token, q_head),
+            HeadRows(out, out_token, out_head),
+            HeadRows(lse, lse_token, lse_head),
         )
         sums = partials + num_programs * (2 * G.rows.Q_ROWS * V_DIM)
-        to = Results(q_rows, out_rows, lse_rows, partials, sums, qk_scale)
+        to = LatentOutputs(q_rows, out_rows, lse_rows, partials, sums, qk_scale)
         VALUES: gl.constexpr = G.VALUE_REGISTERS
         SCORES: gl.constexpr = G.SCORE_REGISTERS
         LOADER: gl.constexpr = G.LOADER_REGISTERS

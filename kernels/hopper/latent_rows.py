@@ -51,7 +51,7 @@ class HopperLatentGeometry(NamedTuple):
     LOADER_REGISTERS: int
 
 
-class Step(NamedTuple):
+class ScheduledRows(NamedTuple):
     """Values that all groups read: the schedule, its number of programs, and where sequences' new tokens begin."""
 
     schedule: Any
@@ -69,7 +69,7 @@ class Todo(NamedTuple):
     kv_len: Any
 
 
-class Piece(NamedTuple):
+class RowPart(NamedTuple):
     """A program's part of a row.
 
     take:        positions
@@ -126,7 +126,7 @@ def piece_of(step, todo, G: gl.constexpr):
     first_end = kv_len - q_len + before + 1 if G.CAUSAL else kv_len
     last_end = first_end + tokens - 1 if G.CAUSAL else kv_len
     is_whole = end - first == num_blocks
-    return Piece(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
+    return RowPart(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
 
 
 @gluon.jit

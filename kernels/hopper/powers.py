@@ -85,7 +85,7 @@ def _capped_assembly(by_products):
 
 @constexpr_function
 def _capped_operands():
-    """Constraints of _capped_assembly: powers; products, and the factors of products and of their tanh."""
+    """Constraints of _capped_assembly: powers; products, and the scales of products and of their tanh."""
     many = int(_CAPPED_NEIGHBOURS.value)
     return ",".join(["=f"] * many + ["f"] * (3 * many))
 

@@ -8,12 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from rocm_attn.kernels.attention.coded import exponent_to_move, factor_of_moved, moved_to_half
+from rocm_attn.kernels.attention.coded import exponent_to_move, moved_to_half, scale_of_moved
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows
 
 
-class Results(NamedTuple):
+class QueryOutputs(NamedTuple):
     """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows."""
 
     q: Any
@@ -84,7 +84,7 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
         for i in gl.static_range(PARTS):
             moved += (moved_to_half(fetched[i], gl.expand_dims(exponent, 1)),)  # type: ignore[assignment]
         fetched = moved
-        qk_scale = gl.convert_layout(factor_of_moved(exponent), LAYOUT) * qk_scale
+        qk_scale = gl.convert_layout(scale_of_moved(exponent), LAYOUT) * qk_scale
     # All warps must have read the row before.
     gl.thread_barrier()
     for i in gl.static_range(PARTS):

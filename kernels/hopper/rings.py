@@ -20,7 +20,7 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 GATHERING_THREADS = gl.constexpr(128)
 
 
-class Loader(NamedTuple):
+class LoadingWarps(NamedTuple):
     """The warps that load: their number, WARPS; whether they request the next row (ASKS), or draw it (DRAWS)."""
 
     WARPS: int
@@ -28,8 +28,8 @@ class Loader(NamedTuple):
     DRAWS: bool = False
 
 
-ASKING_WARP = gl.constexpr(Loader(1, ASKS=True))
-_WARP = gl.constexpr(Loader(1))
+ASKING_WARP = gl.constexpr(LoadingWarps(1, ASKS=True))
+_WARP = gl.constexpr(LoadingWarps(1))
 
 
 class Ring(NamedTuple):

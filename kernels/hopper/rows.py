@@ -139,7 +139,7 @@ def of_rows(numbers, acc):
     return gl.expand_dims(gl.convert_layout(numbers, gl.SliceLayout(1, acc.type.layout)), 1)
 
 
-class Work(NamedTuple):
+class ProgramWork(NamedTuple):
     """A program's next work: `keys` of cost, from the offset `done` of a row on.
 
     row:  KV head of the query block
@@ -163,7 +163,7 @@ class Block(NamedTuple):
     keys: Any
 
 
-class Seen(NamedTuple):
+class BlockKeys(NamedTuple):
     """Keys of a sequence that some row of a query block sees, [first, end), and of each row's window."""
 
     first: Any
@@ -171,7 +171,7 @@ class Seen(NamedTuple):
     window_left: Any
 
 
-class Steps(NamedTuple):
+class RowSteps(NamedTuple):
     """A program's part of a row: cost, steps [first, end), and whether the row ends with them."""
 
     take: Any
@@ -180,7 +180,7 @@ class Steps(NamedTuple):
     ends: Any
 
 
-class Schedule(NamedTuple):
+class HopperSchedule(NamedTuple):
     """The words of extend_schedule.py, with the number of blocks and of programs and the blocks that are shared out
     (cut); kv_len of sequences and window_left, which also decide which keys rows see; draws.Draws if rows are drawn.
     """
@@ -219,7 +219,7 @@ def seen_by_block(x, block, G: gl.constexpr):
     first_key = gl.to_tensor(0)
     if G.WINDOWED:
         first_key = gl.maximum(block.kv_index - x.window_left, 0)
-    return Seen(first_key, end_key, x.window_left)
+    return BlockKeys(first_key, end_key, x.window_left)
 
 
 @gluon.jit
@@ -234,7 +234,7 @@ def steps_of(block, seen, todo, G: gl.constexpr):
     ends = todo.done + take == cost
     end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // UNIT * (UNIT // G.KEY_BLOCK))
     first_key = gl.maximum(first_key // UNIT * UNIT, seen.first)
-    return Steps(take, first_key // G.KEY_BLOCK, end_step, ends)
+    return RowSteps(take, first_key // G.KEY_BLOCK, end_step, ends)
 
 
 @gluon.jit
@@ -249,7 +249,7 @@ def _whole_row(x, turn, G: gl.constexpr):
     words = x.words + gl.minimum(block, x.max_blocks - 1) * BLOCK_WORDS
     is_row = (block < x.max_blocks) & (gl.load(words + BLOCK_TOKENS) > 0)
     keys = gl.where(is_row, gl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
-    return Work(block, place % G.KV_HEADS, gl.to_tensor(0), keys, turn + 1)
+    return ProgramWork(block, place % G.KV_HEADS, gl.to_tensor(0), keys, turn + 1)
 
 
 @gluon.jit
@@ -269,7 +269,7 @@ def _work_of_row(x, row, turn, G: gl.constexpr):
     """All of a row; row: block times KV heads and head, or -1"""
     block = gl.maximum(row, 0) // G.KV_HEADS
     keys = gl.where(row >= 0, gl.load(x.words + block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS, 0)
-    return Work(block, gl.maximum(row, 0) % G.KV_HEADS, gl.to_tensor(0), keys, turn)
+    return ProgramWork(block, gl.maximum(row, 0) % G.KV_HEADS, gl.to_tensor(0), keys, turn)
 
 
 @gluon.jit
@@ -282,7 +282,7 @@ def next_row(x, todo, take, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.cons
     turn = todo.turn
     if keys == 0:
         block, row, _, keys, turn = _row_of_turn(x, turn, DRAWS, WARPS, G)
-    return Work(block, row, gl.to_tensor(0), keys, turn)
+    return ProgramWork(block, row, gl.to_tensor(0), keys, turn)
 
 
 @gluon.jit
@@ -299,4 +299,4 @@ def work_of_program(x, G: gl.constexpr):
             block, row, done, keys, turn = _work_of_row(x, first_row(x, G), turn, G)
         else:
             block, row, done, keys, turn = _whole_row(x, turn, G)
-    return Work(block, row, done, keys, turn)
+    return ProgramWork(block, row, done, keys, turn)

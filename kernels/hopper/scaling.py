@@ -1,4 +1,4 @@
-"""Accumulators times a factor of each row, which is 1 most of the time: a warp with no other factor skips it.
+"""Accumulators times a scale of each row, which is 1 most of the time: a warp with no other factor skips it.
 
 A product takes one instruction per accumulator, and the loop has about seven for each score (machine code of heads of
 128). Triton has no branch of one warp, so it is in a piece of assembly, which has all accumulators that a thread
@@ -43,5 +43,5 @@ def times_if_any(acc, by_row):
     MANY: gl.constexpr = acc.shape[1] // 2
     ASSEMBLY: gl.constexpr = _assembly(MANY)
     OPERANDS: gl.constexpr = _operands(MANY)
-    factors = by_row + gl.zeros_like(acc)
-    return gl.inline_asm_elementwise(ASSEMBLY, OPERANDS, [acc, factors], dtype=gl.float32, is_pure=True, pack=MANY)
+    scale_values = by_row + gl.zeros_like(acc)
+    return gl.inline_asm_elementwise(ASSEMBLY, OPERANDS, [acc, scale_values], dtype=gl.float32, is_pure=True, pack=MANY)

@@ -16,7 +16,7 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
 
-class Left(NamedTuple):
+class SegmentState(NamedTuple):
     """Maximum and sum [64] of everything left of a segment; its accumulators are in shared memory or the workspace."""
 
     maximum: Any
@@ -36,7 +36,7 @@ def new_left(G: gl.constexpr):
 @gluon.jit
 def nothing_left(empty):
     """The state left of the first segment. empty: the softmax state before any key"""
-    return Left(empty.maximum, gl.zeros_like(empty.maximum))
+    return SegmentState(empty.maximum, gl.zeros_like(empty.maximum))
 
 
 @gluon.jit
@@ -83,13 +83,13 @@ def _merge_of(left, segment):
     decay = gl.exp2(left.maximum - base)
     weight = gl.exp2(segment.maximum - base)
     total = gl.fma(left.total, decay, segment.total * weight)
-    return Left(maximum, total), (decay, weight, left.maximum)
+    return SegmentState(maximum, total), (decay, weight, left.maximum)
 
 
 @gluon.jit
-def _merged_part(room, part: gl.constexpr, factors, acc, G: gl.constexpr):
-    """A part of the accumulators of a segment, merged with everything left of it. factors: those of _merge_of"""
-    decay, weight, left_maximum = factors
+def _merged_part(room, part: gl.constexpr, scale_values, acc, G: gl.constexpr):
+    """A part of the accumulators of a segment, merged with everything left of it. scale_values: those of _merge_of"""
+    decay, weight, left_maximum = scale_values
     is_any = of_rows(left_maximum, acc) > float("-inf")
     layout: gl.constexpr = acc.type.layout
     left = _part_left(room, part, is_any, layout, G)
@@ -117,13 +117,13 @@ def merge_segment(room, left, segment, place, G: gl.constexpr):
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     is_first, is_last = place
-    left, factors = _merge_of(left, segment)
+    left, scale_values = _merge_of(left, segment)
     # The first segment stays unchanged: its weight is 1, and 0 would be added. Only a -0.0 would become 0.0 by that.
     acc = segment.acc
     if not is_first:
         acc = ()
         for i in gl.static_range(PARTS):
-            acc += (_merged_part(room, i, factors, segment.acc[i], G),)
+            acc += (_merged_part(room, i, scale_values, segment.acc[i], G),)
     if not is_last:
         for i in gl.static_range(PARTS):
             _store_part_left(room, i, acc[i], G)

@@ -6,7 +6,7 @@ import Triton, so that a provider can choose and describe a kernel where there i
 
 from __future__ import annotations
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, NewTokens, RowCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, NewTokenRange, RowCut
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 
@@ -22,7 +22,7 @@ def latent_decode_cut(
     # A sequence's first new token may see keys that its last one no longer does.
     window = window_left if window_left == UNLIMITED_WINDOW else window_left + most - 1
     of_row = min(tiles.tokens_per_block(num_heads), most)
-    tokens = NewTokens(fewest, most, of_row)
+    tokens = NewTokenRange(fewest, most, of_row)
     is_even = tiles.even and most == 1
     return DecodeCut(1, tiles.key_block, tiles.row_cost, groups, window, tokens, is_even=is_even)
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
-from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -31,7 +31,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     rows_of_tokens,
     words_of_program,
 )
-from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.packed_mask import PackedMask
@@ -147,7 +147,7 @@ def _latent_decode_kernel(
     done = tl.load(words + PROGRAM_DONE)
     work = tl.load(words + PROGRAM_WORK)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
-    factor = row_factor(scale, 0, C)
+    scale_value = row_scale(scale, 0, C)
     sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
     while work > 0:
         _, window_block, num_blocks = visible_blocks(kv_len, window_left + (T.MOST - 1), R.KEY_BLOCK, R.WINDOWED)
@@ -175,11 +175,11 @@ def _latent_decode_kernel(
             end_key = first_kv_index + num_tokens if K.CAUSAL else kv_len
             first_key = tl.maximum(first_kv_index - window_left, 0) if K.WINDOWED else 0
             q_rows = q + (token * q_token + head * q_head)
-            q_low, q_high, q_rest, q_rest_high, q_factor = load_latent_query(q_rows, is_row, K)
-            scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor * q_factor, K.CAPPED, C)
+            q_low, q_high, q_rest, q_rest_high, q_scale_value = load_latent_query(q_rows, is_row, K)
+            scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value * q_scale_value, K.CAPPED, C)
             logits = Logits(scaled, tanh_scaled, None)
             query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
-            rows = LatentRows(pages, p_page, p_token, Line(table_line, line_width), scale)
+            rows = LatentRows(pages, p_page, p_token, TableLine(table_line, line_width), scale)
             softmax = no_latents_seen(G.QUERY_ROWS, K)
             first = window_block + first_block
             end = window_block + end_block
@@ -189,17 +189,17 @@ def _latent_decode_kernel(
                 first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
                 # Every row sees the keys before those with bits, in a loop like that of steps without a mask.
                 edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
-                seen = Seen(Span(first_key, end_key), window_left, None)
-                softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
+                seen = SeenKeys(KeyRange(first_key, end_key), window_left, None)
+                softmax = attend_latents(softmax, query, rows, seen, KeyRange(first, edge), K, True, G.STAGES)
                 first = edge
-            seen = Seen(Span(first_key, end_key), window_left, bits)
-            softmax = attend_latents(softmax, query, rows, seen, Span(first, end), K, True, G.STAGES)
-            softmax = scaled_latents(softmax, factor, K)
+            seen = SeenKeys(KeyRange(first_key, end_key), window_left, bits)
+            softmax = attend_latents(softmax, query, rows, seen, KeyRange(first, end), K, True, G.STAGES)
+            softmax = scaled_latents(softmax, scale_value, K)
             # Computed again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words, G.EVEN), G)
             # A sequence without blocks is empty; a mask of that would be kept over the loop, too.
             if (num_blocks == 0) | (end_block - first_block == num_blocks):
-                out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+                out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
                 store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
             else:
                 # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
-from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -23,7 +23,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_TOKENS,
     BLOCK_WORDS,
 )
-from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep, bits_of_block, rows_of_block
@@ -110,25 +110,25 @@ def _latent_extend_kernel(
             mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
             first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
             edge_block = first_masked // K.KEY_BLOCK
-        factor = row_factor(scale, 0, C)
+        scale_value = row_scale(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
-        q_low, q_high, q_rest, q_rest_high, q_factor = load_latent_query(q_rows, is_row, K)
-        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor * q_factor, K.CAPPED, C)
+        q_low, q_high, q_rest, q_rest_high, q_scale_value = load_latent_query(q_rows, is_row, K)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value * q_scale_value, K.CAPPED, C)
         logits = Logits(scaled, tanh_scaled, None)
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
-        rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
-        seen = Seen(Span(first_key, end_key), window_left, bits)
+        rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
+        seen = SeenKeys(KeyRange(first_key, end_key), window_left, bits)
         softmax = no_latents_seen(G.QUERY_ROWS, K)
         if not K.WINDOWED:
-            softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
-        edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
+            softmax = attend_latents(softmax, query, rows, seen, KeyRange(0, edge_block), K, False, G.STAGES)
+        edge = KeyRange(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
-        softmax = scaled_latents(softmax, factor, K)
+        softmax = scaled_latents(softmax, scale_value, K)
         # Read again, not kept: the accumulators leave no registers to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
         token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
-        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+        out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
         store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 
 

@@ -19,11 +19,11 @@ import triton.language as tl
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.coded import (
     add_shares,
-    factor_of_moved,
     half_shares,
     largest_exponent,
     moved_to_half,
-    token_factor,
+    scale_of_moved,
+    token_scale,
 )
 from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, near, pages_of_block
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
@@ -227,7 +227,7 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
     rows: pointers [rows]
     """
     # A missing operand is replaced by one that is not read: Triton 3.6 returns no tuple with None.
-    factor = 1.0
+    scale_value = 1.0
     if K.PAIRED:
         low = load_part(rows, None, is_row, 0, K.PART, K.V_HEAD_DIM, 2)
         high = load_part(rows, None, is_row, 1, K.PART, K.V_HEAD_DIM, 2)
@@ -243,7 +243,7 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
             high = moved_to_half(high, exponent)
             rest = moved_to_half(rest, exponent)
             rest_high = moved_to_half(rest_high, exponent)
-            factor = factor_of_moved(exponent)
+            scale_value = scale_of_moved(exponent)
     else:
         low = load_part(rows, None, is_row, 0, K.PART, K.V_HEAD_DIM)
         high = low
@@ -253,37 +253,38 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
         if K.REST > 0:
             rest = load_part(rows, None, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
         rest_high = rest
-    return low, high, rest, rest_high, factor
+    return low, high, rest, rest_high, scale_value
 
 
 @triton.jit
 def load_latents(
-    rows, near_rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+    rows, near_rows, live, scale_value, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
 
-    factor: scale of each token, [keys], if tokens have one. It would cost float16's weights their smallest bits, so
+    scale_value: scale of each token, [keys], if tokens have one. It would cost float16's weights their smallest bits,
+                 so
             with float16 rows are multiplied; otherwise the caller multiplies columns of scores and weights
     """
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM
     held = load_part(rows, near_rows, live, FIRST, COLUMNS, END)
     if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
-        values = (decoded(held, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
+        values = (decoded(held, C.ENCODING, tl.float32) * scale_value[:, None]).to(DTYPE)
     else:
         values = decoded(held, C.ENCODING, DTYPE)
     return values
 
 
 @triton.jit
-def scaled_latents(softmax, factor, K: tl.constexpr):
+def scaled_latents(softmax, scale_value, K: tl.constexpr):
     """Multiplies the scale that all rows share into the accumulators of codes."""
     C: tl.constexpr = K.coding
     low, high, maximum, total = softmax
     if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
-        low = low * factor
+        low = low * scale_value
         if not K.WIDE:
-            high = high * factor
+            high = high * scale_value
     return LatentSoftmax(low, high, maximum, total)
 
 
@@ -335,19 +336,19 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         # If tokens have no scales, a value that is not read.
-        factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else live
+        scale_value = token_scale(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else live
         if K.PAIRED:
             k_low, k_high = decoded_pairs(load_part(row, near_row, live, 0, K.PART, K.V_HEAD_DIM // 2), C.ENCODING)
         else:
-            k_low = load_latents(row, near_row, live, factor, K, 0, K.PART, DTYPE)
+            k_low = load_latents(row, near_row, live, scale_value, K, 0, K.PART, DTYPE)
             k_high = k_low
             if not K.WIDE:
-                k_high = load_latents(row, near_row, live, factor, K, K.PART, K.PART, DTYPE)
+                k_high = load_latents(row, near_row, live, scale_value, K, K.PART, K.PART, DTYPE)
         if K.REST > 0 and K.PAIRED:
             rest_pairs = load_part(row, near_row, live, K.V_HEAD_DIM // 2, K.REST, K.HEAD_DIM // 2)
             k_rest, k_rest_high = decoded_pairs(rest_pairs, C.ENCODING)
         elif K.REST > 0:
-            k_rest = load_latents(row, near_row, live, factor, K, K.V_HEAD_DIM, K.REST, DTYPE)
+            k_rest = load_latents(row, near_row, live, scale_value, K, K.V_HEAD_DIM, K.REST, DTYPE)
         # scores, weights: [rows, KEY_BLOCK]
         scores = tl.dot(query.low, tl.trans(k_low), input_precision="ieee")
         if not K.WIDE or K.REST > 0:
@@ -369,7 +370,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             else:
                 scores = others
         if BY_COLUMN:
-            scores = scores * factor[None, :]
+            scores = scores * scale_value[None, :]
         if K.CAPPED:
             scores = capped(scores, logits.tanh_scale)
         if MASKED:
@@ -398,12 +399,12 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             weights = tl.exp2(scores * logits.qk_scale - base[:, None])
             total = total * decay + tl.sum(weights, 1)
         if K.PAIRED:
-            shares, amount = half_shares(weights, factor, C)
+            shares, amount = half_shares(weights, scale_value, C)
             low = add_shares(low, decay[:, None], shares, k_low, amount, C)
             high = add_shares(high, decay[:, None], shares, k_high, amount, C)
         else:
             if BY_COLUMN:
-                weights = weights * factor[None, :]
+                weights = weights * scale_value[None, :]
             weights = weights.to(DTYPE)
             low = tl.dot(weights, k_low, low * decay[:, None], input_precision="ieee")
             if not K.WIDE:

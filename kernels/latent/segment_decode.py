@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Span
-from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.bundles import KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -28,7 +28,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     next_row,
     words_of_program,
 )
-from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
@@ -117,8 +117,8 @@ def _latent_segment_decode_kernel(
     work = tl.load(words + PROGRAM_WORK)
     row_start = tl.load(words + PROGRAM_ROW_START)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
-    factor = row_factor(scale, 0, C)
-    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+    scale_value = row_scale(scale, 0, C)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value, K.CAPPED, C)
     while work > 0:
         first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
@@ -133,11 +133,11 @@ def _latent_segment_decode_kernel(
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
             q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
             query = LatentQuery(q_low, q_high, q_rest, q_rest_high, kv_index, Logits(scaled, tanh_scaled, None))
-            rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
-            seen = Seen(Span(first_key, kv_len), window_left, None)
+            rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
+            seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None)
             for index in range(first, end):
                 part = attend_latent_segment(window_segment + index, query, rows, seen, G)
-                low, high, maximum, total = scaled_latents(part, factor, K)
+                low, high, maximum, total = scaled_latents(part, scale_value, K)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + head
                 store_parts(parts + line * K.V_HEAD_DIM, low, high, is_row, K)
                 tl.store(sums + line * 2, maximum, mask=is_row)

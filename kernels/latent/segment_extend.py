@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
-from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -19,7 +19,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_TOKENS,
     BLOCK_WORDS,
 )
-from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
@@ -98,25 +98,25 @@ def _latent_segment_extend_kernel(
             end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
         if K.WINDOWED:
             first_key = tl.maximum(first_kv_index - window_left, 0)
-        factor = row_factor(scale, 0, C)
-        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+        scale_value = row_scale(scale, 0, C)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value, K.CAPPED, C)
         q_rows = q + (token * q_token + head * q_head)
         q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, row_kv_index, Logits(scaled, tanh_scaled, None))
-        rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
+        rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
         bits = None
         if mask_words is not None:
             mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
             first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
             if K.WINDOWED:
                 first_key = first_masked
-        seen = Seen(Span(first_key, end_key), window_left, bits)
+        seen = SeenKeys(KeyRange(first_key, end_key), window_left, bits)
         low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K)
         for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
             part = attend_latent_segment(segment, query, rows, seen, G)
             left = LatentSoftmax(low, high, maximum, total)
-            low, high, maximum, total = merge_latent_segment(left, scaled_latents(part, factor, K))
-        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+            low, high, maximum, total = merge_latent_segment(left, scaled_latents(part, scale_value, K))
+        out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
         softmax = LatentSoftmax(low, high, maximum, total)
         store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import Span
+from rocm_attn.kernels.attention.bundles import KeyRange
 from rocm_attn.kernels.latent.key_loop import LatentSoftmax, attend_latents, no_latents_seen
 
 
@@ -22,7 +22,7 @@ def attend_latent_segment(segment, query, rows, seen, G: tl.constexpr):
     first_block = tl.maximum(segment * BLOCKS, seen.keys.first // K.KEY_BLOCK)
     end_block = tl.minimum((segment + 1) * BLOCKS, tl.cdiv(seen.keys.end, K.KEY_BLOCK))
     nothing = no_latents_seen(G.QUERY_ROWS, K)
-    return attend_latents(nothing, query, rows, seen, Span(first_block, end_block), K, True, G.STAGES)
+    return attend_latents(nothing, query, rows, seen, KeyRange(first_block, end_block), K, True, G.STAGES)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def _device_inputs_kernel(
     device_kv_len,
     device_q_len,
     device_token_ids,
-    floor,
+    first_writable,
     stored,
     ahead,
     counts,
@@ -93,7 +93,7 @@ def _device_inputs_kernel(
         late = length - new > room
         length = tl.where(late, room + new, length)
         num_late += tl.sum(late.to(tl.int32), 0)
-        begin = tl.load(floor + seq, mask=live, other=0)
+        begin = tl.load(first_writable + seq, mask=live, other=0)
         below = (new > 0) & (length - new < begin)
         length = tl.where(below, tl.minimum(begin + new, kv_bound), length)
         new = tl.where(below, tl.minimum(new, tl.maximum(length - begin, 0)), new)

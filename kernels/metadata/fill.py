@@ -43,12 +43,12 @@ from rocm_attn.kernels.metadata.fill_roles import (
     PAGES_AT_ONCE,
     SEQS_AT_ONCE,
     TOKENS_AT_ONCE,
-    Boundaries,
     Groups,
     Seqs,
+    SequenceRoles,
     Share,
-    Table,
-    Tokens,
+    TableRole,
+    TokenRoles,
     write_block_table,
     write_boundaries,
     write_groups,
@@ -130,15 +130,17 @@ def _fill_kernel(
     list_share = token_share - num_seqs_padded * token_shares
     row_share = list_share - num_seqs_padded * list_shares
     seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs_padded)
-    request_table = Table(table, table_stride, table_width)
+    request_table = TableRole(table, table_stride, table_width)
     if token_share < 0:
-        boundaries = Boundaries(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
+        boundaries = SequenceRoles(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
         write_boundaries(block, seqs, mask_start, boundaries, PAGE_SIZE, WITH_PAGE_LIST, WITH_INT64, WITH_MASK)
         if WITH_PREFIXES:
             groups = Groups(prefix_len, group_end, group_indptr, suffix_kv_len, suffix_page)
             write_groups(block, seqs, groups, PAGE_SIZE)
     elif list_share < 0:
-        tokens = Tokens(seq_of_token, row_of_token, position_of_token, slot_of_token, num_tokens_padded, window_left)
+        tokens = TokenRoles(
+            seq_of_token, row_of_token, position_of_token, slot_of_token, num_tokens_padded, window_left
+        )
         share = Share(token_share, token_shares)
         write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV)
     elif row_share < 0:
@@ -147,7 +149,7 @@ def _fill_kernel(
             write_page_list(share, seqs, request_table, page_list, page_list_len, PAGE_SIZE)
     else:
         if WITH_BLOCK_TABLE:
-            dense_table = Table(block_table, block_table_stride, block_table_width)
+            dense_table = TableRole(block_table, block_table_stride, block_table_width)
             write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE)
 
 

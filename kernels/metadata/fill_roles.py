@@ -36,7 +36,7 @@ class Seqs(NamedTuple):
     num: tl.tensor
 
 
-class Table(NamedTuple):
+class TableRole(NamedTuple):
     """A table of pages: row and page_no -> page, at entries + row * stride + page_no, below width."""
 
     entries: tl.tensor
@@ -51,7 +51,7 @@ class Share(NamedTuple):
     of: tl.tensor
 
 
-class Boundaries(NamedTuple):
+class SequenceRoles(NamedTuple):
     """Tensors with an element for each sequence or boundary."""
 
     q_indptr: tl.tensor
@@ -72,7 +72,7 @@ class Groups(NamedTuple):
     suffix_page: tl.tensor
 
 
-class Tokens(NamedTuple):
+class TokenRoles(NamedTuple):
     """Tensors with an element for each of `num` padded tokens, which see at most window_left keys before their own."""
 
     seq: tl.tensor

@@ -128,7 +128,7 @@ def _place_trees_kernel(
     if share == 0:
         # It is below 0 only for a pad, whose length is shorter than its new tokens.
         tl.store(start + seq, tl.maximum(tree_start, 0))
-    num_told = tl.where(seq < num_seqs, new, 0)
+    num_reported = tl.where(seq < num_seqs, new, 0)
     # The caller's rows are those of real sequences.
     line = parents + tl.where(seq < num_seqs, seq, 0).to(tl.int64) * parents_row
     for at in range(share * TOKENS, new, SHARES * TOKENS):
@@ -139,7 +139,7 @@ def _place_trees_kernel(
         oldest = tl.zeros([TOKENS], tl.int32) - 1
         wrong = _may_not_be(tl.load(line + tl.maximum(node, 0)), node, branches)
         error = counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32)
-        tl.atomic_or(error, _BAD_PARENT, mask=wrong & (token < num_told), sem="relaxed")
+        tl.atomic_or(error, _BAD_PARENT, mask=wrong & (token < num_reported), sem="relaxed")
         while tl.max(node, 0) >= 0:
             depth += (node >= 0).to(tl.int32)
             oldest = tl.where((node >= 0) & (depth == window_left), node, oldest)

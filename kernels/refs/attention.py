@@ -37,7 +37,7 @@ def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
         return
     first_token = queries.q_indptr[:-1].clamp(max=num_tokens - 1)
     kv_len = queries.kv_len[:, None]
-    tiles = Tiles(
+    tiles = TokenBlocks(
         q=args.q[first_token][:, None],
         pages=_pages_of(args),
         kv_index=kv_len - 1,
@@ -76,7 +76,7 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
         if scores.windowed:
             window_start = mask.window_start[cut.token]
         cells = Cells.of(mask, cut, kv_len)
-    tiles = Tiles(
+    tiles = TokenBlocks(
         q=args.q[cut.token],
         pages=_pages_of(args)[cut.seq],
         kv_index=kv_index,
@@ -202,7 +202,7 @@ class Cells:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
+class TokenBlocks:
     """Consecutive new tokens of one sequence each, and the keys that they read.
 
     q:            [tiles, tile_len, q_heads, head_dim]
@@ -220,9 +220,9 @@ class Tiles:
     end_key: Tensor
     cells: Cells | None = None
 
-    def cut(self, first: int, end: int) -> Tiles:
+    def cut(self, first: int, end: int) -> TokenBlocks:
         """Some of the tiles."""
-        return Tiles(
+        return TokenBlocks(
             q=self.q[first:end],
             pages=self.pages[first:end],
             kv_index=self.kv_index[first:end],
@@ -241,7 +241,7 @@ class Tiles:
         return hidden
 
 
-def _attend(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
+def _attend(args: AttendArgs, tiles: TokenBlocks, scores: Scores) -> tuple[Tensor, Tensor | None]:
     """Attends for each tile over its own pages, a group of tiles at a time.
 
     returns [tiles, tile_len, q_heads, v_head_dim] and LSE [tiles, tile_len, q_heads], in the compute dtype; no LSE
@@ -257,7 +257,7 @@ def _attend(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Ten
     return torch.cat([result for result, _ in parts]), torch.cat(lse) if lse else None
 
 
-def _attend_group(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
+def _attend_group(args: AttendArgs, tiles: TokenBlocks, scores: Scores) -> tuple[Tensor, Tensor | None]:
     """Does the same as `_attend`, for tiles whose keys, values and scores are held at the same time."""
     keys = args.pages.keys
     tile_len, num_q_heads = tiles.q.shape[1:3]

@@ -35,11 +35,11 @@ def store_kv(
     for side, scale, rows in sides:
         is_number = rows.isfinite()
         strange |= live & ~is_number.flatten(1).all(1)
-        written, factor = _in_pages(torch.where(is_number, rows, 0), scale, form)
+        written, scale_value = _in_pages(torch.where(is_number, rows, 0), scale, form)
         _write(side, page, offset, written[source], any_live)
         if form.scales is Scales.TOKEN:
             assert scale is not None
-            scale[page, :, offset] = torch.where(any_live, factor[source], scale[page, :, offset])
+            scale[page, :, offset] = torch.where(any_live, scale_value[source], scale[page, :, offset])
     counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
 
 
@@ -48,14 +48,14 @@ def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Ten
     if not form.encoding.is_fp8:
         return rows, rows
     largest, rows = form.encoding.largest, rows.float()
-    factor = torch.ones_like(rows[..., 0])
+    scale_value = torch.ones_like(rows[..., 0])
     if form.scales is Scales.TOKEN:
         # By the kernel's product: a quotient may be rounded to another side.
-        factor = (rows.abs().amax(-1) * (1.0 / largest)).clamp(min=_SMALLEST_SCALE)
+        scale_value = (rows.abs().amax(-1) * (1.0 / largest)).clamp(min=_SMALLEST_SCALE)
     elif scale is not None:
-        factor = factor * scale
-    codes = (rows * (1.0 / factor)[..., None]).clamp(-largest, largest).to(form.encoding.dtype)
-    return codes.view(torch.uint8), factor
+        scale_value = scale_value * scale
+    codes = (rows * (1.0 / scale_value)[..., None]).clamp(-largest, largest).to(form.encoding.dtype)
+    return codes.view(torch.uint8), scale_value
 
 
 def _write(side: PageRows, page: Tensor, offset: Tensor, rows: Tensor, any_live: Tensor) -> None:

@@ -179,7 +179,7 @@ def _device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     parts = slot_parts(num_seqs, num_ids)
     kv_bound, q_bound = slot[parts.kv_len].to(counts.device), slot[parts.q_len].to(counts.device)
     given_kv, given_q, begin, stored = (
-        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor, given.stored)
+        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.first_writable, given.stored)
     )
     given_kv = given_kv + given.ahead
     new = given_q.clamp(min=0).minimum(q_bound)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.sampling.asked import DEPTH, IN_PROMPT, NONE, REPETITION, TOP_K
-from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.kernels.sampling.parameter_columns import DEPTH, IN_PROMPT, NONE, REPETITION, TOP_K
+from rocm_attn.kernels.sampling.row_results import ALL_ZERO
 
 # Rows are drawn from this many logits at a time, in float64: about 4 MB.
 _LOGITS_AT_ONCE = 1 << 16
@@ -45,9 +45,9 @@ def draw_rows(logits: Tensor, terms: Tensor) -> Tensor:
     return torch.minimum(drawn, last_kept)
 
 
-def shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
+def shape_rows(logits: Tensor, parameters: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
     """Twin of launch_shape_rows, also in float32. Tensors may be on any device."""
-    for place, (row, counted, masked, repetition, presence, frequency, *_) in enumerate(_asked(asked)):
+    for place, (row, counted, masked, repetition, presence, frequency, *_) in enumerate(_asked(parameters)):
         x = logits[row].float()
         if counted != NONE:
             count = counts[counted].to(x.device)
@@ -60,9 +60,9 @@ def shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, sha
         shaped[place] = x
 
 
-def cut_rows(asked: Tensor, shaped: Tensor) -> None:
+def cut_rows(parameters: Tensor, shaped: Tensor) -> None:
     """Twin of launch_cut_rows. Tensors may be on any device."""
-    for place, (*_, top_k, depth) in enumerate(_asked(asked)):
+    for place, (*_, top_k, depth) in enumerate(_asked(parameters)):
         x = shaped[place]
         if 0 < top_k < len(x):
             order = x.sort(descending=True, stable=True).indices
@@ -70,9 +70,9 @@ def cut_rows(asked: Tensor, shaped: Tensor) -> None:
         x[x < x.max() + depth] = -torch.inf
 
 
-def likeliest(logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
+def likeliest(logits: Tensor, parameters: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
     """Twin of launch_likeliest; sums are in float64 here. Tensors may be on any device."""
-    for place, (row, num) in enumerate(asked.tolist()):
+    for place, (row, num) in enumerate(parameters.tolist()):
         logprobs = logits[row].double().log_softmax(-1).float()
         order = logits[row].sort(descending=True, stable=True).indices[:num]
         likeliest[place, 0] = logprobs[tokens[row]].view(torch.int32)
@@ -80,9 +80,9 @@ def likeliest(logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) 
         likeliest[place, 2 : 2 + 2 * len(order) : 2] = logprobs[order].view(torch.int32)
 
 
-def _asked(asked: Tensor) -> list[tuple[int, int, int, float, float, float, int, float]]:
-    """The rows of a table of asked.py."""
-    words, numbers = asked.tolist(), asked.view(torch.float32).tolist()
+def _asked(parameters: Tensor) -> list[tuple[int, int, int, float, float, float, int, float]]:
+    """The rows of a table of request_options.py."""
+    words, numbers = parameters.tolist(), parameters.view(torch.float32).tolist()
     return [
         (*word[:REPETITION], *number[REPETITION:TOP_K], word[TOP_K], number[DEPTH])
         for word, number in zip(words, numbers, strict=True)

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from rocm_attn.kernels.attention.cuts import CLASS_BITS, CLASS_KEYS_LOG2, DecodeCut, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import CLASS_BITS, CLASS_KEYS_LOG2, DecodeCut, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 
 
@@ -117,7 +117,7 @@ def _class_of(reach: int) -> int:
     return units >> shift << shift
 
 
-def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
+def _shares(costs: Sequence[int], sharing: RowSharing) -> list[int]:
     """The words of the programs that share the longest rows. costs: of a row of each block"""
     programs, rows = sharing.programs, sharing.rows
     if not programs:
@@ -138,7 +138,7 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
     return words
 
 
-def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: Sharing) -> tuple[int, int] | None:
+def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: RowSharing) -> tuple[int, int] | None:
     """The number of each row's parts and their size, if that is no worse than an estimate; None: there are none."""
     if not sharing.alike_keys or not costs:
         return None
@@ -153,7 +153,7 @@ def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: Sharing) -> tu
     return (parts, size) if size + sharing.alike_keys <= estimate else None
 
 
-def _equal_parts(costs: Sequence[int], parts: int, size: int, sharing: Sharing) -> list[int]:
+def _equal_parts(costs: Sequence[int], parts: int, size: int, sharing: RowSharing) -> list[int]:
     """Like `_shares`, but for rows that have room for `parts` parts of one size; a short row does not fill it."""
     words: list[int] = []
     for program in range(sharing.programs):
@@ -177,7 +177,7 @@ def _cuts(num_blocks: int, most: int = 127) -> range:
     return range(0, num_blocks + stride, stride)
 
 
-def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
+def _estimate(costs: Sequence[int], cut: int, sharing: RowSharing) -> int:
     """The time, in keys, of a step whose first `cut` blocks are shared out."""
     programs, rows = sharing.programs, sharing.rows
     shared, total = rows * sum(costs[:cut]), rows * sum(costs)

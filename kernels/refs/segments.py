@@ -16,7 +16,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.refs.attention import Cells, Tiles, by_row, by_token, clear, seq_of_tokens, tile_cut
+from rocm_attn.kernels.refs.attention import Cells, TokenBlocks, by_row, by_token, clear, seq_of_tokens, tile_cut
 
 TILE_LEN = 8
 SEGMENT_LEN = 128
@@ -60,7 +60,7 @@ def segment_extend(
     if mask is not None and scores.windowed:
         window_start = mask.window_start[cut.token]
     width = max(-(-queries.max_kv_len // args.pages.keys.page_size), 1)
-    rows = Tiles(
+    rows = TokenBlocks(
         q=torch.where(cut.has_token[:, :, None, None], args.q[cut.token], 0),
         pages=args.table[:, :width][queries.row_of_seq[cut.seq]],
         kv_index=kv_index,
@@ -87,7 +87,7 @@ class _Partial:
         return _Partial(self.acc * decay + right.acc * weight, maximum, self.total * decay + right.total * weight)
 
 
-def _attend(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
+def _attend(args: AttendArgs, rows: TokenBlocks, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
     """Returns [tiles, TILE_LEN, q_heads, v_head_dim] and LSE [tiles, TILE_LEN, q_heads], a group of tiles at a time."""
     num_tiles, _, num_q_heads, head_dim = rows.q.shape
     num_kv_heads, v_head_dim = args.pages.format.num_kv_heads, args.pages.format.v_head_dim
@@ -99,7 +99,7 @@ def _attend(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: int) -> 
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _attend_group(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
+def _attend_group(args: AttendArgs, rows: TokenBlocks, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
     num_tiles, _, num_q_heads, _ = rows.q.shape
     form = args.pages.format
     page_size, num_kv_heads, v_head_dim = form.page_size, form.num_kv_heads, form.v_head_dim
@@ -124,7 +124,7 @@ def _attend_group(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: in
     return by_token(state.acc / total, ratio), by_token(state.maximum + total.log(), ratio).squeeze(-1)
 
 
-def _segment(args: AttendArgs, q: Tensor, rows: Tiles, key: Tensor, scores: Scores) -> _Partial:
+def _segment(args: AttendArgs, q: Tensor, rows: TokenBlocks, key: Tensor, scores: Scores) -> _Partial:
     """The softmax state of the keys with these places, integer [segment_len]."""
     page_size, num_kv_heads = args.pages.format.page_size, args.pages.format.num_kv_heads
     ratio = q.shape[2] // TILE_LEN

@@ -21,8 +21,8 @@ from rocm_attn.kernels.sparse.arguments import (
     LastUnit,
     Pooling,
     SelectedArgs,
-    Selection,
-    TokenPlaces,
+    SelectedKeys,
+    SparseTokens,
 )
 
 # Words of 4 bytes that gathered keys, scores and values computed from them may take at a time: 4 MiB, and on a GPU 128.
@@ -30,7 +30,7 @@ from rocm_attn.kernels.sparse.arguments import (
 _MOST_WORDS, _MOST_WORDS_ON_GPU = 1 << 20, 1 << 25
 
 
-def select(args: IndexArgs, selection: Selection, *, indexing: Indexing) -> None:
+def select(args: IndexArgs, selection: SelectedKeys, *, indexing: Indexing) -> None:
     """Selects the units of every token. Twin of launch_select; a workspace has no meaning here."""
     max_units = indexing.max_units(args.tokens.max_kv_len)
     num_heads, dim = args.q.shape[1:]
@@ -87,7 +87,7 @@ def _pooled(scores: Tensor, seen: Tensor, pooling: Pooling) -> Tensor:
     return mean.masked_fill(num_seen == 0, float("-inf"))
 
 
-def top_k(scores: Tensor, tokens: TokenPlaces, selection: Selection, *, indexing: Indexing) -> None:
+def top_k(scores: Tensor, tokens: SparseTokens, selection: SelectedKeys, *, indexing: Indexing) -> None:
     """Selects the units with the largest scores of every token's candidates. Twin of launch_top_k."""
     visible = _visible(tokens)
     whole, rest = visible // indexing.unit_tokens, visible % indexing.unit_tokens
@@ -170,7 +170,7 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
     return (part - whole.masked_fill(whole == float("-inf"), 0)).exp()[..., None]
 
 
-def check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:
+def check_selection(selection: SelectedKeys, tokens: SparseTokens, faults: Tensor) -> None:
     """Sets bits of faults for each error in a selection. Twin of launch_check_selection."""
     units, counts = selection.units, selection.counts
     num_units = (-(-_visible(tokens) // selection.unit_tokens))[:, None]
@@ -202,20 +202,20 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
     head = torch.arange(num_kv_heads, device=key.device)[:, None]
     at = page.unflatten(1, (num_kv_heads, -1)), offset.unflatten(1, (num_kv_heads, -1)), head
     sides = []
-    for rows, factors in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+    for rows, scale_values in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
         side = rows[at].to(_compute(args.q))
-        if factors is not None:
-            side = side * _factors(factors, pages.format.scales, at).to(side.dtype)[..., None]
+        if scale_values is not None:
+            side = side * _scale_values(scale_values, pages.format.scales, at).to(side.dtype)[..., None]
         sides.append(side.masked_fill(~seen[..., None], 0))
     return sides[0], sides[1], seen
 
 
-def _factors(factors: Tensor, scales: Scales, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _scale_values(scale_values: Tensor, scales: Scales, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """The scales of the rows of these places, in a shape that broadcasts to [tokens, kv_heads, keys]."""
     if scales is Scales.TOKEN:
         page, offset, head = at
-        return factors[page, head, offset]
-    return factors[:, None] if scales is Scales.HEAD else factors
+        return scale_values[page, head, offset]
+    return scale_values[:, None] if scales is Scales.HEAD else scale_values
 
 
 def _place(table: Tensor, row: Tensor, index: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -226,13 +226,13 @@ def _place(table: Tensor, row: Tensor, index: Tensor, page_len: int) -> tuple[Te
     return page, index % page_len
 
 
-def _visible(tokens: TokenPlaces) -> Tensor:
+def _visible(tokens: SparseTokens) -> Tensor:
     """int64 [T]: the number of tokens of its sequence that each token sees."""
     token = torch.arange(len(tokens.position_of_token), device=tokens.position_of_token.device)
     return torch.where(token < tokens.num_tokens, tokens.position_of_token.long() + 1, 0)
 
 
-def _tokens(tokens: TokenPlaces, first: int, end: int) -> TokenPlaces:
+def _tokens(tokens: SparseTokens, first: int, end: int) -> SparseTokens:
     """Some of the tokens."""
     return tokens._replace(
         row_of_token=tokens.row_of_token[first:end],

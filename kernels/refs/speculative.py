@@ -8,7 +8,7 @@ from torch import Tensor
 from rocm_attn.kernels.cache.moved_rows import AlikePages
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
-from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 # The same as in kernels/speculative/accept_sampled.py.
@@ -67,8 +67,8 @@ def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) 
     walk.finish(next_token.to(torch.int32), given, to)
 
 
-def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, looks_up: bool) -> None:
-    """Twin of launch_next_round."""
+def next_step(picked: Tensor, given: SpeculativeStep, width: int, *, draws: bool, looks_up: bool) -> None:
+    """Twin of launch_next_step."""
     num_seqs, device = len(given.limit), given.kv_len.device
     lane = torch.arange(width, device=device)
     ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
@@ -87,8 +87,8 @@ def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, 
     num_same = num_same if looks_up else torch.full_like(num_same, 4)
     place = torch.where(num_same > 0, found, num_tokens - 1)[:, None]
     place = place + lane[: width - 1] % (num_tokens[:, None] - place)
-    guesses = text.gather(1, place) if looks_up else ids[:, 1:]
-    new_ids = torch.cat([text.gather(1, num_tokens[:, None] - 1), guesses], 1)
+    draft_tokens = text.gather(1, place) if looks_up else ids[:, 1:]
+    new_ids = torch.cat([text.gather(1, num_tokens[:, None] - 1), draft_tokens], 1)
     if draws:
         drawn = num_tokens[:, None] + lane
         number = given.numbers[rows].gather(1, drawn.clamp(max=most - 1))
@@ -98,8 +98,8 @@ def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, 
     given.counts[ERROR_WORD] |= torch.where(beyond.any(), LENGTH_BEYOND_BOUND, 0)
     given.token_ids[: num_seqs * width] = new_ids.flatten()
     given.kv_len[:num_seqs] = torch.minimum(length + taken, given.limit).clamp(min=width)
-    given.num_taken.copy_(taken)
-    given.told.copy_(torch.stack([taken.int(), num_same.int(), error.int()], 1))
+    given.num_appended.copy_(taken)
+    given.emitted.copy_(torch.stack([taken.int(), num_same.int(), error.int()], 1))
 
 
 def _place_before(text: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import repeated_launches
-from rocm_attn.kernels.sampling import asked as columns
+from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.sampling.order import block_of, least_of_likeliest, order_of
 
 _BLOCK = 4096
@@ -22,11 +22,11 @@ _COLUMNS, _TOP_K, _DEPTH = (tl.constexpr(n) for n in (columns.NUM_COLUMNS, colum
 
 
 @triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["asked", "shaped"])
-def _cut_rows_kernel(asked, shaped, vocab, BLOCK: tl.constexpr):
+def _cut_rows_kernel(parameters, shaped, vocab, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     row = shaped + place.to(tl.int64) * vocab
-    top_k = tl.load(asked + place * _COLUMNS + _TOP_K)
-    depth = tl.load(asked + place * _COLUMNS + _DEPTH).to(tl.float32, bitcast=True)
+    top_k = tl.load(parameters + place * _COLUMNS + _TOP_K)
+    depth = tl.load(parameters + place * _COLUMNS + _DEPTH).to(tl.float32, bitcast=True)
     if ((top_k > 0) & (top_k < vocab)) | (depth > float("-inf")):
         best = float("-inf")
         for begin in range(0, vocab, BLOCK):
@@ -51,13 +51,13 @@ def _cut_rows_kernel(asked, shaped, vocab, BLOCK: tl.constexpr):
 _variant = repeated_launches(_cut_rows_kernel)
 
 
-def launch_cut_rows(asked: Tensor, shaped: Tensor) -> None:
+def launch_cut_rows(parameters: Tensor, shaped: Tensor) -> None:
     """Rules out all but the likeliest tokens of rows.
 
-    asked:  int32 [num, NUM_COLUMNS], contiguous; see asked.py
+    parameters:  int32 [num, NUM_COLUMNS], contiguous; see request_options.py
     shaped: float32 [num, vocab], contiguous, no NaN; changed
     """
     num, vocab = shaped.shape
     assert vocab + _BLOCK < 2**31
     if num:
-        _variant(torch.float32)(shaped.device, (num, 1, 1), asked, shaped, vocab, _BLOCK, num_warps=8)
+        _variant(torch.float32)(shaped.device, (num, 1, 1), parameters, shaped, vocab, _BLOCK, num_warps=8)

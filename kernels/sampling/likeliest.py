@@ -23,11 +23,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
     do_not_specialize_on_alignment=["logits", "asked", "tokens", "likeliest"],
 )
 def _likeliest_kernel(
-    logits, asked, tokens, likeliest, vocab, logits_stride, width, SAME_BITS: tl.constexpr, BLOCK: tl.constexpr
+    logits, parameters, tokens, likeliest, vocab, logits_stride, width, SAME_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0)
-    row = tl.load(asked + 2 * place)
-    num = tl.minimum(tl.load(asked + 2 * place + 1), vocab)
+    row = tl.load(parameters + 2 * place)
+    num = tl.minimum(tl.load(parameters + 2 * place + 1), vocab)
     row_logits = logits + row.to(tl.int64) * logits_stride
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCK):
@@ -63,11 +63,11 @@ def _likeliest_kernel(
 _variant = repeated_launches(_likeliest_kernel)
 
 
-def launch_likeliest(logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
+def launch_likeliest(logits: Tensor, parameters: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
     """Finds the likeliest tokens of some rows.
 
     logits:    float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
-    asked:     int32 [num, 2], contiguous: a row, and how many of its likeliest tokens, 0 to width
+    parameters:     int32 [num, 2], contiguous: a row, and how many of its likeliest tokens, 0 to width
     tokens:    int32 [rows], the tokens that were picked
     likeliest: int32 [num, 1 + 2 * width], contiguous, receives the bits of the picked token's logprob, and for each of
                the likeliest ones its id and the bits of its logprob, in no order; entries beyond stay unchanged. For a
@@ -81,7 +81,7 @@ def launch_likeliest(logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: T
             logits.device,
             (num, 1, 1),
             logits,
-            asked,
+            parameters,
             tokens,
             likeliest,
             vocab,

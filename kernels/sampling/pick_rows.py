@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import only_launches, repeated_launches
-from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.sampling.order import SAME_BITS_OF, block_of, order_of
+from rocm_attn.kernels.sampling.row_results import ALL_ZERO
 
 _BLOCK = 4096
 _ALL_ZERO = tl.constexpr(ALL_ZERO)

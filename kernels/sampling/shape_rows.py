@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import repeated_launches
-from rocm_attn.kernels.sampling import asked as columns
+from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.sampling.order import block_of
 
 _BLOCK = 2048
@@ -37,9 +37,11 @@ def _float(word):
     do_not_specialize=["vocab", "logits_stride", "mask_words"],
     do_not_specialize_on_alignment=["logits", "asked", "counts", "masks", "shaped"],
 )
-def _shape_rows_kernel(logits, asked, counts, masks, shaped, vocab, logits_stride, mask_words, BLOCK: tl.constexpr):
+def _shape_rows_kernel(
+    logits, parameters, counts, masks, shaped, vocab, logits_stride, mask_words, BLOCK: tl.constexpr
+):
     place = tl.program_id(0)
-    of_row = asked + place * _COLUMNS
+    of_row = parameters + place * _COLUMNS
     row_logits = logits + tl.load(of_row + _ROW).to(tl.int64) * logits_stride
     token, x = block_of(row_logits, tl.program_id(1) * BLOCK, vocab, BLOCK)
     is_token = token < vocab
@@ -61,11 +63,11 @@ def _shape_rows_kernel(logits, asked, counts, masks, shaped, vocab, logits_strid
 _variant = repeated_launches(_shape_rows_kernel)
 
 
-def launch_shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
+def launch_shape_rows(logits: Tensor, parameters: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
     """Writes rows of logits, in the form from which they are picked, to a place of their own.
 
     logits: float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
-    asked:  int32 [num, NUM_COLUMNS], contiguous; see asked.py
+    parameters:  int32 [num, NUM_COLUMNS], contiguous; see request_options.py
     counts: int32 [any, vocab], contiguous; how often a text has each token, and IN_PROMPT
     masks:  int32 [any, at least vocab / 32], contiguous; a bit for each token
     shaped: float32 [num, vocab], contiguous, is written
@@ -78,7 +80,7 @@ def launch_shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tens
             logits.device,
             (num, triton.cdiv(vocab, _BLOCK), 1),
             logits,
-            asked,
+            parameters,
             counts,
             masks,
             shaped,

@@ -112,7 +112,7 @@ class Indexing:
         return whole + (rest > 0 and self.last_unit is LastUnit.SCORED)
 
 
-class TokenPlaces(NamedTuple):
+class SparseTokens(NamedTuple):
     """T padded tokens, and their places. A token sees the keys of its sequence up to its own.
 
     row_of_token:      int32 [T]  token -> row of the table
@@ -138,7 +138,7 @@ class TokenPlaces(NamedTuple):
         assert self.max_kv_len >= 0
 
 
-class Selection(NamedTuple):
+class SelectedKeys(NamedTuple):
     """The units that each token gets, in a buffer that its owner may pass to the attention of several layers.
 
     units:       int32 [T, sets, width]  unit numbers, ascending; NO_UNIT at and past the count
@@ -197,7 +197,7 @@ class IndexArgs(NamedTuple):
     weights: Tensor | None
     pages: IndexPages
     table: Tensor
-    tokens: TokenPlaces
+    tokens: SparseTokens
 
     def check(self, indexing: Indexing) -> None:
         """Asserts, cheaply and on the host, that launches read no other memory and give no wrong scores."""
@@ -240,8 +240,8 @@ class SelectedArgs(NamedTuple):
     q: Tensor
     pages: LayerPages
     table: Tensor
-    tokens: TokenPlaces
-    selection: Selection
+    tokens: SparseTokens
+    selection: SelectedKeys
     out: Tensor
     lse: Tensor | None
     sinks: Tensor | None

@@ -19,14 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
+from rocm_attn.kernels.attention.bundles import HeadRows, PagePointers, Softmax
 from rocm_attn.kernels.attention.coded import (
-    Factors,
+    ScalePointers,
     add_values,
     coded_scales,
-    row_factor,
+    row_scale,
     scaled_values,
-    token_factor,
+    token_scale,
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
@@ -56,7 +56,7 @@ class Listing(NamedTuple):
     width: Any
 
 
-class Query(NamedTuple):
+class SparseQuery(NamedTuple):
     """Rows of q: block [QUERY_ROWS, K_COLUMNS], rest [QUERY_ROWS, REST] or None, and scale in base 2."""
 
     block: Any
@@ -100,7 +100,7 @@ def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.c
 
 
 @triton.jit
-def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
+def _attend(query, k_side, v_side, scale_values, listing, G: tl.constexpr):
     """Returns the softmax state of the keys [listing.first, listing.end) of a selection for each row."""
     KEY_BLOCK: tl.constexpr = G.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
@@ -133,10 +133,10 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         if G.REST > 0:
             k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
             scores = tl.dot(query.rest, tl.trans(k_rest), scores, input_precision="ieee")
-        v_factor = None
+        v_scale_value = None
         if C.SCALES == TOKEN_SCALES:
-            scores = scores * token_factor(factors.k, page, offset, factors.head, live, True, C)[None, :]
-            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+            scores = scores * token_scale(scale_values.k, page, offset, scale_values.head, live, True, C)[None, :]
+            v_scale_value = token_scale(scale_values.v, page, offset, scale_values.head, live, True, C)
         scores = tl.where(live[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * query.qk_scale)
         # There may have been no key yet; the subtractions below must not be inf - inf.
@@ -153,7 +153,7 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         else:
             v_at = k_at if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
             v = _load_rows(v_side.at + v_at, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
-        acc = add_values(acc, decay[:, None], weights, v, v_factor, DTYPE, False, C)
+        acc = add_values(acc, decay[:, None], weights, v, v_scale_value, DTYPE, False, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
 
@@ -215,19 +215,19 @@ def _selected_attention_kernel(
         visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         end = tl.minimum(first + C.part_keys, num_keys)
         kv_head = kv_head.to(tl.int64)
-        k_scaled, _ = coded_scales(qk_scale, 0.0, row_factor(k_scale, kv_head, E), False, E)
+        k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
         softmax = _attend(
-            Query(q_block, q_rest, k_scaled),
-            Pages(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head),
-            Pages(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head),
-            Factors(k_scale, v_scale, kv_head),
+            SparseQuery(q_block, q_rest, k_scaled),
+            PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head),
+            PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head),
+            ScalePointers(k_scale, v_scale, kv_head),
             Listing(units + selection * G.WIDTH, first, end, visible, line, width),
             G,
         )
-        softmax = scaled_values(softmax, row_factor(v_scale, kv_head, E), E)
+        softmax = scaled_values(softmax, row_scale(v_scale, kv_head, E), E)
         v_column = tl.arange(0, G.V_COLUMNS)
         if C.parts == 1:
-            out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+            out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
             store_rows(softmax, HeadsOfToken(token, head, is_row), sinks, out_rows, lse_rows, v_column, G.V_HEAD_DIM)
         else:
             at = ((token * C.rows + row) * C.parts + part) * C.row_heads + q_row

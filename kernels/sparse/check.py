@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.sparse.arguments import BAD_COUNT, NOT_ASCENDING, OUTSIDE, Selection, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import BAD_COUNT, NOT_ASCENDING, OUTSIDE, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.places import visible_tokens
 
 _BAD_COUNT, _OUTSIDE, _NOT_ASCENDING = tl.constexpr(BAD_COUNT), tl.constexpr(OUTSIDE), tl.constexpr(NOT_ASCENDING)
@@ -50,7 +50,7 @@ def _check_selection_kernel(
         tl.atomic_or(faults, fault, sem="relaxed")
 
 
-def launch_check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:
+def launch_check_selection(selection: SelectedKeys, tokens: SparseTokens, faults: Tensor) -> None:
     """Sets bits of a fault word for each error in a selection.
 
     faults: int32 [1]; bits are added:

@@ -25,7 +25,7 @@ from rocm_attn.kernels.attention.coded import half_query
 from rocm_attn.kernels.cache.codes import decoded
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastUnit, Pooling, Selection
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastUnit, Pooling, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import index_splits, select_chunk, select_words, top_k_cut
 from rocm_attn.kernels.sparse.places import candidate_units, visible_tokens
 from rocm_attn.kernels.sparse.top_k import launch_top_k
@@ -122,7 +122,7 @@ def _type(encoding: int) -> tl.dtype:
 
 
 @triton.jit
-def _factor_of_products(x, ENCODING: tl.constexpr, DTYPE: tl.constexpr, CODED_Q: tl.constexpr):
+def _scale_of_products(x, ENCODING: tl.constexpr, DTYPE: tl.constexpr, CODED_Q: tl.constexpr):
     """q or keys as factors of products: unchanged codes if both are codes and the target multiplies them."""
     if CODED_Q and _multiplies_codes(ENCODING):
         F8: tl.constexpr = _type(ENCODING)
@@ -153,7 +153,7 @@ def _pooled(scores, seen, G: tl.constexpr):
 
 
 @triton.jit
-def _score_key_blocks(scores, q, keys, columns, first_block, step, factor, G: tl.constexpr):
+def _score_key_blocks(scores, q, keys, columns, first_block, step, scale_value, G: tl.constexpr):
     """Writes the scores of every step-th key block from first_block on. q: [D_COLUMNS, COLUMNS]"""
     KEY_BLOCK: tl.constexpr = G.KEY_BLOCK
     LINES: tl.constexpr = G.TOKENS * G.SET_COLUMNS
@@ -173,7 +173,7 @@ def _score_key_blocks(scores, q, keys, columns, first_block, step, factor, G: tl
         if G.D_COLUMNS > G.DIM:
             is_k = is_k & (d < G.DIM)[None, :]
         k = tl.load(keys.at + (page * keys.page + offset * keys.key)[:, None] + d[None, :], mask=is_k, other=0)
-        k = _factor_of_products(k, G.ENCODING, q.dtype, G.CODED_Q)
+        k = _scale_of_products(k, G.ENCODING, q.dtype, G.CODED_Q)
         products = tl.dot(k, q, input_precision="ieee")
         if G.RECTIFIED:
             # A maximum would make NaN a 0.
@@ -189,9 +189,9 @@ def _score_key_blocks(scores, q, keys, columns, first_block, step, factor, G: tl
             summed = tl.sum(tl.reshape(products, [KEY_BLOCK, LINES, G.HEAD_COLUMNS]), 2)
         if G.TOKEN_SCALES:
             of_key = tl.load(keys.scale + page * G.PAGE_KEYS + offset, mask=live, other=0.0)
-            summed = summed * (of_key * factor)[:, None]
+            summed = summed * (of_key * scale_value)[:, None]
         else:
-            summed = summed * factor
+            summed = summed * scale_value
         if G.UNIT_KEYS > 1:
             summed = _pooled(summed, key[:, None] < columns.num_keys[None, :], G)
         unit = block * (KEY_BLOCK // G.UNIT_KEYS) + tl.arange(0, KEY_BLOCK // G.UNIT_KEYS)
@@ -240,18 +240,18 @@ def _index_scores_kernel(
     d = tl.arange(0, G.D_COLUMNS)
     q_at = q + token.to(tl.int64) * q_token + head * q_head
     q_block = tl.load(q_at[None, :] + d[:, None], mask=is_head[None, :] & (d < G.DIM)[:, None], other=0)
-    factor = scale
+    scale_value = scale
     if G.CODED_Q:
         # Decoded if the target cannot multiply codes; float16 represents all of them.
-        q_block = _factor_of_products(q_block, G.ENCODING, tl.float16, True)
+        q_block = _scale_of_products(q_block, G.ENCODING, tl.float16, True)
     elif _is_half_sooner(G.ENCODING):
-        q_block, q_factor = half_query(q_block)
-        factor = factor * q_factor
+        q_block, q_scale_value = half_query(q_block)
+        scale_value = scale_value * q_scale_value
     weight = None
     if weights is not None:
         weight = tl.load(weights + token.to(tl.int64) * w_token + head * w_head, mask=is_head, other=0.0)
     if k_scale is not None and not G.TOKEN_SCALES:
-        factor = factor * tl.load(k_scale)
+        scale_value = scale_value * tl.load(k_scale)
     # Lines: a token and a set each.
     line = tl.arange(0, TOKENS * G.SET_COLUMNS)
     line_token = block_token + line // G.SET_COLUMNS
@@ -277,7 +277,7 @@ def _index_scores_kernel(
         )
         line_of_table = table + row.to(tl.int64) * table_row
         keys = Keys(k_pages, k_page, k_key, k_scale, line_of_table, width)
-        _score_key_blocks(scores, q_block, keys, columns, split, splits, factor, G)
+        _score_key_blocks(scores, q_block, keys, columns, split, splits, scale_value, G)
         done = end
 
 
@@ -337,7 +337,7 @@ def launch_index_scores(
 
 
 def launch_select(
-    args: IndexArgs, selection: Selection, workspace: Tensor, *, indexing: Indexing, tiles: IndexTiles, programs: int
+    args: IndexArgs, selection: SelectedKeys, workspace: Tensor, *, indexing: Indexing, tiles: IndexTiles, programs: int
 ) -> None:
     """Selects the units of every token: scores, then the best units, for as many tokens at a time as the scratch holds.
 

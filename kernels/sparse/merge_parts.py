@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.attention.bundles import Rows, Softmax
+from rocm_attn.kernels.attention.bundles import HeadRows, Softmax
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
@@ -66,7 +66,7 @@ def _merge_parts_kernel(
             acc, maximum, total = merged.acc[0], merged.maximum, merged.total
     # Programs of other columns store the same LSE.
     head = first_head + q_row
-    out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+    out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
     store_rows(
         Softmax(acc, maximum, total), HeadsOfToken(token, head, is_row), sinks, out_rows, lse_rows, column, G.V_HEAD_DIM
     )

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, LastUnit, Selection, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, LastUnit, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.cuts import TopKCut
 from rocm_attn.kernels.sparse.places import candidate_units, visible_tokens
 
@@ -75,7 +75,7 @@ class TopKGeometry(NamedTuple):
     PARTS: int
 
 
-class Line(NamedTuple):
+class TokenScores(NamedTuple):
     """One token's candidates in one set: their scores and their number."""
 
     scores: Any
@@ -92,7 +92,7 @@ class Listed(NamedTuple):
     total: Any
 
 
-class Found(NamedTuple):
+class ScoreThreshold(NamedTuple):
     """The end of a search: keys above low are chosen, and the first most_ties of those that equal it."""
 
     low: Any
@@ -124,7 +124,7 @@ def _line(scores, visible, G: tl.constexpr):
     """This program's line."""
     stride: tl.constexpr = G.cut.stride
     num_units = candidate_units(visible, G.UNIT_TOKENS, G.LAST_SCORED)
-    return Line(scores + tl.program_id(0).to(tl.int64) * stride, num_units)
+    return TokenScores(scores + tl.program_id(0).to(tl.int64) * stride, num_units)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _middle(low, span):
 @triton.jit
 def _found(low, num_low, num_above, TOP: tl.constexpr):
     """The chosen keys: all from low on if that is not too many, else the range is one key."""
-    return Found(low, tl.where(num_low > TOP, TOP - num_above, _MANY))
+    return ScoreThreshold(low, tl.where(num_low > TOP, TOP - num_above, _MANY))
 
 
 @triton.jit
@@ -323,10 +323,10 @@ def _choose_listed(listed, selected, G: tl.constexpr):
         low, most_ties = _search(key, G.TOP, G.TOP)
     else:
         low, most_ties = _search_listed(listed, G)
-    written, ties = _write(key, unit, Found(low, most_ties), written, ties, selected)
+    written, ties = _write(key, unit, ScoreThreshold(low, most_ties), written, ties, selected)
     for first in range(BLOCK, listed.total, BLOCK):
         key, unit = _listed(listed, first + lane, G)
-        written, ties = _write(key, unit, Found(low, most_ties), written, ties, selected)
+        written, ties = _write(key, unit, ScoreThreshold(low, most_ties), written, ties, selected)
     return written
 
 
@@ -376,8 +376,8 @@ def _choose_kernel(
 def launch_top_k(
     scores: Tensor,
     scratch: Tensor,
-    tokens: TokenPlaces,
-    selection: Selection,
+    tokens: SparseTokens,
+    selection: SelectedKeys,
     *,
     indexing: Indexing,
     cut: TopKCut,

@@ -24,7 +24,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 _BRINGS_PROMPT = tl.constexpr(BRINGS_PROMPT)
 
 
-class Outcome(NamedTuple):
+class SequenceOutcome(NamedTuple):
     """The outcome of a sequence. count, next_token: scalars; path, token_ids: [NODES]"""
 
     count: tl.tensor
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     next_token: tl.tensor
 
 
-class Outputs(NamedTuple):
+class AcceptedPointers(NamedTuple):
     """Pointers to the tensors of Accepted (arguments.py)."""
 
     count: tl.tensor
@@ -129,8 +129,8 @@ def _accept_drawn_kernel(
         node = tl.min(tl.where(is_next, lane, NODES), 0)
         count += (node < NODES).to(tl.int32)
         path = tl.where((lane == count) & (node < NODES), node, path)
-    outcome = Outcome(count, path, ids, next_token)
-    to = Outputs(to_count, to_path, to_ids, to_next, to_kv_len)
+    outcome = SequenceOutcome(count, path, ids, next_token)
+    to = AcceptedPointers(to_count, to_path, to_ids, to_next, to_kv_len)
     store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES)
 
 

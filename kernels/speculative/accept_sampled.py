@@ -21,7 +21,13 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
-from rocm_attn.kernels.speculative.accept_drawn import Outcome, Outputs, load_tree, next_child, store_accepted
+from rocm_attn.kernels.speculative.accept_drawn import (
+    AcceptedPointers,
+    SequenceOutcome,
+    load_tree,
+    next_child,
+    store_accepted,
+)
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified, check_trees
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -147,8 +153,8 @@ def _accept_sampled_kernel(
     is_number = tl.where(total > 0, total, float("inf")) < float("inf")
     next_token = tl.where(nodes > 0, tl.where(is_number, next_token, -1), -1)
     ids = tl.where((lane == count) & (nodes > 0), next_token, ids)
-    outcome = Outcome(count, path, ids, next_token)
-    to = Outputs(to_count, to_path, to_ids, to_next, to_kv_len)
+    outcome = SequenceOutcome(count, path, ids, next_token)
+    to = AcceptedPointers(to_count, to_path, to_ids, to_next, to_kv_len)
     store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES)
 
 

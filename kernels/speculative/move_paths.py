@@ -35,7 +35,7 @@ class PathGeometry(NamedTuple):
     BLOCK_WORDS: int
 
 
-class Line(NamedTuple):
+class PathPages(NamedTuple):
     """The pages of a sequence in order, int32: pointer, and their number; pages up to no_page are none."""
 
     at: tl.tensor
@@ -89,7 +89,7 @@ def _move_paths_kernel(
     of_part = pages + tl.load(places + tl.program_id(1))
     num_moves = tl.minimum(tl.load(num_accepted + seq), num_nodes - 1)
     older = tl.load(kv_len + seq) - 1 - num_moves
-    line = Line(table + tl.load(row_of_seq + seq).to(tl.int64) * table_row, width, no_page)
+    line = PathPages(table + tl.load(row_of_seq + seq).to(tl.int64) * table_row, width, no_page)
     strides = Strides(p_page, p_group, p_token)
     in_row = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
     for first in range(1, num_moves + 1, G.BLOCK_MOVES):

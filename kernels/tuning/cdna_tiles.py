@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rocm_attn.kernels.tuning.rows import Rows
+from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 
 # Keys of a chunk, the number that one product with K takes. A chunk lies in one page.
@@ -18,7 +18,7 @@ ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _CdnaRow:
+class _CdnaTileChoice:
     arch: str
     head_dim: int
     tiles: CdnaTiles
@@ -26,7 +26,7 @@ class _CdnaRow:
 
 # A block is as deep as a product with V: 16 keys on CDNA 3, 32 on CDNA 4. num_stages is the blocks that are in flight.
 # Heads of 256 have none on gfx950: 270 VGPRs leave a SIMD one wave, and with waves_per_eu registers spill.
-_TILES = {(row.arch, row.head_dim): row.tiles for row in Rows(_CdnaRow, "cdna.json", "cdna")}
+_TILES = {(choice.arch, choice.head_dim): choice.tiles for choice in TableFile(_CdnaTileChoice, "cdna.json", "cdna")}
 
 ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))
 HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim in _TILES))

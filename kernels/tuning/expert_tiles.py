@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.rows import Rows, rows_of
+from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
 from rocm_attn.kernels.tuning.tiles import NoTiles
 
 
@@ -31,7 +31,7 @@ class ExpertTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRow:
+class ExpertTileChoice:
     """tiles serve an arch, an element size in bytes and groups of up to max_rows rows."""
 
     arch: str
@@ -41,16 +41,16 @@ class ExpertRow:
 
 
 # The first row that serves wins.
-EXPERT_ROWS = Rows(ExpertRow, "expert.json", "expert")
+EXPERT_CHOICES = TableFile(ExpertTileChoice, "expert.json", "expert")
 
 
 def expert_tiles(arch: str, dtype: torch.dtype, rows: int) -> ExpertTiles:
     """The tiles for groups of `rows` rows on average. Raises NoTiles."""
-    for of_arch in rows_of(EXPERT_ROWS, arch, dtype):
+    for of_arch in choices_of(EXPERT_CHOICES, arch, dtype):
         for row in of_arch:
             if rows <= row.max_rows:
                 return row.tiles
     raise NoTiles(
         f"no tiles of experts for {arch} with {dtype}; "
-        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in EXPERT_ROWS))}"
+        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in EXPERT_CHOICES))}"
     )

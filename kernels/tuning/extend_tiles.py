@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rocm_attn.kernels.tuning.rows import Rows, rows_of
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, no_row
+from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CodeKind, ExtendTileChoice, ExtendTiles, NoTiles, no_tile_choice
 
-EXTEND_ROWS = Rows(ExtendRow, "extend.json", "extend")
+EXTEND_CHOICES = TableFile(ExtendTileChoice, "extend.json", "extend")
 
 
-def extend_rows(
+def extend_choices(
     arch: str,
     *,
     gqa_ratio: int,
@@ -18,29 +18,31 @@ def extend_rows(
     head_dim: int,
     v_head_dim: int,
     dtype: torch.dtype,
-    codes: Codes = Codes.NONE,
+    codes: CodeKind = CodeKind.NONE,
     window: int = ANY_ROWS,
-) -> tuple[ExtendRow, ...]:
-    """The tuning rows of paged extend. The first whose max_rows holds a step's rows serves it; the last one holds any.
+) -> tuple[ExtendTileChoice, ...]:
+    """The tuning choices of paged extend.
+
+    The first whose max_rows holds a step's rows serves it; the last one holds any.
 
     window: the most keys that a token sees, its own among them; ANY_ROWS: all. Raises NoTiles.
     """
-    for rows in rows_of(EXTEND_ROWS, arch, dtype):
-        found: list[ExtendRow] = []
-        for row in rows:
+    for rows in choices_of(EXTEND_CHOICES, arch, dtype):
+        found: list[ExtendTileChoice] = []
+        for choice in rows:
             if (
-                codes in row.codes
-                and max(head_dim, v_head_dim) <= row.max_head_dim
-                and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
-                and gqa_ratio <= row.max_rows
-                and window <= row.max_window
-                and num_kv_heads % row.tiles.heads_per_row == 0
-                and not (found and row.max_rows <= found[-1].max_rows)
+                codes in choice.codes
+                and max(head_dim, v_head_dim) <= choice.max_head_dim
+                and not (choice.alike and choice.tiles.columns(head_dim) != choice.tiles.columns(v_head_dim))
+                and gqa_ratio <= choice.max_rows
+                and window <= choice.max_window
+                and num_kv_heads % choice.tiles.heads_per_row == 0
+                and not (found and choice.max_rows <= found[-1].max_rows)
             ):
-                found.append(row)
-                if row.max_rows == ANY_ROWS:
+                found.append(choice)
+                if choice.max_rows == ANY_ROWS:
                     return tuple(found)
-    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
+    raise NoTiles(no_tile_choice("extend", EXTEND_CHOICES, arch, dtype, (head_dim, v_head_dim), codes))
 
 
 def extend_tiles(
@@ -51,10 +53,10 @@ def extend_tiles(
     head_dim: int,
     v_head_dim: int,
     dtype: torch.dtype,
-    codes: Codes = Codes.NONE,
+    codes: CodeKind = CodeKind.NONE,
 ) -> ExtendTiles:
     """The tiles of paged extend for sequences with any number of new tokens. Raises NoTiles."""
-    rows = extend_rows(
+    rows = extend_choices(
         arch,
         gqa_ratio=gqa_ratio,
         num_kv_heads=num_kv_heads,

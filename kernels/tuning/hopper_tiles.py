@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.kernels.tuning.rows import Rows
 from rocm_attn.kernels.tuning.segment_tiles import parts_words, segment_tiles, slots_of
+from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
@@ -103,13 +103,13 @@ LEAST_BOX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _HopperRow:
+class _HopperTileChoice:
     head_dim: int
     tiles: HopperTiles
 
 
 @dataclass(frozen=True, slots=True)
-class _SegmentRow:
+class _SegmentTileChoice:
     """In deterministic attention: num_stages of ExtendTiles, and most_segments of HopperTiles."""
 
     head_dim: int
@@ -118,7 +118,7 @@ class _SegmentRow:
 
 
 def _by_dim(table: str) -> dict[int, HopperTiles]:
-    return {row.head_dim: row.tiles for row in Rows(_HopperRow, "hopper.json", table)}
+    return {row.head_dim: row.tiles for row in TableFile(_HopperTileChoice, "hopper.json", table)}
 
 
 # Measured on one H200, torch 2.11, Triton 3.6; the cost of cutting rows alike not for pages whose keys are gathered.
@@ -146,7 +146,7 @@ def padded_dim(head_dim: int) -> int:
 # For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
-_SEGMENT_ROWS = {row.head_dim: row for row in Rows(_SegmentRow, "hopper.json", "segment")}
+_SEGMENT_ROWS = {row.head_dim: row for row in TableFile(_SegmentTileChoice, "hopper.json", "segment")}
 # With 224 twice as much spills around the merge.
 _SEGMENT_REGISTERS = 240
 # The largest heads whose two accumulators both fit next to the rings in shared memory.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.kernels.tuning.rows import Rows, rows_of
+from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
 from rocm_attn.kernels.tuning.tiles import NoTiles
 
 
@@ -146,7 +146,7 @@ class LatentSegmentTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSegmentRow:
+class LatentSegmentTileChoice:
     """tiles serve an arch, an element size in bytes, and rows of up to _LARGEST elements."""
 
     arch: str
@@ -155,7 +155,7 @@ class LatentSegmentRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentRow:
+class LatentTileChoice:
     """tiles serve an arch, an element size of q in bytes, and rows of up to _LARGEST elements.
 
     coded: whether they serve pages of eight bits only
@@ -172,9 +172,9 @@ _LARGEST = (512, 64)
 
 # Among the rows that serve, the first one whose query_rows hold all wanted rows is taken, else the last one. Rows for
 # codes come before rows that serve codes too.
-DECODE_ROWS = Rows(LatentRow, "latent.json", "decode")
-EXTEND_ROWS = Rows(LatentRow, "latent.json", "extend")
-SEGMENT_ROWS = Rows(LatentSegmentRow, "latent.json", "segment")
+DECODE_ROWS = TableFile(LatentTileChoice, "latent.json", "decode")
+EXTEND_ROWS = TableFile(LatentTileChoice, "latent.json", "extend")
+SEGMENT_ROWS = TableFile(LatentSegmentTileChoice, "latent.json", "segment")
 # Blocks of 32 keys are slower.
 HOPPER_LATENT_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True, even=True), 128, 48)
 
@@ -200,16 +200,22 @@ def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype,
 def latent_segment_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentSegmentTiles:
     """The tiles of deterministic latent decode and extend. dims: head_dim, v_head_dim. Raises NoTiles."""
     if _fit(dims):
-        for rows in rows_of(SEGMENT_ROWS, arch, dtype):
+        for rows in choices_of(SEGMENT_ROWS, arch, dtype):
             for row in rows:
                 return row.tiles
     raise _no_tiles("deterministic latent tiles", arch, dims, dtype, {row.arch for row in SEGMENT_ROWS})
 
 
 def _tiles(
-    rows: Rows[LatentRow], arch: str, num_rows: int, dims: tuple[int, int], dtype: torch.dtype, *, is_coded: bool
+    rows: TableFile[LatentTileChoice],
+    arch: str,
+    num_rows: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    is_coded: bool,
 ) -> LatentTiles:
-    for of_arch in rows_of(rows, arch, dtype):
+    for of_arch in choices_of(rows, arch, dtype):
         serving = [row for row in of_arch if (is_coded or not row.coded) and _fit(dims)]
         # Rows for codes are whole by themselves.
         tiles = [row.tiles for row in serving if row.coded == serving[0].coded]

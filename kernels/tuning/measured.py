@@ -1,6 +1,7 @@
-"""Rows of tiles that were measured on one GPU, for layers of one geometry: the results of `rocm-attn tune`.
+"""Tile choices that were measured on one GPU, for layers of one geometry: the results of `rocm-attn tune`.
 
-A measured row replaces the row of the table for the layer that it was measured with, and for no other one: it is a fact
+A measured choice replaces the row of the table for the layer that it was measured with, and for no other one: it is a
+                                                                                                               fact
 about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention are never measured.
 """
 
@@ -27,7 +28,7 @@ _WARPS = (1, 2, 4, 8, 16)
 _LARGEST_BLOCK = 256
 
 
-class Table(enum.Enum):
+class TileTable(enum.Enum):
     """The table that a row of tiles belongs to."""
 
     DECODE = "decode"
@@ -39,22 +40,22 @@ class Table(enum.Enum):
     @property
     def tiles(self) -> type[DecodeTiles] | type[ExtendTiles] | type[LatentTiles]:
         """The class of its tiles."""
-        plain: dict[Table, type[DecodeTiles] | type[ExtendTiles]] = {
-            Table.DECODE: DecodeTiles,
-            Table.CDNA_DECODE: CdnaTiles,
-            Table.EXTEND: ExtendTiles,
+        plain: dict[TileTable, type[DecodeTiles] | type[ExtendTiles]] = {
+            TileTable.DECODE: DecodeTiles,
+            TileTable.CDNA_DECODE: CdnaTiles,
+            TileTable.EXTEND: ExtendTiles,
         }
         return plain.get(self, LatentTiles)
 
     @property
     def is_decode(self) -> bool:
         """True if its rows are for steps with one new token per sequence."""
-        return self in (Table.DECODE, Table.CDNA_DECODE, Table.LATENT_DECODE)
+        return self in (TileTable.DECODE, TileTable.CDNA_DECODE, TileTable.LATENT_DECODE)
 
     @property
-    def rivals(self) -> tuple[Table, ...]:
+    def rivals(self) -> tuple[TileTable, ...]:
         """Itself, and the others whose kernels take the same steps: only one row of theirs serves a layer."""
-        decodes = Table.DECODE, Table.CDNA_DECODE
+        decodes = TileTable.DECODE, TileTable.CDNA_DECODE
         return decodes if self in decodes else (self,)
 
 
@@ -94,7 +95,10 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTimes:
-    """Medians at one shape of a step (sequences x cached + new tokens) of the row in use, and of the measured one."""
+    """Medians at one shape of a step (sequences x cached + new tokens) of the choice in use.
+
+    Of the measured one.
+    """
 
     shape: str
     in_use_us: float
@@ -103,14 +107,14 @@ class ShapeTimes:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The origin of a measured row.
+    """The origin of a measured choice.
 
     device, compute_units: the GPU; arch and triton must match those of a GPU that the row serves
     rocm:     of torch's build, or CUDA's release; software is this package's version, commit the checkout's
     date:     ISO 8601, UTC
     shapes:   the timed steps
     samples:  of each of the two, taken in turn
-    gain:     in time over all shapes, as a fraction of that of the row in use; low and high are quartiles
+    gain:     in time over all shapes, as a fraction of that of the choice in use; low and high are quartiles
     spilled:  registers that the compiler keeps in memory
     """
 
@@ -132,19 +136,19 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRow:
+class MeasuredTileChoice:
     """Tiles that serve a layer on GPUs of an arch, with one release of Triton.
 
-    max_rows: for EXTEND: the row's steps are those of the table's row with that bound; ANY_ROWS elsewhere
+    max_rows: for EXTEND: the row's steps are those of the table's choice with that bound; ANY_ROWS elsewhere
     """
 
-    table: Table
+    table: TileTable
     layer: MeasuredLayer
     max_rows: int
     tiles: Tiles
     measured: Provenance
 
-    def serves(self, table: Table, layer: MeasuredLayer, max_rows: int = ANY_ROWS) -> bool:
+    def serves(self, table: TileTable, layer: MeasuredLayer, max_rows: int = ANY_ROWS) -> bool:
         """True if it is the row of a layer."""
         return (self.table, self.layer, self.max_rows) == (table, layer, max_rows)
 
@@ -162,7 +166,7 @@ class MeasuredRow:
 _NOT_CODED = "LIKE_Q"
 
 
-def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
+def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
     """Returns why no kernel takes these tiles for a layer; empty if, as far as is known without it, one does."""
     if type(tiles) is not table.tiles:
         return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.kernels.tuning.rows import Rows, rows_of
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, NoTiles, no_row
+from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
+from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTiles, NoTiles, no_tile_choice
 
 
 def slots_of(most_segments: int) -> int:
@@ -118,26 +118,26 @@ class SegmentTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentRow:
+class SegmentTileChoice:
     """tiles serve an arch, an element size in bytes and head dims up to max_head_dim; codes: allowed for K and V."""
 
     arch: str
     item_bytes: int
     max_head_dim: int
     tiles: SegmentTiles
-    codes: tuple[Codes, ...] = tuple(Codes)
+    codes: tuple[CodeKind, ...] = tuple(CodeKind)
 
 
 # The first row that serves wins.
-SEGMENT_ROWS = Rows(SegmentRow, "segment.json", "segment")
+SEGMENT_ROWS = TableFile(SegmentTileChoice, "segment.json", "segment")
 
 
 def segment_tiles(
-    arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype, codes: Codes = Codes.NONE
+    arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype, codes: CodeKind = CodeKind.NONE
 ) -> SegmentTiles:
     """The tiles of deterministic decode and extend. Raises NoTiles."""
-    for rows in rows_of(SEGMENT_ROWS, arch, dtype):
+    for rows in choices_of(SEGMENT_ROWS, arch, dtype):
         for row in rows:
             if codes in row.codes and max(head_dim, v_head_dim) <= row.max_head_dim:
                 return row.tiles
-    raise NoTiles(no_row("deterministic", SEGMENT_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
+    raise NoTiles(no_tile_choice("deterministic", SEGMENT_ROWS, arch, dtype, (head_dim, v_head_dim), codes))

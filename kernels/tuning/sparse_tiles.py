@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
-from rocm_attn.kernels.tuning.rows import Rows, rows_of
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, ExtendTiles, NoTiles
+from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
+from rocm_attn.kernels.tuning.tiles import CodeKind, ExtendTiles, NoTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SelectedTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexRow:
+class IndexerTileChoice:
     """tiles serve an arch, keys with item_bytes bytes per element, dims up to max_dim, and tokens of up to max_heads
     index heads, of all sets.
 
@@ -65,7 +65,7 @@ class IndexRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedRow:
+class SelectedTileChoice:
     """tiles serve an arch, an element size of q in bytes and head dims up to max_head_dim.
 
     coded: whether they serve pages of eight bits only
@@ -79,20 +79,20 @@ class SelectedRow:
 
 
 # The first row that serves wins.
-INDEX_ROWS = Rows(IndexRow, "sparse.json", "index")
+INDEXER_CHOICES = TableFile(IndexerTileChoice, "sparse.json", "index")
 # Among the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last.
-SELECTED_ROWS = Rows(SelectedRow, "sparse.json", "selected")
+SELECTED_CHOICES = TableFile(SelectedTileChoice, "sparse.json", "selected")
 
 
 def index_tiles(arch: str, *, heads: int, dim: int, key_dtype: torch.dtype, coded_q: bool) -> IndexTiles:
     """The tiles of the indexer. heads: index heads of all sets; coded_q: q is of eight bits. Raises NoTiles."""
-    for rows in rows_of(INDEX_ROWS, arch, key_dtype):
+    for rows in choices_of(INDEXER_CHOICES, arch, key_dtype):
         for row in rows:
             if dim <= row.max_dim and heads <= row.max_heads and (coded_q or not row.coded_q):
                 return row.tiles
     raise NoTiles(
         f"no tiles of an indexer for {arch} with {heads} index heads and {key_dtype} keys of {dim}; "
-        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in INDEX_ROWS))}"
+        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in INDEXER_CHOICES))}"
     )
 
 
@@ -104,7 +104,7 @@ def selected_tiles(
     dtype:    of q
     is_coded: whether pages are of eight bits
     """
-    for rows in rows_of(SELECTED_ROWS, arch, dtype):
+    for rows in choices_of(SELECTED_CHOICES, arch, dtype):
         largest = max(head_dim, v_head_dim)
         serving = [row for row in rows if largest <= row.max_head_dim and (is_coded or not row.coded)]
         # Rows for larger dims serve if there is none for these.
@@ -116,12 +116,12 @@ def selected_tiles(
             return tiles[-1]
     raise NoTiles(
         f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
-        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_ROWS))}"
+        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_CHOICES))}"
     )
 
 
 def selected_segment_tiles(
-    arch: str, *, dims: tuple[int, int], dtype: torch.dtype, codes: Codes, is_latent: bool
+    arch: str, *, dims: tuple[int, int], dtype: torch.dtype, codes: CodeKind, is_latent: bool
 ) -> tuple[SegmentTiles, bool]:
     """The tiles of deterministic attention over a selection, and whether weights are added up pair by pair.
 

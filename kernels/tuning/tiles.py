@@ -1,4 +1,6 @@
-"""Tiles: the shapes that the attention kernels are compiled with. Rows are in decode.json and extend.json (rows.py).
+"""Tiles: the shapes that the attention kernels are compiled with.
+
+Rows are in decode.json and extend.json (tile_choices.py).
 
 "sm_90" rows were measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays), or follow one that was. No AMD row
 was measured: "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills, registers, LDS) and from
@@ -20,7 +22,7 @@ import torch
 _FULL = 0.97
 
 
-class Codes(enum.Enum):
+class CodeKind(enum.Enum):
     """The kind of K and V: eight-bit codes or not, and which elements share a scale. Both take registers.
 
     NONE:     elements are read unchanged
@@ -29,12 +31,12 @@ class Codes(enum.Enum):
     """
 
     NONE = "no codes"
-    BY_ROW = "codes with factors of layers or heads"
-    BY_TOKEN = "codes with factors of tokens"
+    BY_ROW = "codes with scales of layers or heads"
+    BY_TOKEN = "codes with scales of tokens"
 
 
 class NoTiles(LookupError):
-    """No tuning row serves an arch, dtype or shape."""
+    """No tuning choice serves an arch, dtype or shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class ExtendTiles:
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
-    def of_masked_steps(self, gqa_ratio: int, codes: Codes = Codes.NONE) -> ExtendTiles:
+    def of_masked_steps(self, gqa_ratio: int, codes: CodeKind = CodeKind.NONE) -> ExtendTiles:
         """Tiles for steps with packed masks: half the rows, at most 32 keys; bits take registers, and trees are small.
 
         Tiles of short sequences, of up to 64 rows, stay unchanged: otherwise each would read its keys twice, or
@@ -203,11 +205,11 @@ class ExtendTiles:
         # With all rows sm_90 spills 32 bytes at head_dim 128.
         tiles = replace(self, query_rows=max(least, self.query_rows // 2), key_block=min(32, self.key_block))
         # With scales of tokens and two stages up to 33 SGPRs spill on AMD.
-        return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
+        return replace(tiles, num_stages=1) if codes is CodeKind.BY_TOKEN else tiles
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class FewRowTiles:
     """Tiles of steps without a window that have no more rows than programs of these run at a time.
 
     fill: the least part of those programs that must have a row
@@ -218,7 +220,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeTileChoice:
     """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and rows of up to max_q_rows heads.
 
     The last row that fits in all but max_q_rows serves larger groups of query heads too, cut into blocks.
@@ -233,9 +235,9 @@ class DecodeRow:
     max_head_dim: int
     max_q_rows: int
     tiles: DecodeTiles
-    codes: tuple[Codes, ...] = tuple(Codes)
+    codes: tuple[CodeKind, ...] = tuple(CodeKind)
     any_dim: bool = False
-    alone: Alone | None = None
+    alone: FewRowTiles | None = None
 
 
 # More rows than a sequence can have, and more keys.
@@ -243,11 +245,11 @@ ANY_ROWS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class ExtendRow:
+class ExtendTileChoice:
     """tiles serve an arch, an element size in bytes and head dims up to max_head_dim.
 
     alike:    whether they serve only rows of K and of V whose blocks have equally many columns
-    codes:    see DecodeRow
+    codes:    see DecodeTileChoice
     max_window: for layers whose tokens see at most this many keys, their own among them; ANY_ROWS: for all
     max_rows: for steps whose sequences have at most this many rows: new tokens times the query heads of one KV head,
               however many are read as one. ANY_ROWS: for all
@@ -258,7 +260,7 @@ class ExtendRow:
     max_head_dim: int
     tiles: ExtendTiles
     alike: bool = False
-    codes: tuple[Codes, ...] = tuple(Codes)
+    codes: tuple[CodeKind, ...] = tuple(CodeKind)
     max_rows: int = ANY_ROWS
     max_window: int = ANY_ROWS
 
@@ -291,7 +293,7 @@ def _filling_part(heads: int, query_rows: int) -> int:
     return max(part for part in parts if filled[part] >= _FULL * max(filled.values()))
 
 
-class _Row(Protocol):
+class _TileChoice(Protocol):
     """The properties that a row of any table has for the problems that it serves."""
 
     @property
@@ -301,14 +303,19 @@ class _Row(Protocol):
     @property
     def max_head_dim(self) -> int: ...
     @property
-    def codes(self) -> tuple[Codes, ...]: ...
+    def codes(self) -> tuple[CodeKind, ...]: ...
 
 
-def no_row(
-    what: str, rows: Iterable[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int], codes: Codes = Codes.NONE
+def no_tile_choice(
+    what: str,
+    rows: Iterable[_TileChoice],
+    arch: str,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    codes: CodeKind = CodeKind.NONE,
 ) -> str:
     """Returns why no row of a table serves an arch, a dtype, head dims and codes: the nearest case that one serves."""
-    given = str(dtype) if codes is Codes.NONE else f"{dtype} over {codes.value}"
+    given = str(dtype) if codes is CodeKind.NONE else f"{dtype} over {codes.value}"
     found = f"no {what} tiles for {arch} with {given} and head dims {dims[0]} and {dims[1]}; "
     for name in names_of(arch):
         of_kind = [row for row in rows if (row.arch, row.item_bytes) == (name, dtype.itemsize)]

@@ -23,10 +23,10 @@ from rocm_attn.batch.padding import PaddedShape, fits
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import Graph, shape_name
 from rocm_attn.capture.probe_requests import (
-    Candidate,
+    GraphCandidate,
+    ProbeLengths,
     ProbeLimits,
     ProbeRequests,
-    Room,
     forget_new_tokens,
     has_sound_inputs,
     kept_new_tokens,
@@ -37,12 +37,12 @@ from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.step import Step
 
-# Faults of a graph, by name; see Verdict.
+# Faults of a graph, by name; see CapturedGraph.
 Wrong = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict(Generic[Outputs]):
+class CapturedGraph(Generic[Outputs]):
     """The result of recording and checking one graph.
 
     graph:   the recorded graph; None if recording was refused
@@ -76,12 +76,14 @@ class CaptureCheck:
         self._limits = limits
         self._seed = seed
 
-    def has_steps(self, candidate: Candidate) -> bool:
+    def has_steps(self, candidate: GraphCandidate) -> bool:
         """True if there is a step to record now. No graph is tried on a live step whose inputs are faulty."""
         live, has_room = candidate.live, self._room(candidate) is not None
         return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
 
-    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+    def record(
+        self, candidate: GraphCandidate, record: Record[Outputs], eager: Eager[Outputs]
+    ) -> CapturedGraph[Outputs]:
         """Records a step of a candidate that has_steps(), and checks the graph on others. eager: runs a staged step.
 
         The steps are probe requests, or permutations of the live step if none can be admitted. The largest lengths are
@@ -96,10 +98,10 @@ class CaptureCheck:
         with kept_new_tokens(candidate.runtime, live):
             return trial.run(_own_draws(live, candidate.plan.shape), " of the step itself")
 
-    def _room(self, candidate: Candidate) -> Room | None:
+    def _room(self, candidate: GraphCandidate) -> ProbeLengths | None:
         return room_for(candidate, self._limits or ProbeLimits.of(candidate.runtime.target))
 
-    def _requests(self, candidate: Candidate) -> ProbeRequests:
+    def _requests(self, candidate: GraphCandidate) -> ProbeRequests:
         return ProbeRequests(candidate.runtime, vocabulary=self._vocabulary, seed=self._seed, live=candidate.live)
 
 
@@ -109,15 +111,17 @@ class NoCheck(CaptureCheck):
     def __init__(self) -> None:
         super().__init__(limits=ProbeLimits(1, 1))
 
-    def has_steps(self, candidate: Candidate) -> bool:
+    def has_steps(self, candidate: GraphCandidate) -> bool:
         return candidate.live is not None or self._room(candidate) is not None
 
-    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+    def record(
+        self, candidate: GraphCandidate, record: Record[Outputs], eager: Eager[Outputs]
+    ) -> CapturedGraph[Outputs]:
         trial, live, room = _Trial(candidate, record, eager), candidate.live, self._room(candidate)
         with self._requests(candidate) as probes:
             batch = next(probes.draws(candidate, room)) if live is None and room is not None else live
             assert batch is not None, "a check has steps before it runs"
-            return Verdict(trial.record(batch), "not checked", 0.0, {})
+            return CapturedGraph(trial.record(batch), "not checked", 0.0, {})
 
 
 NO_CHECK = NoCheck()
@@ -126,7 +130,7 @@ NO_CHECK = NoCheck()
 class _Trial(Generic[Outputs]):
     """One graph under test."""
 
-    def __init__(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> None:
+    def __init__(self, candidate: GraphCandidate, record: Record[Outputs], eager: Eager[Outputs]) -> None:
         self._runtime = candidate.runtime
         self._plan = candidate.plan
         self._record = record
@@ -135,7 +139,7 @@ class _Trial(Generic[Outputs]):
         self._wrong: dict[str, str] = {}
         self._had_sequences = False
 
-    def run(self, batches: Iterator[StepBatch], of: str) -> Verdict[Outputs]:
+    def run(self, batches: Iterator[StepBatch], of: str) -> CapturedGraph[Outputs]:
         """Records the first step and compares the others. of: whose requests they are, in words"""
         started = time.perf_counter()
         graph = self.record(next(batches))
@@ -195,7 +199,7 @@ class _Trial(Generic[Outputs]):
                 )
         return ""
 
-    def _verdict(self, graph: Graph[Outputs], seconds: float, of: str) -> Verdict[Outputs]:
+    def _verdict(self, graph: Graph[Outputs], seconds: float, of: str) -> CapturedGraph[Outputs]:
         how = "within bounds" if self._wrong else "bitwise"
         summary = (
             f"equal to the eager run {how} in {self._num_compared} random batches of up to {self._most_seqs} "
@@ -206,7 +210,7 @@ class _Trial(Generic[Outputs]):
         elif not self._num_compared:
             why = "cannot be compared with the eager run: forward returns only NaN or infinity"
             self._wrong["failure"] = f"the graph of {shape_name(self._plan.shape)} {why}"
-        return Verdict(graph, summary, seconds, self._wrong)
+        return CapturedGraph(graph, summary, seconds, self._wrong)
 
 
 def _has_number(tensors: Mapping[str, Tensor]) -> bool:

@@ -26,7 +26,7 @@ from rocm_attn.step.options import RuntimeOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Allocation:
     """One allocation. knob: the settings that determine its size, with their values"""
 
     name: str
@@ -55,7 +55,7 @@ class CapturePlan:
 
     buckets: tuple[Bucket, ...]
     lengths: bool
-    parts: tuple[Part, ...]
+    parts: tuple[Allocation, ...]
     draft_bytes: int
 
     @property
@@ -74,14 +74,14 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
     shapes = [
         shape
         for shape in (*capture_shapes(padding), *draft_shapes(padding))
-        if all(selection.kernel(shape.kind).row.graph_safe for selection in runtime.selections)
+        if all(selection.kernel(shape.kind).entry.graph_safe for selection in runtime.selections)
     ]
-    rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
+    entries = [kernel.entry for selection in runtime.selections for kernel in selection.kernels.values()]
     parts = _step_parts(runtime, padding)
     without = _step_parts(runtime, replace(padding, drafts=())) if padding.drafts else parts
     return CapturePlan(
         buckets=tuple(_bucket(runtime, shape) for shape in shapes),
-        lengths=bool(shapes) and any(row.bakes for row in rows),
+        lengths=bool(shapes) and any(entry.bakes for entry in entries),
         parts=(*parts, *_request_parts(runtime, problems)),
         draft_bytes=sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in without),
     )
@@ -94,12 +94,12 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
     return Bucket(shape, sum(num_bytes.values()), workspace_bytes)
 
 
-def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
+def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Allocation]:
     """The buffers of captured steps, at the size of the largest step. padding: says which steps are captured"""
     memory = StepMemory(runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, mask_keys=padding.mask_keys)
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
-    return [Part(name, tensor.nbytes, knobs[name]) for name, tensor in memory.sealed_tensors().items()]
+    return [Allocation(name, tensor.nbytes, knobs[name]) for name, tensor in memory.sealed_tensors().items()]
 
 
 def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
@@ -127,19 +127,19 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     return {**of_buffer, **of_prefixes, **chosen, **others}
 
 
-def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> Iterator[Part]:
+def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> Iterator[Allocation]:
     """The memory of requests: their tables, then the pools."""
     options, spaces = runtime.options, runtime.table.spaces
     rows_knob = "max_num_rows" if options.max_num_rows else "max_num_seqs"
     for table in spaces:
-        rows = f"{rows_knob} {options.num_rows} x {_row_width(runtime)}"
-        yield Part(f"{_prefix(table.space)}request table", table.entries.nbytes, rows)
+        entries = f"{rows_knob} {options.num_rows} x {_row_width(runtime)}"
+        yield Allocation(f"{_prefix(table.space)}request table", table.entries.nbytes, entries)
     for table in spaces:
         pool, pages = runtime.pool.in_space(table.space), table.pages
         of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
         assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds its pages and no other buffer"
         knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
-        yield Part(f"{_prefix(table.space)}KV pool", pool.num_bytes, knob)
+        yield Allocation(f"{_prefix(table.space)}KV pool", pool.num_bytes, knob)
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

@@ -58,7 +58,7 @@ class ProbeLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class GraphCandidate:
     """A graph that is to be made, and the steps that it may be made of.
 
     runtime: idle, and idle again afterwards; its table then holds the same requests and as many free pages
@@ -74,7 +74,7 @@ class Candidate:
     live: StepBatch | None
 
     @classmethod
-    def of(cls, runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> Candidate:
+    def of(cls, runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> GraphCandidate:
         """A graph of a shape for which no step waits. Raises what AttentionRuntime.plan raises."""
         batch = StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), q_len, q_len)
         batch = as_steps_of(shape, batch, torch.Generator(runtime.device))
@@ -129,7 +129,7 @@ class ProbeRequests:
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 
-    def draws(self, candidate: Candidate, room: Room) -> Iterator[StepBatch]:
+    def draws(self, candidate: GraphCandidate, room: ProbeLengths) -> Iterator[StepBatch]:
         """Yields steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
 
         Each step is freed when the next one is requested.
@@ -150,7 +150,7 @@ class ProbeRequests:
             else:
                 yield as_steps_of(shape, batch, self._generator)
 
-    def _ragged(self, room: Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
+    def _ragged(self, room: ProbeLengths, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Draws lengths of every order of magnitude, one of them in the bucket's upper part.
 
         cut: new tokens are shuffled before and after it, so that the halves of a split step keep theirs
@@ -204,7 +204,7 @@ class ProbeRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ProbeLengths:
     """Limits of the probe requests of a draw."""
 
     num_seqs: int
@@ -223,7 +223,7 @@ class Room:
         return kv_len
 
 
-def has_sound_inputs(candidate: Candidate) -> bool:
+def has_sound_inputs(candidate: GraphCandidate) -> bool:
     """True if the device finds no fault in the inputs of the live step; else running that step raises the fault."""
     runtime, live = candidate.runtime, candidate.live
     if live is None or live.inputs is HOST_INPUTS:
@@ -238,11 +238,11 @@ def has_sound_inputs(candidate: Candidate) -> bool:
     return True
 
 
-def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
+def room_for(candidate: GraphCandidate, limits: ProbeLimits) -> ProbeLengths | None:
     """The lengths that fit into the free rows and pages; None if no step of the plan fits."""
     runtime, plan, q_len = candidate.runtime, candidate.plan, candidate.q_len
     table, page_size = runtime.table, runtime.table.page_size
-    bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.row.bakes}
+    bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.entry.bakes}
     bucket, low = plan.key.max_kv_len, 0
     if Baked.MAX_KV_LEN in bakes and bucket > SMALLEST_KV_BUCKET:
         low = (1 << (bucket - 1).bit_length() - 1) + 1  # the shortest length that falls into the bucket
@@ -257,7 +257,7 @@ def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
         left = table.fewest_free_pages - int(own_pages.sum() - own_pages.min())
         longest = min(bound, left * page_size)
         if longest >= needed:
-            return Room(num_seqs, longest, low, limits.total)
+            return ProbeLengths(num_seqs, longest, low, limits.total)
         num_seqs = num_seqs // 2 if is_uniform(plan.shape) else 0
     return None
 

@@ -18,7 +18,7 @@ import torch
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import FORGOTTEN_TOKEN_IDS, StepBatch
-from rocm_attn.capture.check import CaptureCheck, Verdict, Wrong
+from rocm_attn.capture.check import CaptureCheck, CapturedGraph, Wrong
 from rocm_attn.capture.graphs import (
     CapturedBucket,
     CaptureReport,
@@ -29,7 +29,7 @@ from rocm_attn.capture.graphs import (
     shape_name,
     takes_inputs,
 )
-from rocm_attn.capture.probe_requests import Candidate, is_uniform, typical_new_tokens
+from rocm_attn.capture.probe_requests import GraphCandidate, is_uniform, typical_new_tokens
 from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward, in_batch_order
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
@@ -108,7 +108,7 @@ class StepRunner(Generic[Outputs]):
         self._has_raised = False  # True if a forward raised in the last trial of a graph
         self._pinned = runtime.guards.capture.new_pins()
         self._graph_of_plan: dict[StepPlan, Graph[Outputs]] = {}
-        self._takers: set[StepPlan] = set()  # plans whose graphs take inputs
+        self._input_plans: set[StepPlan] = set()  # plans whose graphs take inputs
         self.graph_of_last: Graph[Outputs] | None = None
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()
@@ -212,7 +212,7 @@ class StepRunner(Generic[Outputs]):
             try:
                 if self._runtime.agree is not alone:
                     self._runtime.faults.meet()
-                step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
+                step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
             except RuntimeError as fault:  # a fault of the device, in this step or in one before it
                 self._flight.failed(fault)
                 raise
@@ -337,7 +337,7 @@ class StepRunner(Generic[Outputs]):
 
     def _drop_graphs(self, recorder: Recorder) -> None:
         self.graph_of_last = None
-        self._takers.clear()
+        self._input_plans.clear()
         self._graph_of_plan.clear()
         self._eager_steps.clear()
         self._buckets.clear()
@@ -390,13 +390,13 @@ class StepRunner(Generic[Outputs]):
         if batch.num_seqs == 0 or is_uniform(plan.shape):
             typical = typical_new_tokens(self._runtime, plan.shape)
             q_len = q_len if typical is None else typical
-        candidate = Candidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
+        candidate = GraphCandidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
         # The graph is made of other steps; this step is staged again once the graph has passed.
         gate.abandon()
         reason = self._capture(candidate, "")
         if reason and (self._agrees or reason != _TOO_FEW_PAGES):
             self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
-        step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
+        step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
         graph = self._graph_of_plan.get(step.plan)
         if graph is not None:
             return self._replay(graph)
@@ -460,12 +460,12 @@ class StepRunner(Generic[Outputs]):
                 None, "no request row is free" if short else "no free rows can hold a step of this shape"
             )
         try:
-            candidate = Candidate.of(runtime, shape, q_len)
+            candidate = GraphCandidate.of(runtime, shape, q_len)
         except Unsupported as refusal:
             return self._capture(None, "; ".join((refusal.summary, *refusal.reasons)))
         reason = "" if self._may_capture(runtime.seals.number) else self._why_no_graphs()
         if not candidate.plan.replayable:
-            reason = f"{', '.join(k.row.name for k in candidate.plan.kernels)}: not every kernel can be captured"
+            reason = f"{', '.join(k.entry.name for k in candidate.plan.kernels)}: not every kernel can be captured"
         return self._capture(candidate, reason)
 
     @property
@@ -473,7 +473,7 @@ class StepRunner(Generic[Outputs]):
         """True if other ranks make the same graphs at the same steps."""
         return self._runtime.agree is not alone
 
-    def _capture(self, candidate: Candidate | None, reason: str) -> str:
+    def _capture(self, candidate: GraphCandidate | None, reason: str) -> str:
         """Makes a graph, unless there is one. Returns why there is none, or "". A refused graph switches graphs off.
 
         reason: why it is not tried on this rank, which may have no candidate
@@ -503,7 +503,7 @@ class StepRunner(Generic[Outputs]):
             self._keep(verdict.graph, verdict)
         return ""
 
-    def _tried(self, candidate: Candidate) -> Verdict[Outputs]:
+    def _tried(self, candidate: GraphCandidate) -> CapturedGraph[Outputs]:
         """Makes a graph, by split_forward if its results are bitwise those of one half after the other."""
         verdict = self._try(self._split_forward, candidate)
         wrong, is_given = verdict.wrong, self._split_forward is not None and candidate.plan.num_halves > 1
@@ -513,7 +513,7 @@ class StepRunner(Generic[Outputs]):
         verdict = self._try(None, candidate)
         return replace(verdict, summary=f"{verdict.summary}; one half after the other, because {reason}")
 
-    def _try(self, split_forward: SplitForward[Outputs] | None, candidate: Candidate) -> Verdict[Outputs]:
+    def _try(self, split_forward: SplitForward[Outputs] | None, candidate: GraphCandidate) -> CapturedGraph[Outputs]:
         """Makes a graph and compares it with the eager run.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on the verdict.
@@ -540,7 +540,7 @@ class StepRunner(Generic[Outputs]):
             self._runtime.faults.report_own()
         except _REFUSALS as refusal:
             self._runtime.faults.forget()  # faults of the trial steps, which belong to no caller
-            verdict = Verdict(None, "", 0.0, refused or {"failure": _in_words(refusal)})
+            verdict = CapturedGraph(None, "", 0.0, refused or {"failure": _in_words(refusal)})
         except BaseException as error:
             if self._agrees:  # other ranks wait for the verdict; they make no more graphs either
                 reason = f"the check stopped with {type(error).__name__}: {error}"
@@ -574,12 +574,12 @@ class StepRunner(Generic[Outputs]):
         effects, epoch = self._runtime.gate.effects, self._pinned.epoch
         return Graph(step.plan, recording, outputs, seconds, effects, takes, epoch)
 
-    def _keep(self, graph: Graph[Outputs], verdict: Verdict[Outputs]) -> None:
+    def _keep(self, graph: Graph[Outputs], verdict: CapturedGraph[Outputs]) -> None:
         plan = graph.plan
         assert all(kept.key != plan.key for kept in self._graph_of_plan), "plans with equal keys must be one plan"
         self._graph_of_plan[plan] = graph
         if graph.takes_inputs:
-            self._takers.add(plan)
+            self._input_plans.add(plan)
         self.metrics.captures += 1
         num_bytes, check = graph.recording.bytes, verdict.summary
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, check))

@@ -130,14 +130,16 @@ def _context_len(fields: Fields) -> int:
     return fields.count(_CONTEXT)
 
 
-def target_asked(options: argparse.Namespace) -> Target:
+def requested_target(options: argparse.Namespace) -> Target:
     """The target of --arch, with the releases that are given. Raises BadSetting."""
     target = target_elsewhere(options.arch)
-    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
-    given = {name: Release.of(text) for name, text in asked.items() if text is not None}
+    requested = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
+    given = {name: Release.of(text) for name, text in requested.items() if text is not None}
     for name, release in given.items():
         if release == UNKNOWN:
-            raise BadSetting(f"--{name}-release is {asked[name]!r}; give a release number, for instance 0.1.14 or 7.2")
+            raise BadSetting(
+                f"--{name}-release is {requested[name]!r}; give a release number, for instance 0.1.14 or 7.2"
+            )
         if not target.is_amd and name != "triton":
             raise BadSetting(f"--{name}-release needs an AMD arch, and --arch is {target.arch}")
     return replace(target, releases=replace(target.releases, **given))

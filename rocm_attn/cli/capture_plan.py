@@ -12,7 +12,7 @@ import torch
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graphs import shape_name
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options, target_asked
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 
@@ -23,7 +23,7 @@ _NOT_PREDICTED = "graphs also take memory for activations; it depends on the mod
 def run(options: argparse.Namespace) -> None:
     """Prints the plan for options.config. Raises RocmAttnError."""
     model = described_model(options.config)
-    target = target_asked(options)
+    target = requested_target(options)
     max_kv_len = model.max_kv_len(options.max_kv_len)
     geometry = model.geometry.without_idle_windows(max_kv_len)
     over = geometry.problems(

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, target_asked
-from rocm_attn.cli.tile_rows import tile_rows
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target
+from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
-from rocm_attn.machine.measured_rows import place_of, with_rows_of
+from rocm_attn.machine.measured_choices import place_of, with_choices_of
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
 from rocm_attn.models.cut import cost_of_heads
@@ -47,7 +47,7 @@ class Explained:
     """A model's kinds of layer on one rank, as the options of explain describe them.
 
     pool:       the size of the KV pool that kernels are chosen for
-    about_rows: a sentence about measured rows that do not serve, or ""
+    about_choices: a sentence about measured choices that do not serve, or ""
     """
 
     whole: AttentionGeometry
@@ -55,7 +55,7 @@ class Explained:
     pool: PoolSize
     pages: PageChoice
     kinds: Sequence[LayerKind]
-    about_rows: str
+    about_choices: str
 
     def require_served(self, page_size: str) -> None:
         """Raises Unsupported if a kind of layer has no kernel."""
@@ -69,7 +69,7 @@ class Explained:
 
 def explained(options: argparse.Namespace) -> Explained:
     """Chooses kernels for options.config on options.arch. Raises BadModel, BadSetting, Unsupported."""
-    target, about_rows = _with_measured_rows(target_asked(options), options.tuning)
+    target, about_choices = _with_measured_choices(requested_target(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
     geometry = whole.on_one_of(options.tp)
@@ -86,7 +86,7 @@ def explained(options: argparse.Namespace) -> Explained:
     pages = page_choice(options, over, choose)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
-    return Explained(whole, target, pool, pages, kinds, about_rows)
+    return Explained(whole, target, pool, pages, kinds, about_choices)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
             **releases,
             **pages_as_json(pages),
             "page_sizes": list(pages.lines),
-            "tuning": model.about_rows,
+            "tuning": model.about_choices,
         }
         print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in model.kinds]}, indent=2))
     else:
@@ -115,11 +115,11 @@ def run(options: argparse.Namespace) -> None:
             print("or fail its probe, and logs the reason")
         for kind in model.kinds:
             print("\n".join(["", *lines_of(kind)]))
-        print("\n".join(_row_lines(model.kinds, model.about_rows)))
+        print("\n".join(_choice_lines(model.kinds, model.about_choices)))
     model.require_served(options.page_size)
 
 
-def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]:
+def _with_measured_choices(target: Target, named: str | None) -> tuple[Target, str]:
     """The target with the rows of a file, and a sentence about rows that do not serve here. Raises BadSetting.
 
     named: the file, or "off"; if not given, the file that a runtime would read: if it is bad, none of its rows serve
@@ -129,19 +129,19 @@ def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]
         if place is None or not place.is_file():
             return target, ""
         try:
-            return with_rows_of(target, place)
+            return with_choices_of(target, place)
         except BadSetting as refused:
             return target, f"{refused}; the built-in tiles are used"
     place = place_of(named)
-    return (target, "") if place is None else with_rows_of(target, place)
+    return (target, "") if place is None else with_choices_of(target, place)
 
 
-def _row_lines(kinds: Sequence[LayerKind], about_rows: str) -> list[str]:
+def _choice_lines(kinds: Sequence[LayerKind], about_choices: str) -> list[str]:
     """The tiles of all layers with the rows that they come from."""
     served = [(count_of(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
-    rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_rows(outcome)]
+    rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_choices(outcome)]
     said = ["", "tiles of Triton's kernels:", *rows] if rows else []
-    return said + ([about_rows] if about_rows else [])
+    return said + ([about_choices] if about_choices else [])
 
 
 def layer_kinds(
@@ -264,7 +264,7 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
     return {
         **described,
         "provider": kind.outcome.provider,
-        "kernels": {step.value: kernel.row.name for step, kernel in kind.outcome.kernels.items()},
+        "kernels": {step.value: kernel.entry.name for step, kernel in kind.outcome.kernels.items()},
         "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in kind.outcome.refusals],
-        "tiles": [row.as_json() for row in tile_rows(kind.outcome)],
+        "tiles": [row.as_json() for row in tile_choices(kind.outcome)],
     }

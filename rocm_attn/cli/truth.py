@@ -22,7 +22,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_attn.selection.pages import PageChoice
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
+from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from rocm_attn.truth.shapes import SHAPES
 
 # A CPU needs minutes for work that takes a GPU a second.
@@ -131,7 +131,7 @@ def _report(options: argparse.Namespace, way: Way, problems: Sequence[Problem], 
         return build_runtime(layers, runtime, device=device)
 
     bar = ProgressBar(sys.stderr, str(way))
-    return Truth(problems, plan, build).run(lambda done, total: bar(done, total, "steps" if done < total else ""))
+    return NeedleCheck(problems, plan, build).run(lambda done, total: bar(done, total, "steps" if done < total else ""))
 
 
 def _side_bytes(problem: Problem) -> int:
@@ -147,9 +147,9 @@ def _lines(way: Way, pages: PageChoice, report: TruthReport) -> list[str]:
     ]
     for problem, kernels, of_layer in zip(report.problems, report.kernels, report.tallies, strict=True):
         lines += ["", f"  {_geometry(problem)}", f"  {'; '.join(kernels)}"]
-        lines.append(f"  {'tokens':>8} {'asked for':>12} {'missed':>9} {'hidden':>12} {'seen':>9} {'furthest':>9}")
+        lines.append(f"  {'tokens':>8} {'requested for':>12} {'missed':>9} {'hidden':>12} {'seen':>9} {'furthest':>9}")
         lines += [
-            f"  {length:>8,} {tally.asked:>12,} {tally.missed:>9,} {tally.hidden:>12,} {tally.seen:>9,} "
+            f"  {length:>8,} {tally.requested:>12,} {tally.missed:>9,} {tally.hidden:>12,} {tally.seen:>9,} "
             f"{tally.worst:>9.1e}"
             for length, tally in zip(report.lengths, of_layer, strict=True)
         ]

@@ -230,7 +230,7 @@ GUARDS: tuple[Guard, ...] = (
         "a graph reads eight-bit K and V with scales that were replaced, and the store of eager steps uses the new "
         "ones",
         "G2, G11",
-        "test_formats.py::test_factors_are_not_replaced_under_a_graph",
+        "test_formats.py::test_scales_are_not_replaced_under_a_graph",
     ),
     _guard(
         "fresh_selection",

@@ -19,7 +19,7 @@ from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.storage import Pool
+from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # The version of the passport and of the buffer's order. Any other version is refused.
@@ -32,8 +32,8 @@ class Role(enum.Enum):
 
     K = "K"
     V = "V"
-    K_FACTORS = "factors of K"
-    V_FACTORS = "factors of V"
+    K_FACTORS = "scales of K"
+    V_FACTORS = "scales of V"
     INDEX = "index keys"
     INDEX_FACTORS = "scales of index keys"
 
@@ -57,7 +57,7 @@ class LayerPassport:
     key_tokens:  tokens that an index key stands for
     space:       the name of the space that the layer is in
     window_left: the number of previous keys that a token sees; -1: all of them
-    factors:     scales per layer or head, float32: those of K, of V, and of index keys; empty if there are none
+    scale_values:     scales per layer or head, float32: those of K, of V, and of index keys; empty if there are none
     row_bytes:   stretch -> bytes of a row, for the stretches of the layer, in order
     """
 
@@ -66,7 +66,7 @@ class LayerPassport:
     key_tokens: int
     space: str
     window_left: int
-    factors: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+    scale_values: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
     row_bytes: Mapping[Role, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -193,22 +193,22 @@ def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> 
     return found
 
 
-def _layer(pool: Pool, number: int, problem: Problem, space: Space) -> LayerPassport:
+def _layer(pool: PagePool, number: int, problem: Problem, space: Space) -> LayerPassport:
     pages = pool.layer(number)
     index = pool.index(number) if problem.index_format is not None else None
     key_tokens = problem.page_size // index.format.page_size if index is not None else 1
-    k, v = _factors(pages)
+    k, v = _scale_values(pages)
     return LayerPassport(
         pages.format,
         None if index is None else index.format,
         key_tokens,
         space.value,
         problem.window_left,
-        (k, v, () if index is None else _factors(index)[0]),
+        (k, v, () if index is None else _scale_values(index)[0]),
     )
 
 
-def _factors(pages: LayerPages) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _scale_values(pages: LayerPages) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if pages.format.scales not in (Scales.LAYER, Scales.HEAD):
         return (), ()
     assert pages.k_scale is not None
@@ -283,12 +283,14 @@ def _require_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
-def _require_factors(name: str, form: PageFormat | None, factors: tuple[float, ...]) -> None:
+def _require_scales(name: str, form: PageFormat | None, scale_values: tuple[float, ...]) -> None:
     """Raises ValueError unless there are as many scales as the format says, each of them positive and finite."""
     scales = Scales.NONE if form is None else form.scales
     count = math.prod(form.scale_shape) if form is not None and scales in (Scales.LAYER, Scales.HEAD) else 0
-    if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
-        raise ValueError(f"scales of {name} are {factors}; {count} positive numbers are expected for {scales.value}")
+    if len(scale_values) != count or not all(0 < scale_value < math.inf for scale_value in scale_values):
+        raise ValueError(
+            f"scales of {name} are {scale_values}; {count} positive numbers are expected for {scales.value}"
+        )
 
 
 def _as_json(layer: LayerPassport) -> dict[str, Any]:
@@ -298,7 +300,7 @@ def _as_json(layer: LayerPassport) -> dict[str, Any]:
         "key_tokens": layer.key_tokens,
         "space": layer.space,
         "window_left": layer.window_left,
-        "factors": layer.factors,
+        "factors": layer.scale_values,
     }
 
 
@@ -312,6 +314,6 @@ def _from_json(fields: dict[str, Any]) -> LayerPassport:
         raise ValueError(f"the space is {fields['space']!r}; it must be a name")
     if index is not None and index.page_size * fields["key_tokens"] != form.page_size:
         raise ValueError(f"index pages have {index.page_size} keys of {fields['key_tokens']} tokens for {form}")
-    for name, its, factors in (("K", form, k), ("V", form, v), ("index keys", index, of_index)):
-        _require_factors(name, its, factors)
+    for name, its, scale_values in (("K", form, k), ("V", form, v), ("index keys", index, of_index)):
+        _require_scales(name, its, scale_values)
     return LayerPassport(form, index, fields["key_tokens"], fields["space"], fields["window_left"], (k, v, of_index))

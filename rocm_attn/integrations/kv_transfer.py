@@ -78,7 +78,7 @@ class _Mover:
             for role in self.passport.layers[layer].row_bytes
         }
         self._bound = {part: self._pages(*part) for part in self._sides}
-        self._versions = {part: _Factors(pages) for part, pages in self._bound.items()}
+        self._versions = {part: _ScaleValues(pages) for part, pages in self._bound.items()}
         self._num_pages = {
             space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
             for space in dict.fromkeys(self._spaces)
@@ -154,7 +154,7 @@ class _Mover:
             ):
                 raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
             self._bound[part] = pages
-        if not _Factors(pages).is_like(self._versions[part]):
+        if not _ScaleValues(pages).is_like(self._versions[part]):
             raise WrongState(
                 f"the scales of layer {layer} have changed since this was made; make another one, and send its "
                 "passport again"
@@ -320,7 +320,7 @@ class KVImporter(_Mover):
         super().__init__(owner, passport, source)
         self.is_exact = True
         self._codes: dict[tuple[int, Role], Tensor] = {}
-        self._factors: dict[tuple[int, Role], float] = {}
+        self._scale_values: dict[tuple[int, Role], float] = {}
         for number, (there, here) in enumerate(zip(source.layers, self.passport.layers, strict=True)):
             for role in here.row_bytes:
                 self._learn(number, role, there, here)
@@ -426,10 +426,10 @@ class KVImporter(_Mover):
         keeps_bits = KEEPING_BITS.get((source.encoding, own.encoding), 1.0)
         if not role.is_codes:
             if keeps_bits != 1.0:
-                self._factors[number, role] = keeps_bits
+                self._scale_values[number, role] = keeps_bits
             return
         at = 2 if role.is_index else (Role.K, Role.V).index(role)
-        given, target = there.factors[at], here.factors[at]
+        given, target = there.scale_values[at], here.scale_values[at]
         if not own.encoding.is_fp8 or (source.encoding == own.encoding and given == target):
             return
         ratio = torch.full((own.num_kv_heads,), 1.0, dtype=torch.float64)
@@ -444,7 +444,7 @@ class KVImporter(_Mover):
 
     def _recoded(self, buffer: Tensor, parts: Sequence[Stretch]) -> Tensor:
         """Returns the buffer with the codes and scales of this side: itself if nothing changes, else a copy."""
-        if not any((part.layer, part.role) in self._codes | self._factors for part in parts):
+        if not any((part.layer, part.role) in self._codes | self._scale_values for part in parts):
             return buffer
         buffer = buffer.clone()
         for part in parts:
@@ -457,8 +457,8 @@ class KVImporter(_Mover):
                 head = torch.arange(heads, device=self.device)[:, None] * 256
                 for some in torch.split(codes, max(1, _RECODED_AT_ONCE // part.row_bytes)):
                     some.copy_(self._codes[at].take(some.long() + head))
-            elif at in self._factors:
-                stretch.view(torch.float32).mul_(self._factors[at])
+            elif at in self._scale_values:
+                stretch.view(torch.float32).mul_(self._scale_values[at])
         return buffer
 
 
@@ -498,7 +498,7 @@ def _num_bytes(parts: Sequence[Stretch]) -> int:
     return -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
 
 
-class _Factors:
+class _ScaleValues:
     """The scales of a layer or its heads at the time when this was made.
 
     It holds the tensors themselves, because a new tensor may get the address and the id() of one that was freed.
@@ -509,7 +509,7 @@ class _Factors:
         self._tensors = [each for each in (pages.k_scale, pages.v_scale) if of_layer and each is not None]
         self._versions = [0 if each.is_inference() else each._version for each in self._tensors]
 
-    def is_like(self, other: _Factors) -> bool:
+    def is_like(self, other: _ScaleValues) -> bool:
         """True if both hold the same tensors, and none was written in between."""
         return self._versions == other._versions and all(map(is_, self._tensors, other._tensors))
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
-from rocm_attn.paging.storage import Pool
+from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.runtime import AttentionRuntime
@@ -26,7 +26,7 @@ def spaces_of(owner: Owner) -> tuple[Space, ...]:
     return _kinds(owner).spaces_of_layers
 
 
-def pool_of(owner: Owner) -> Pool:
+def pool_of(owner: Owner) -> PagePool:
     """Returns the pool with the pages of all layers."""
     return owner.pool if isinstance(owner, AttentionRuntime) else owner.pages
 

@@ -104,8 +104,8 @@ class Plugin:
     def taken(self, chosen: Settings | None = None) -> tuple[str, ...]:
         """Returns the engine's own backends that ours replaces according to settings. Raises BadSetting."""
         allowed = [name for plugin in PLUGINS for name in plugin.takes]
-        asked = _known(TAKE_BACKENDS, _settings(chosen).take_backends, allowed)
-        return tuple(name for name in self.takes if name in asked)
+        requested = _known(TAKE_BACKENDS, _settings(chosen).take_backends, allowed)
+        return tuple(name for name in self.takes if name in requested)
 
 
 VLLM = Plugin(

@@ -57,7 +57,7 @@ _FIRST, _ENDLESS = Release((0,)), Release((1 << 30,))
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReleaseRange:
     """The releases from `since` on, up to but without `before`. The defaults include all releases."""
 
     since: Release = _FIRST
@@ -73,7 +73,7 @@ class Span:
         return " and ".join(filter(None, (since, before))) or "every release"
 
 
-EVERY_RELEASE = Span()
+EVERY_RELEASE = ReleaseRange()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.measured import MeasuredRow
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
 from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
 
 
@@ -23,7 +23,7 @@ class Target:
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
     fp8_dtype:      the FP8 encoding that the matrix units read, None if they read none
     releases:       of ROCm, AITER and Triton; not known if they are not involved
-    measured:       rows of tiles that the user has measured on the same kind of GPU (measured_rows.py)
+    measured:       tile choices that the user has measured on the same kind of GPU (measured_choices.py)
     orders_by_barriers: True if a barrier orders the reads and writes of a program's threads in the GPU's memory too. On
                     AMD it may order shared memory alone
     runs_at_once:   True if the two kernels of a mixed step were measured to gain by running at once: 31 decodes with
@@ -38,7 +38,7 @@ class Target:
     lds_bytes: int
     fp8_dtype: torch.dtype | None
     releases: Releases = NOT_KNOWN
-    measured: tuple[MeasuredRow, ...] = ()
+    measured: tuple[MeasuredTileChoice, ...] = ()
     orders_by_barriers: bool = False
     runs_at_once: bool = False
     shares_short_windows: bool = True

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredRow, Provenance, Table, Tiles, refusal
+from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredTileChoice, Provenance, Tiles, TileTable, refusal
 
 # The version of the format; files of other versions are refused.
 VERSION = 2
@@ -29,7 +29,7 @@ _REMEDY = "run `rocm-attn tune` again into another file, or remove this one"
 class TuningFile:
     """The rows of a file, in order."""
 
-    rows: tuple[MeasuredRow, ...] = ()
+    rows: tuple[MeasuredTileChoice, ...] = ()
 
     @classmethod
     def read(cls, place: Path) -> TuningFile:
@@ -39,19 +39,19 @@ class TuningFile:
         except (OSError, UnicodeDecodeError) as error:
             raise BadSetting(f"the tuning file {place} cannot be read ({error}); {_REMEDY}") from error
         try:
-            return cls(_rows(json.loads(text)))
+            return cls(_choices(json.loads(text)))
         # Content that is nested too deeply is damaged like any other.
         except (ValueError, RecursionError) as error:
             raise BadSetting(f"the tuning file {place} is refused: {error}; {_REMEDY}") from error
 
-    def with_row(self, row: MeasuredRow) -> TuningFile:
+    def with_choice(self, choice: MeasuredTileChoice) -> TuningFile:
         """A copy with a row, which replaces an earlier one for its layer's steps, arch, units and Triton."""
-        return TuningFile((*(other for other in self.rows if _key(other) != _key(row)), row))
+        return TuningFile((*(other for other in self.rows if _key(other) != _key(choice)), choice))
 
     def write(self, place: Path) -> None:
         """Writes the file, whole or not at all. Raises BadSetting if it cannot be written."""
         part = place.with_name(f"{place.name}.{os.getpid()}.part")
-        content = {"version": VERSION, "rows": [as_json(row) for row in self.rows]}
+        content = {"version": VERSION, "rows": [as_json(choice) for choice in self.rows]}
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(content, indent=1) + "\n")
@@ -60,29 +60,29 @@ class TuningFile:
             raise BadSetting(f"the tuning file {place} cannot be written ({error}); choose another one") from error
 
 
-def as_json(row: MeasuredRow) -> dict[str, Any]:
+def as_json(choice: MeasuredTileChoice) -> dict[str, Any]:
     """A row in the form of the file."""
     said = {
-        "table": row.table.value,
-        "layer": dataclasses.asdict(row.layer),
-        "max_rows": row.max_rows,
-        "tiles": dataclasses.asdict(row.tiles),
-        "measured": dataclasses.asdict(row.measured),
+        "table": choice.table.value,
+        "layer": dataclasses.asdict(choice.layer),
+        "max_rows": choice.max_rows,
+        "tiles": dataclasses.asdict(choice.tiles),
+        "measured": dataclasses.asdict(choice.measured),
     }
     plain: dict[str, Any] = json.loads(json.dumps(said))  # turns tuples into lists, as they are read back
     return {**plain, "digest": _digest(plain)}
 
 
-def _key(row: MeasuredRow) -> tuple[object, ...]:
-    of = row.measured
-    return row.table.rivals, row.layer, row.max_rows, of.arch, of.compute_units, of.triton
+def _key(choice: MeasuredTileChoice) -> tuple[object, ...]:
+    of = choice.measured
+    return choice.table.rivals, choice.layer, choice.max_rows, of.arch, of.compute_units, of.triton
 
 
 def _digest(said: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _rows(content: object) -> tuple[MeasuredRow, ...]:
+def _choices(content: object) -> tuple[MeasuredTileChoice, ...]:
     """The rows of a parsed file. Raises ValueError that says what is wrong."""
     if not isinstance(content, dict) or "version" not in content:
         raise ValueError("it is not a JSON object with a version")
@@ -91,15 +91,15 @@ def _rows(content: object) -> tuple[MeasuredRow, ...]:
     given = _fields(content, ("version", "rows"), "the file")
     if not isinstance(given["rows"], list):
         raise ValueError("rows is not a list")
-    return tuple(_row(row, f"row {number}") for number, row in enumerate(given["rows"]))
+    return tuple(_choice(choice, f"row {number}") for number, choice in enumerate(given["rows"]))
 
 
-def _row(content: object, where: str) -> MeasuredRow:
+def _choice(content: object, where: str) -> MeasuredTileChoice:
     given = _fields(content, ("table", "layer", "max_rows", "tiles", "measured", "digest"), where)
-    names = [table.value for table in Table]
+    names = [table.value for table in TileTable]
     if given["table"] not in names:
         raise ValueError(f"{where}: table is {given['table']!r}, not one of {', '.join(names)}")
-    table = Table(given["table"])
+    table = TileTable(given["table"])
     layer = _value(MeasuredLayer, given["layer"], f"{where}, layer")
     tiles: Tiles = _value(table.tiles, given["tiles"], f"{where}, tiles")
     measured = _value(Provenance, given["measured"], f"{where}, measured")
@@ -113,7 +113,7 @@ def _row(content: object, where: str) -> MeasuredRow:
         raise ValueError(f"{where}: no kernel takes its tiles: {reason}")
     if given["digest"] != _digest({name: value for name, value in given.items() if name != "digest"}):
         raise ValueError(f"{where} was changed after it was measured: its digest differs")
-    return MeasuredRow(table, layer, max_rows, tiles, measured)
+    return MeasuredTileChoice(table, layer, max_rows, tiles, measured)
 
 
 def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShardRange:
     """A rank's part of one dimension: elements start to stop - 1 of the whole, then zeros up to size."""
 
     start: int
@@ -21,7 +21,7 @@ class Span:
     size: int
 
     @classmethod
-    def whole(cls, size: int) -> Span:
+    def whole(cls, size: int) -> ShardRange:
         """All of a dimension."""
         return cls(0, size, size)
 
@@ -30,21 +30,21 @@ class Span:
         """Elements that are not padding; 0 on a rank that holds nothing else."""
         return self.stop - self.start
 
-    def after(self, first: int) -> Span:
+    def after(self, first: int) -> ShardRange:
         """The same span, moved by `first` elements."""
-        return Span(first + self.start, first + self.stop, self.size)
+        return ShardRange(first + self.start, first + self.stop, self.size)
 
-    def of_elements(self, per_unit: int) -> Span:
+    def of_elements(self, per_unit: int) -> ShardRange:
         """The same span counted in elements, of which a unit (a head, an expert's row) has per_unit."""
-        return Span(self.start * per_unit, self.stop * per_unit, self.size * per_unit)
+        return ShardRange(self.start * per_unit, self.stop * per_unit, self.size * per_unit)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSpans:
     """The heads of one rank. Query head i reads KV head i // (q.size // kv.size), like on one rank."""
 
-    q: Span
-    kv: Span
+    q: ShardRange
+    kv: ShardRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Shard:
     rank: int
     num_ranks: int
 
-    def span(self, size: int) -> Span:
+    def span(self, size: int) -> ShardRange:
         """The rank's part of a dimension of `size` elements that is cut in order, as evenly as possible."""
         per_rank = -(-size // self.num_ranks)
         if size % self.num_ranks:
@@ -79,7 +79,7 @@ class Shard:
         per_rank = -(-group // holders)
         of_group = _cut(group if kv_head < num_kv_heads else 0, part * per_rank, per_rank)
         first = kv_head * group
-        q = Span(first + of_group.start, first + of_group.stop, per_rank)
+        q = ShardRange(first + of_group.start, first + of_group.stop, per_rank)
         return HeadSpans(q=q, kv=_cut(num_kv_heads, kv_head, 1))
 
     def _filled_kv_heads(self, num_kv_heads: int) -> int:
@@ -89,9 +89,9 @@ class Shard:
         return next(number for number in range(num_kv_heads, ranks + 1) if ranks % number == 0)
 
 
-def _cut(whole: int, start: int, size: int) -> Span:
+def _cut(whole: int, start: int, size: int) -> ShardRange:
     """`size` elements from `start` on, of which those at or after `whole` are padding."""
-    return Span(min(start, whole), min(start + size, whole), size)
+    return ShardRange(min(start, whole), min(start + size, whole), size)
 
 
 WHOLE = Shard(0, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.shards import Span
+from rocm_attn.models.shards import ShardRange
 
 Shape = tuple[int, ...]
 
@@ -33,14 +33,14 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPart:
     """A named tensor, or a part of it.
 
     cut: the spans of its first dimensions; the other dimensions are whole, and all are if there is none
     """
 
     name: str
-    cut: tuple[Span, ...] = ()
+    cut: tuple[ShardRange, ...] = ()
 
     def shape(self, whole: Shape) -> Shape:
         """Its shape, with padding. whole: the tensor's"""
@@ -60,7 +60,7 @@ class TensorReader:
     dtype: torch.dtype
     device: torch.device
 
-    def join(self, *pieces: Piece) -> Tensor:
+    def join(self, *pieces: TensorPart) -> Tensor:
         """The pieces joined along the first dimension. Raises BadModel if one is not finite."""
         shapes = [piece.shape(self.shapes[piece.name]) for piece in pieces]
         num_rows = sum(shape[0] for shape in shapes)
@@ -70,7 +70,7 @@ class TensorReader:
         self._check(joined, *pieces)
         return joined
 
-    def in_float32(self, piece: Piece) -> Tensor:
+    def in_float32(self, piece: TensorPart) -> Tensor:
         """One piece in float32. Raises BadModel if it is not finite."""
         shape = piece.shape(self.shapes[piece.name])
         tensor = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -78,12 +78,12 @@ class TensorReader:
         self._check(tensor, piece)
         return tensor
 
-    def copy_into(self, target: Tensor, piece: Piece) -> None:
+    def copy_into(self, target: Tensor, piece: TensorPart) -> None:
         """Reads a piece to its place in a larger tensor. Raises BadModel if it is not finite."""
         self._copy(target, piece)
         self._check(target, piece)
 
-    def _copy(self, target: Tensor, piece: Piece) -> None:
+    def _copy(self, target: Tensor, piece: TensorPart) -> None:
         whole = self.shapes[piece.name]
         if any(span.num_real < span.size for span in piece.cut):
             target.zero_()
@@ -92,7 +92,7 @@ class TensorReader:
             where = [slice(span.start, span.stop) for span in piece.cut] if is_cut else []
             target[tuple(slice(span.num_real) for span in piece.cut)] = self.source.read(piece.name, *where)
 
-    def _check(self, tensor: Tensor, *pieces: Piece) -> None:
+    def _check(self, tensor: Tensor, *pieces: TensorPart) -> None:
         if not torch.isfinite(tensor).all():
             names = " or ".join(piece.name for piece in pieces)
             raise BadModel(

@@ -36,7 +36,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ErrorBounds:
     """The bounds of attention for inputs of one dtype: for its output, and for its log-sum-exp."""
 
     out: Bound
@@ -44,19 +44,19 @@ class Bounds:
 
 
 BOUNDS = {
-    torch.bfloat16: Bounds(out=Bound(1e-2, 1e-2), lse=Bound(2e-3, 1e-5)),
-    torch.float16: Bounds(out=Bound(2e-3, 2e-3), lse=Bound(1e-3, 1e-5)),
-    torch.float32: Bounds(out=Bound(4e-6, 4e-6), lse=Bound(4e-6, 1e-5)),
-    torch.float64: Bounds(out=Bound(1e-12, 1e-12), lse=Bound(1e-12, 1e-5)),
+    torch.bfloat16: ErrorBounds(out=Bound(1e-2, 1e-2), lse=Bound(2e-3, 1e-5)),
+    torch.float16: ErrorBounds(out=Bound(2e-3, 2e-3), lse=Bound(1e-3, 1e-5)),
+    torch.float32: ErrorBounds(out=Bound(4e-6, 4e-6), lse=Bound(4e-6, 1e-5)),
+    torch.float64: ErrorBounds(out=Bound(1e-12, 1e-12), lse=Bound(1e-12, 1e-5)),
 }
 
 
 # For kernels that round the weights of values to eight bits, or q in a way of their own: to three bits after the first
 # one, so that a factor is off by a sixteenth at most. AITER's tests of them allow 0.055 to 0.06.
-EIGHT_BIT_PRODUCTS = Bounds(out=Bound(0.12, 6e-2), lse=Bound(0.12, 1e-5))
+EIGHT_BIT_PRODUCTS = ErrorBounds(out=Bound(0.12, 6e-2), lse=Bound(0.12, 1e-5))
 
 
-def bounds_of(dtype: torch.dtype, *, eight_bit_products: bool) -> Bounds:
+def bounds_of(dtype: torch.dtype, *, eight_bit_products: bool) -> ErrorBounds:
     """The bounds of a kernel's results. eight_bit_products: True if it rounds its operands"""
     return EIGHT_BIT_PRODUCTS if eight_bit_products else BOUNDS[dtype]
 

@@ -135,7 +135,7 @@ class AdoptedGuards:
     formats: Callable[[str, PageFormat, PageFormat], None] = refuse_other_formats
 
 
-class Gate(Protocol):
+class ChangeGate(Protocol):
     """The part of ExternalGate (step/external_layers.py) that tables and pages ask before they change."""
 
     guards: AdoptedGuards
@@ -183,7 +183,7 @@ class AdoptedTables:
         num_seqs: int,
         short_kv: bool,
         device: torch.device,
-        gate: Gate,
+        gate: ChangeGate,
     ) -> None:
         self.page_size, self.device, self._gate = page_size, device, gate
         self.short_kv, self.changes, self.most_rows = short_kv, 0, INT32_MAX

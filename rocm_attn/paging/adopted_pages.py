@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
-from rocm_attn.paging.adopted import Gate
+from rocm_attn.paging.adopted import ChangeGate
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, Scales
 
@@ -76,7 +76,7 @@ class AdoptedPages:
         page_strides: bool,
         binds_calls: bool,
         device: torch.device,
-        gate: Gate,
+        gate: ChangeGate,
     ) -> None:
         self.page_size, self.device = problems[0].page_size, device
         self._problems, self._spaces = tuple(problems), tuple(spaces)

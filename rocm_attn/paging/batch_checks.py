@@ -80,13 +80,13 @@ class BatchChecks:
     def why_no_store(self, batch: StepBatch) -> str:
         """Why a step must not store its new tokens: a page of one of them has other holders. Empty if it may."""
         # The number of a row's new tokens, and so their first place, may be known on the device alone.
-        if not self._rows.tokens.has_floors or batch.num_seqs == 0 or not batch.inputs.q_len_on_host:
+        if not self._rows.tokens.has_first_writable or batch.num_seqs == 0 or not batch.inputs.q_len_on_host:
             return ""
         start = batch.kv_len - batch.q_len
-        below = (start < self._rows.tokens.floor.take(batch.rows)) & (batch.q_len > 0)
+        below = (start < self._rows.tokens.first_writable.take(batch.rows)) & (batch.q_len > 0)
         if not below[below.argmax()]:
             return ""
-        below &= start < self.floors(batch.rows)
+        below &= start < self.first_writable_of(batch.rows)
         if not below.any():
             return ""
         seq = int(below.argmax())
@@ -113,25 +113,27 @@ class BatchChecks:
             # The first new token is not known if only the device knows the length: any page may hold new tokens.
             if batch.inputs.lengths_on_host and shared[shared.argmax()]:
                 first = batch.kv_len - batch.q_len + num_staying
-                shared &= (first < self.floors(rows)) & (first < batch.kv_len)
+                shared &= (first < self.first_writable_of(rows)) & (first < batch.kv_len)
             changed |= shared
         found: list[int] = rows[changed].tolist()
         return found
 
-    def floors(self, rows: Int32Array) -> Int32Array:
+    def first_writable_of(self, rows: Int32Array) -> Int32Array:
         """int32 [num_seqs]: the first token that a step may store in each row."""
         tokens, page_size = self._rows.tokens, self._rows.page_size
-        floor = tokens.floor[rows]
-        if not tokens.has_floors:
-            return floor
-        # The last page before the floor mostly still has another holder.
-        sinks = (floor > 0) & ~self._is_shared(rows, np.maximum(num_pages(floor, page_size) - 1, 0))
+        first_writable = tokens.first_writable[rows]
+        if not tokens.has_first_writable:
+            return first_writable
+        # The last page before the first writable token mostly still has another holder.
+        sinks = (first_writable > 0) & ~self._is_shared(rows, np.maximum(num_pages(first_writable, page_size) - 1, 0))
         if sinks.any():
-            page_no = np.arange(num_pages(int(floor[sinks].max()), page_size), dtype=np.int32)
-            shared = self._is_shared(rows[sinks, None], page_no) & (page_no * page_size < floor[sinks, None])
-            floor[sinks] = np.minimum(floor[sinks], np.max(shared * (page_no + 1) * page_size, axis=1))
-            tokens.lower_floor(rows, floor)
-        return floor
+            page_no = np.arange(num_pages(int(first_writable[sinks].max()), page_size), dtype=np.int32)
+            shared = self._is_shared(rows[sinks, None], page_no) & (page_no * page_size < first_writable[sinks, None])
+            first_writable[sinks] = np.minimum(
+                first_writable[sinks], np.max(shared * (page_no + 1) * page_size, axis=1)
+            )
+            tokens.lower_first_writable(rows, first_writable)
+        return first_writable
 
     def _is_shared(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
         """True if these pages of rows have other holders in a space."""

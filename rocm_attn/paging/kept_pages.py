@@ -90,7 +90,7 @@ class KeptPages:
                     "keep it before a step releases it, or in the other space alone"
                 )
         self._rows.generations.share(rows)
-        self._rows.tokens.raise_floor(rows, kv_len)
+        self._rows.tokens.raise_first_writable(rows, kv_len)
         for space in self._named(spaces):
             self._rows.spaces[space].hold(pages[space])
         return self._add(page_no, pages)

@@ -250,7 +250,7 @@ class RequestTable:
         end = num_pages(kv_len, self.page_size)
         stored_len = min(kv_len, int(self.tokens.stored_len[row]))
         child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len)
-        self.tokens.raise_floor(row, kv_len)
+        self.tokens.raise_first_writable(row, kv_len)
         return child
 
     def truncate(self, row: int, kv_len: int) -> None:
@@ -273,7 +273,7 @@ class RequestTable:
         self._rows.capacity[row] = new_end * self.page_size
         for table in self.spaces:
             table.cut(np.array([row]), new_end, np.array([end]))
-        self.tokens.lower_floor(row, kv_len)
+        self.tokens.lower_first_writable(row, kv_len)
 
     def mark_stored(self, rows: Integers, kv_len: Integers) -> None:
         """Declares that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.

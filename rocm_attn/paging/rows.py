@@ -21,7 +21,7 @@ NO_ROOM = (b"", b"")
 _NO_PAGES: Int32Array = np.empty(0, np.int32)
 
 
-class Generations:
+class RowGenerations:
     """Changes that make a row a different one: admit, free, truncate and admit_over; and fork and keep, which share it.
 
     A row's generation is the number of its last change, counted over the whole table. So a step has to remember only
@@ -59,7 +59,7 @@ class Generations:
 
 
 class Rows:
-    """The state of a table's rows, int32 [num_rows] each.
+    """The state of a table's choices, int32 [num_rows] each.
 
     reserved_len: tokens that the row's owner reserved room for; -1: not admitted
     capacity:     tokens that the row's pages hold; -1: not admitted
@@ -81,7 +81,7 @@ class Rows:
         self.capacity = np.full(num_rows, -1, np.int32)
         self.look_from = np.full(num_rows, ALWAYS, np.int32)
         self.tokens = guards.new_tokens(num_rows)
-        self.generations = Generations(num_rows)
+        self.generations = RowGenerations(num_rows)
         self.free = list(range(num_rows - 1, RESERVED_ROW, -1))
         self.known_rows = b"", np.empty(0, np.int64)
         self.known_room = NO_ROOM
@@ -114,7 +114,7 @@ class Rows:
         for table, begin, held in zip(self.spaces, first, pages, strict=True):
             table.begin(row, begin, held)
         self.tokens.mark(row, stored_len)
-        self.tokens.raise_floor(row, kv_len)
+        self.tokens.raise_first_writable(row, kv_len)
         return row
 
     def admit(self) -> int:
@@ -160,7 +160,7 @@ class Rows:
         self.generations.change(row)
         self.known_room, self.look_from[row] = NO_ROOM, ALWAYS
         self.tokens.forget(row, 0)
-        self.tokens.lower_floor(row, 0)
+        self.tokens.lower_first_writable(row, 0)
         self.capacity[row] = self.reserved_len[row] = -1
         if row not in self.free:  # an interrupt in begin() may have left it there
             self.free.append(row)

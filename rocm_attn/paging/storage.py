@@ -1,4 +1,4 @@
-"""Pool and Table: a step's interface to pages and their tables, the runtime's own or an engine's."""
+"""Pool and RowTable: a step's interface to pages and their tables, the runtime's own or an engine's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SpaceTable(Protocol):
     terms: TableTerms
 
 
-class Table(Protocol):
+class RowTable(Protocol):
     """The rows of requests, in every space that layers live in.
 
     width:     pages in a row
@@ -45,7 +45,7 @@ class Table(Protocol):
         ...
 
 
-class Pool(Protocol):
+class PagePool(Protocol):
     """The K and V pages of all layers.
 
     page_size: tokens in a page

@@ -20,9 +20,10 @@ class StoredTokens:
     """The tokens of each row of the request table.
 
     changed:   rows that were cut since the running step was staged: they may be different rows now
-    floor:     int32 [num_rows], the first token that a step may store; those before it may lie in pages that have other
+    first_writable:     int32 [num_rows], the first token that a step may store; those before it may lie in pages that
+                        have other
                holders
-    on_floors: called when floors have risen, for the running step
+    on_first_writable: called when floors have risen, for the running step
     on_cut:    called with a row and the number of tokens that it keeps, for the running step
     left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
@@ -31,10 +32,10 @@ class StoredTokens:
         self._stored_len = np.zeros(num_rows, np.int32)
         # rows and kv_len of the last step, which need not be in _stored_len: the next step mostly continues from there.
         self._last = _NO_STEP
-        self.floor = np.zeros(num_rows, np.int32)
-        self.has_floors = False
+        self.first_writable = np.zeros(num_rows, np.int32)
+        self.has_first_writable = False
         self.changed: list[int] = []
-        self.on_floors: Callable[[], None] = lambda: None
+        self.on_first_writable: Callable[[], None] = lambda: None
         self.on_cut: Callable[[int, int], None] = lambda row, kv_len: None
         self.left_out: dict[int, tuple[int, str]] = {}
 
@@ -67,16 +68,16 @@ class StoredTokens:
         rows, kv_len = self._last
         return rows == batch.row_bytes and kv_len == (batch.kv_len - batch.q_len).tobytes()
 
-    def raise_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+    def raise_first_writable(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
         """Notes that the first kv_len tokens of rows, which may be named twice, lie in pages with other holders too."""
-        np.maximum.at(self.floor, rows, kv_len)
-        self.has_floors = bool(self.floor.any())
-        self.on_floors()
+        np.maximum.at(self.first_writable, rows, kv_len)
+        self.has_first_writable = bool(self.first_writable.any())
+        self.on_first_writable()
 
-    def lower_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+    def lower_first_writable(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
         """Notes that tokens of rows from kv_len on lie in pages that have no other holder."""
-        self.floor[rows] = np.minimum(self.floor[rows], kv_len)
-        self.has_floors = bool(self.floor.any())
+        self.first_writable[rows] = np.minimum(self.first_writable[rows], kv_len)
+        self.has_first_writable = bool(self.first_writable.any())
 
     def end_step(self, batch: StepBatch, *, complete: bool) -> None:
         """Notes that a step has written to pages; complete: in every layer. Otherwise its tokens are not stored yet."""
@@ -117,7 +118,7 @@ class StepStores:
         self._in_turn = 1
         self._wrote = False
         self.refusal = ""
-        tokens.on_floors, tokens.on_cut = self._floors_have_risen, self._was_cut
+        tokens.on_first_writable, tokens.on_cut = self._first_writable_has_risen, self._was_cut
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
         """Starts the record of a step that is staged.
@@ -131,13 +132,13 @@ class StepStores:
         if self._tokens.changed:
             self._tokens.changed.clear()
 
-    def _floors_have_risen(self) -> None:
+    def _first_writable_has_risen(self) -> None:
         """Updates the refusal after a row was forked or kept: the step may not store tokens that others now read."""
         batch = self._batch
         if batch is None or self.refusal or not batch.inputs.q_len_on_host:
             return
         begin = batch.kv_len - batch.q_len
-        shared = (batch.q_len > 0) & (begin < self._tokens.floor[batch.rows])
+        shared = (batch.q_len > 0) & (begin < self._tokens.first_writable[batch.rows])
         if shared.any():
             seq = int(shared.argmax())
             self.refusal = (

@@ -32,7 +32,7 @@ def likely_q_len(shape: PaddedShape) -> int:
 ANY_TOKENS = (1 << 31) - 1
 
 
-class Steps(NamedTuple):
+class ServedSteps(NamedTuple):
     """The steps that a kernel serves, by their shape.
 
     max_q_len:  likely new tokens of a sequence, at most
@@ -53,14 +53,14 @@ class Steps(NamedTuple):
 class SizedSchedule(NamedTuple):
     """The schedule of some steps."""
 
-    steps: Steps
+    steps: ServedSteps
     schedule: Schedule
 
 
 class SizedKernel(NamedTuple):
     """The kernel of some steps."""
 
-    steps: Steps
+    steps: ServedSteps
     kernel: BoundKernel
 
     def most(self, shape: PaddedShape) -> PaddedShape:
@@ -120,7 +120,7 @@ class KernelByTokens:
         return next((sized.kernel for sized in self.short if sized.steps.hold(shape)), self.other)
 
 
-def _said(steps: Steps) -> str:
+def _said(steps: ServedSteps) -> str:
     """Steps in words."""
     of_seqs = f" of {steps.min_seqs} sequences or more" if steps.min_seqs > 1 else ""
     of_all = f", {steps.max_tokens} of all" if steps.max_tokens < ANY_TOKENS else ""

@@ -16,7 +16,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
+from rocm_attn.machine.releases import EVERY_RELEASE, Release, ReleaseRange
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
@@ -31,7 +31,7 @@ from rocm_attn.providers.launches import (
     Finish,
     GatherTable,
     Likeliest,
-    MakeNextRound,
+    MakeNextStep,
     MergeStates,
     MovePaths,
     MoveRows,
@@ -372,8 +372,8 @@ class Fault:
     what: str
     hits: Callable[[Problem, PoolSize], bool]
     archs: tuple[str, ...]
-    aiter: Span = EVERY_RELEASE
-    rocm: Span = EVERY_RELEASE
+    aiter: ReleaseRange = EVERY_RELEASE
+    rocm: ReleaseRange = EVERY_RELEASE
 
     def refusal(self, problem: Problem, target: Target, pool: PoolSize) -> str:
         """The clause that refuses a problem on a target, with the releases; empty if it is not affected."""
@@ -405,8 +405,8 @@ class ReadAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelRow:
-    """One row of the capability table.
+class KernelEntry:
+    """A kernel's entry in the capability table.
 
     kind:               the steps it serves
     min_kv_len:         shortest KV length that it supports; padded sequences get this length
@@ -464,7 +464,7 @@ class KernelRow:
 class LayerKernel:
     """The kernel of one kind of layer for one kind of step."""
 
-    row: KernelRow
+    entry: KernelEntry
     bound: BoundKernel
 
 
@@ -501,7 +501,7 @@ class StepOps:
     accept_drawn: AcceptDrawn
     accept_sampled: AcceptSampled
     move_paths: MovePaths
-    next_round: MakeNextRound
+    next_step: MakeNextStep
     # Checks selections that a caller makes, and all of them in debug runs.
     check_selection: CheckSelection
     # From logits to tokens.
@@ -515,12 +515,12 @@ class StepOps:
 class Provider:
     """A set of kernels.
 
-    rows:    in order of preference within a step kind
+    entries: in order of preference within a step kind
     ops:     loads the metadata and cache launches that go with the kernels
     """
 
     name: str
-    rows: tuple[KernelRow, ...]
+    entries: tuple[KernelEntry, ...]
     ops: Callable[[], StepOps]
 
 

@@ -14,9 +14,9 @@ from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSourc
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import Selection
-from rocm_attn.kernels.sparse.arguments import TokenPlaces as SelectingTokens
-from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Probabilities, Verified
+from rocm_attn.kernels.sparse.arguments import SelectedKeys
+from rocm_attn.kernels.sparse.arguments import SparseTokens as SelectingTokens
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 
@@ -72,10 +72,10 @@ class AcceptSampled(Protocol):
     def __call__(self, probabilities: Probabilities, given: Verified, to: Accepted) -> None: ...
 
 
-class MakeNextRound(Protocol):
-    """launch_next_round, or its twin."""
+class MakeNextStep(Protocol):
+    """launch_next_step, or its twin."""
 
-    def __call__(self, picked: Tensor, given: GuessedRound, width: int, *, draws: bool, looks_up: bool) -> None: ...
+    def __call__(self, picked: Tensor, given: SpeculativeStep, width: int, *, draws: bool, looks_up: bool) -> None: ...
 
 
 class MovePaths(Protocol):
@@ -212,19 +212,19 @@ class PickRows(Protocol):
 class ShapeRows(Protocol):
     """launch_shape_rows, or its twin."""
 
-    def __call__(self, logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None: ...
+    def __call__(self, logits: Tensor, parameters: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None: ...
 
 
 class CutRows(Protocol):
     """launch_cut_rows, or its twin."""
 
-    def __call__(self, asked: Tensor, shaped: Tensor) -> None: ...
+    def __call__(self, parameters: Tensor, shaped: Tensor) -> None: ...
 
 
 class Likeliest(Protocol):
     """launch_likeliest, or its twin."""
 
-    def __call__(self, logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) -> None: ...
+    def __call__(self, logits: Tensor, parameters: Tensor, tokens: Tensor, likeliest: Tensor) -> None: ...
 
 
 class PickOps(Protocol):
@@ -243,4 +243,4 @@ class PickOps(Protocol):
 class CheckSelection(Protocol):
     """launch_check_selection, or its twin."""
 
-    def __call__(self, selection: Selection, tokens: SelectingTokens, faults: Tensor) -> None: ...
+    def __call__(self, selection: SelectedKeys, tokens: SelectingTokens, faults: Tensor) -> None: ...

@@ -13,7 +13,7 @@ _ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScratchTensor:
     """A tensor to be cut out."""
 
     shape: tuple[int, ...]
@@ -26,12 +26,12 @@ class Part:
         return blocks * _ALIGNMENT_BYTES // torch.float32.itemsize
 
 
-def num_words(parts: Sequence[Part]) -> int:
+def num_words(parts: Sequence[ScratchTensor]) -> int:
     """float32 words of workspace that hold all parts."""
     return sum(part.num_words for part in parts)
 
 
-def cut(workspace: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+def cut(workspace: Tensor, parts: Sequence[ScratchTensor]) -> list[Tensor]:
     """The parts, in order, as views of the workspace; their content is undefined."""
     views, first = [], 0
     for part in parts:

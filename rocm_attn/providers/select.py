@@ -13,20 +13,27 @@ from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import ALL_KEYS, Problem
 from rocm_attn.providers import torch_sparse, triton_sparse
-from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
-from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel, PoolSize, StepOps
-from rocm_attn.providers.sparse import IndexRow, NoSparseKernel, SelectedRow, SparseKernels, choose_sparse
+from rocm_attn.providers.aiter.entries import ENTRIES as AITER_ENTRIES
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel, PoolSize, StepOps
+from rocm_attn.providers.sparse import IndexerEntry, NoSparseKernel, SelectedKeysEntry, SparseKernels, choose_sparse
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 
 # In order of preference within a provider and a kind of step.
-ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
+ENTRIES: Mapping[str, Sequence[KernelEntry]] = {
+    "aiter": AITER_ENTRIES,
+    "triton": TRITON.entries,
+    "torch": TORCH.entries,
+}
 
 # Further kernels of layers with an indexer; no kernel of AITER is bound.
-INDEX_ROWS: Mapping[str, Sequence[IndexRow]] = {"triton": triton_sparse.INDEX_ROWS, "torch": torch_sparse.INDEX_ROWS}
-SELECTED_ROWS: Mapping[str, Sequence[SelectedRow]] = {
-    "triton": triton_sparse.SELECTED_ROWS,
-    "torch": torch_sparse.SELECTED_ROWS,
+INDEXER_ENTRIES: Mapping[str, Sequence[IndexerEntry]] = {
+    "triton": triton_sparse.INDEXER_ENTRIES,
+    "torch": torch_sparse.INDEXER_ENTRIES,
+}
+SELECTED_ENTRIES: Mapping[str, Sequence[SelectedKeysEntry]] = {
+    "triton": triton_sparse.SELECTED_ENTRIES,
+    "torch": torch_sparse.SELECTED_ENTRIES,
 }
 
 # The providers that "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve
@@ -66,18 +73,18 @@ class Selection:
     @property
     def provider(self) -> str:
         """The provider of these kernels; "auto" if there are several."""
-        names = {kernel.row.provider for kernel in self.kernels.values()}
+        names = {kernel.entry.provider for kernel in self.kernels.values()}
         return names.pop() if len(names) == 1 else "auto"
 
     @property
     def deterministic(self) -> bool:
         """True if a sequence's results are bitwise the same in any batch."""
-        return all(kernel.row.batch_invariant for kernel in self.kernels.values())
+        return all(kernel.entry.batch_invariant for kernel in self.kernels.values())
 
     @property
     def eight_bit_products(self) -> bool:
         """True if a kernel rounds its operands to eight bits."""
-        return any(kernel.row.rounds_products for kernel in self.kernels.values())
+        return any(kernel.entry.rounds_products for kernel in self.kernels.values())
 
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""
@@ -85,9 +92,9 @@ class Selection:
 
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each reason of refusals."""
-        chosen = [f"{kind.value}: {kernel.row.name}" for kind, kernel in self.kernels.items()]
+        chosen = [f"{kind.value}: {kernel.entry.name}" for kind, kernel in self.kernels.items()]
         if self.sparse is not None:
-            chosen.append(f"over a selection: {', '.join(self.sparse.rows)}")
+            chosen.append(f"over a selection: {', '.join(self.sparse.entries)}")
         refused: dict[tuple[StepKind, str], dict[str, None]] = {}
         for refusal in self.refusals:
             refused.setdefault((refusal.kind, refusal.reason), {})[refusal.kernel] = None
@@ -95,9 +102,9 @@ class Selection:
 
     def sentence(self) -> str:
         """The choice in one sentence: the layer, the kernels, and the refused kernels, with each reason once."""
-        chosen = [f"{kind.value} by {kernel.row.name}" for kind, kernel in self.kernels.items()]
+        chosen = [f"{kind.value} by {kernel.entry.name}" for kind, kernel in self.kernels.items()]
         if self.sparse is not None:
-            chosen.append(f"over a selection by {', '.join(self.sparse.rows)}")
+            chosen.append(f"over a selection by {', '.join(self.sparse.entries)}")
         refused: dict[str, dict[str, None]] = {}
         for refusal in self.refusals:
             refused.setdefault(refusal.reason, {})[refusal.kernel] = None
@@ -130,8 +137,8 @@ def select(
     # A layer with custom_mask must have a kernel for masks; other layers serve a step with a mask like any other step.
     kinds = [kind for kind in StepKind if kind.extra is not Extra.MASK or problem.custom_mask]
     for kind in kinds:
-        rows = [row for name in names for row in ROWS[name] if row.kind is kind]
-        kernel = _first_that_serves(rows, dense, target, pool, unavailable, deterministic, refusals)
+        entries = [entry for name in names for entry in ENTRIES[name] if entry.kind is kind]
+        kernel = _first_that_serves(entries, dense, target, pool, unavailable, deterministic, refusals)
         if kernel is not None:
             kernels[kind] = kernel
     needed = [kind for kind in kinds if kind.instead is kind or kind.extra is Extra.MASK]
@@ -156,7 +163,7 @@ def ops_for(selections: Sequence[Selection], device: torch.device) -> StepOps:
     tensors have no memory: nothing is launched there, and Triton need not be installed.
     """
     names = {
-        kernel.row.provider
+        kernel.entry.provider
         for selection in selections
         for kind, kernel in selection.kernels.items()
         # Kernels for shared prefixes serve only steps that bring them.
@@ -176,7 +183,7 @@ def _candidates(provider: str, target: Target) -> tuple[str, ...]:
 
 
 def _first_that_serves(
-    rows: Sequence[KernelRow],
+    entries: Sequence[KernelEntry],
     problem: Problem,
     target: Target,
     pool: PoolSize,
@@ -184,20 +191,20 @@ def _first_that_serves(
     deterministic: bool,
     refusals: list[Refusal],
 ) -> LayerKernel | None:
-    for row in rows:
-        if row.not_bound and row.limits.refusals(problem, target, pool):
+    for entry in entries:
+        if entry.not_bound and entry.limits.refusals(problem, target, pool):
             continue  # it would not be a kernel of this layer
-        reasons = row.refusals(problem, target, pool)
-        if deterministic and not row.batch_invariant and not row.not_bound:
+        reasons = entry.refusals(problem, target, pool)
+        if deterministic and not entry.batch_invariant and not entry.not_bound:
             reasons = (*reasons, "a sequence's result may depend on the batch")
-        if row.name in unavailable:
-            reasons = (*reasons, unavailable[row.name])
+        if entry.name in unavailable:
+            reasons = (*reasons, unavailable[entry.name])
         if not reasons:
             try:
-                return LayerKernel(row, row.bind(problem, target, pool))
+                return LayerKernel(entry, entry.bind(problem, target, pool))
             except LookupError as miss:
                 reasons = (str(miss.args[0]),)
-        refusals.extend(Refusal(row.name, row.kind, reason) for reason in reasons)
+        refusals.extend(Refusal(entry.name, entry.kind, reason) for reason in reasons)
     return None
 
 
@@ -208,8 +215,8 @@ def _sparse_kernels(
     reasons: list[str] = []
     for name in names:
         try:
-            rows = INDEX_ROWS.get(name, ()), SELECTED_ROWS.get(name, ())
-            return choose_sparse(problem, target, pool, *rows, deterministic=deterministic)
+            entries = INDEXER_ENTRIES.get(name, ()), SELECTED_ENTRIES.get(name, ())
+            return choose_sparse(problem, target, pool, *entries, deterministic=deterministic)
         except NoSparseKernel as missing:
             reasons += [f"{name}: {reason}" for reason in missing.reasons]
     raise Unsupported(

@@ -19,7 +19,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, Limits, Schedule, StepBounds, StepOps
 from rocm_attn.providers.schedules import TwoSchedules
-from rocm_attn.providers.scratch import Part, cut, num_words
+from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
 
 def of_prefixes(queries: Queries, step: StepTensors) -> Queries:
@@ -104,11 +104,11 @@ class SharedPrefixKernel:
         self.suffix.attend(suffix, step, bounds)
         self.ops().merge_states(prefix_out, prefix_lse, args.out, lse, args.out, lse)
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
         """The outputs of the prefixes, and the log-sum-exp of the suffixes if the caller requests none."""
         rows = (shape.num_tokens, self.problem.num_q_heads)
-        lse = Part(rows, torch.float32)
-        return Part((*rows, self.problem.v_head_dim), self.problem.dtype), lse, lse
+        lse = ScratchTensor(rows, torch.float32)
+        return ScratchTensor((*rows, self.problem.v_head_dim), self.problem.dtype), lse, lse
 
 
 def limits_of_shared_prefix(limits: Limits) -> Limits:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import (
@@ -44,7 +44,7 @@ class BoundIndexer(Protocol):
         """float32 words of workspace that a step of this shape needs."""
         ...
 
-    def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+    def select(self, args: IndexArgs, selection: SelectedKeys, workspace: Tensor) -> None:
         """Writes the units of every token to the selection; padded tokens get none.
 
         workspace: workspace_words(shape) or more; content is undefined
@@ -105,7 +105,7 @@ class IndexLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexRow:
+class IndexerEntry:
     """An indexer of a provider; see KernelRow for the fields."""
 
     provider: str
@@ -117,7 +117,7 @@ class IndexRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedRow:
+class SelectedKeysEntry:
     """Attention over a selection, of a provider; see KernelRow for the fields.
 
     serves: indexing -> why its selections are not supported, one clause each; empty if they are
@@ -138,25 +138,25 @@ class SparseKernels:
 
     selected: attention over a selection
     indexer:  selects the keys; None if an earlier layer's selection is used
-    rows:     names of both rows
+    entries:     names of both rows
     bakes:    of both
     batch_invariant: of both
     """
 
     selected: BoundSelected
     indexer: BoundIndexer | None
-    rows: tuple[str, ...]
+    entries: tuple[str, ...]
     bakes: frozenset[Baked]
     batch_invariant: bool
 
     def beside(self, dense: LayerKernel) -> LayerKernel:
         """Adds these kernels to that of a kind of step: a plan has room for them, and its graph key names them."""
-        row = replace(
-            dense.row,
-            bakes=dense.row.bakes | self.bakes,
-            batch_invariant=dense.row.batch_invariant and self.batch_invariant,
+        entry = replace(
+            dense.entry,
+            bakes=dense.entry.bakes | self.bakes,
+            batch_invariant=dense.entry.batch_invariant and self.batch_invariant,
         )
-        return LayerKernel(row, BesideSparse(dense.bound, self))
+        return LayerKernel(entry, BesideSparse(dense.bound, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,8 @@ def choose_sparse(
     problem: Problem,
     target: Target,
     pool: PoolSize,
-    index_rows: Iterable[IndexRow],
-    selected_rows: Iterable[SelectedRow],
+    indexer_entries: Iterable[IndexerEntry],
+    selected_entries: Iterable[SelectedKeysEntry],
     *,
     deterministic: bool,
 ) -> SparseKernels | None:
@@ -213,37 +213,37 @@ def choose_sparse(
     indexing = problem.indexer.indexing
     reasons: list[str] = []
 
-    def refused(row: IndexRow | SelectedRow, found: Sequence[str]) -> bool:
-        also = ["a sequence's result may depend on the batch"] * (deterministic and not row.batch_invariant)
-        reasons.extend(f"{row.name}: {reason}" for reason in (*found, *also))
+    def refused(entry: IndexerEntry | SelectedKeysEntry, found: Sequence[str]) -> bool:
+        also = ["a sequence's result may depend on the batch"] * (deterministic and not entry.batch_invariant)
+        reasons.extend(f"{entry.name}: {reason}" for reason in (*found, *also))
         return bool(found or also)
 
     indexer = None
     names: list[str] = []
     bakes, invariant = frozenset[Baked](), True
     if isinstance(problem.indexer, Indexer):
-        for index_row in index_rows:
-            if refused(index_row, index_row.limits.refusals(problem.indexer, problem, target)):
+        for indexer_entry in indexer_entries:
+            if refused(indexer_entry, indexer_entry.limits.refusals(problem.indexer, problem, target)):
                 continue
             try:
-                indexer = index_row.bind(problem.indexer, problem, target, pool)
+                indexer = indexer_entry.bind(problem.indexer, problem, target, pool)
             except LookupError as miss:
-                reasons.append(f"{index_row.name}: {miss.args[0]}")
+                reasons.append(f"{indexer_entry.name}: {miss.args[0]}")
                 continue
-            names.append(index_row.name)
-            bakes, invariant = index_row.bakes, index_row.batch_invariant
+            names.append(indexer_entry.name)
+            bakes, invariant = indexer_entry.bakes, indexer_entry.batch_invariant
             break
         else:
             raise NoSparseKernel(reasons or ["it has no indexer"])
-    for row in selected_rows:
-        if refused(row, (*row.limits.refusals(problem, target, pool), *row.serves(indexing))):
+    for entry in selected_entries:
+        if refused(entry, (*entry.limits.refusals(problem, target, pool), *entry.serves(indexing))):
             continue
         try:
-            selected = row.bind(problem, target, pool)
+            selected = entry.bind(problem, target, pool)
         except LookupError as miss:
-            reasons.append(f"{row.name}: {miss.args[0]}")
+            reasons.append(f"{entry.name}: {miss.args[0]}")
             continue
         return SparseKernels(
-            selected, indexer, (row.name, *names), bakes | row.bakes, invariant and row.batch_invariant
+            selected, indexer, (entry.name, *names), bakes | entry.bakes, invariant and entry.batch_invariant
         )
     raise NoSparseKernel(reasons or ["it has no attention over a selection"])

@@ -1,4 +1,4 @@
-"""The tiles of a problem's kernels: those of a measured row of the target, else those of the table's row."""
+"""The tiles of a problem's kernels: those of a measured choice of the target, else those of the table's choice."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import torch
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
-from rocm_attn.kernels.tuning.extend_tiles import extend_rows
+from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
-from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTiles, ExtendRow, ExtendTiles, NoTiles
+from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredTileChoice, TileTable
+from rocm_attn.kernels.tuning.tiles import (
+    ANY_ROWS,
+    CdnaTiles,
+    CodeKind,
+    DecodeTiles,
+    ExtendTileChoice,
+    ExtendTiles,
+    NoTiles,
+)
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 
@@ -25,14 +33,14 @@ class _Shape(TypedDict):
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
-    codes: Codes
+    codes: CodeKind
 
 
-def codes_of(problem: Problem) -> Codes:
+def codes_of(problem: Problem) -> CodeKind:
     """The form of codes that the choice of tiles depends on, in addition to arch and shape."""
     if problem.kv_encoding is KVEncoding.LIKE_Q:
-        return Codes.NONE
-    return Codes.BY_TOKEN if problem.kv_scales is Scales.TOKEN else Codes.BY_ROW
+        return CodeKind.NONE
+    return CodeKind.BY_TOKEN if problem.kv_scales is Scales.TOKEN else CodeKind.BY_ROW
 
 
 def layer_of(problem: Problem) -> MeasuredLayer:
@@ -54,33 +62,36 @@ def layer_of(problem: Problem) -> MeasuredLayer:
     )
 
 
-def measured_row(table: Table, problem: Problem, target: Target, max_rows: int = ANY_ROWS) -> MeasuredRow | None:
-    """The target's row for a problem, if it has one. max_rows: for EXTEND, the bound of the table's row"""
+def measured_choice(
+    table: TileTable, problem: Problem, target: Target, max_rows: int = ANY_ROWS
+) -> MeasuredTileChoice | None:
+    """The target's row for a problem, if it has one. max_rows: for EXTEND, the bound of the table's choice"""
     if not target.measured:
         return None
     layer = layer_of(problem)
-    return next((row for row in target.measured if row.serves(table, layer, max_rows)), None)
+    return next((choice for choice in target.measured if choice.serves(table, layer, max_rows)), None)
 
 
 def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
     """The tiles of paged decode. Raises NoTiles."""
     static = decode_tiles(target.arch, **_shape(problem))
-    tiles = _or_measured(static, measured_row(Table.DECODE, problem, target))
+    tiles = _or_measured(static, measured_choice(TileTable.DECODE, problem, target))
     return replace(tiles, merge_group=0) if tiles.merge_group and not target.orders_by_barriers else tiles
 
 
 def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
     """The tiles of CDNA decode. Raises NoTiles."""
     static = cdna_tiles_of_table(problem, target.arch)
-    row = measured_row(Table.CDNA_DECODE, problem, target)
-    if row is None:
+    choice = measured_choice(TileTable.CDNA_DECODE, problem, target)
+    if choice is None:
         return static
-    assert isinstance(row.tiles, CdnaTiles), "a row's tiles are those of its table"
-    if row.tiles.key_block != static.key_block:
+    assert isinstance(choice.tiles, CdnaTiles), "a row's tiles are those of its table"
+    if choice.tiles.key_block != static.key_block:
         raise NoTiles(
-            f"its measured tiles have blocks of {row.tiles.key_block} keys, and {target.arch} needs {static.key_block}"
+            f"its measured tiles have blocks of {choice.tiles.key_block} keys, and {target.arch} needs "
+            f"{static.key_block}"
         )
-    return row.tiles
+    return choice.tiles
 
 
 def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
@@ -88,24 +99,27 @@ def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
     return cdna_tiles(arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim)
 
 
-def extend_rows_of(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
-    """The rows of paged extend; see `extend_rows`. Raises NoTiles."""
+def extend_choices_of(problem: Problem, target: Target) -> tuple[ExtendTileChoice, ...]:
+    """The rows of paged extend; see `extend_choices`. Raises NoTiles."""
     return tuple(
-        replace(row, tiles=_or_measured(row.tiles, measured_row(Table.EXTEND, problem, target, row.max_rows)))
-        for row in extend_rows_of_table(problem, target)
+        replace(
+            choice,
+            tiles=_or_measured(choice.tiles, measured_choice(TileTable.EXTEND, problem, target, choice.max_rows)),
+        )
+        for choice in extend_choices_of_table(problem, target)
     )
 
 
-def extend_rows_of_table(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
-    """Like `extend_rows_of`, but without measured rows: for masked steps, because no row was measured with masks."""
+def extend_choices_of_table(problem: Problem, target: Target) -> tuple[ExtendTileChoice, ...]:
+    """Like `extend_choices_of`, but without measured choices: for masked steps, with which none was measured."""
     window = ANY_ROWS if problem.window_left == UNLIMITED_WINDOW else problem.window_left + 1
-    return extend_rows(target.arch, **_shape(problem), window=window)
+    return extend_choices(target.arch, **_shape(problem), window=window)
 
 
 def latent_decode_tiles_of(problem: Problem, target: Target) -> LatentTiles:
     """The tiles of latent decode with one new token. Raises NoTiles."""
     static = latent_decode_tiles_of_table(problem, target, 1)
-    return _or_measured(static, measured_row(Table.LATENT_DECODE, problem, target))
+    return _or_measured(static, measured_choice(TileTable.LATENT_DECODE, problem, target))
 
 
 def latent_decode_tiles_of_table(problem: Problem, target: Target, most: int) -> LatentTiles:
@@ -122,7 +136,7 @@ def latent_decode_tiles_of_table(problem: Problem, target: Target, most: int) ->
 def latent_extend_tiles_of(problem: Problem, target: Target) -> LatentTiles:
     """The tiles of latent extend. Raises NoTiles."""
     static = latent_extend_tiles_of_table(problem, target)
-    return _or_measured(static, measured_row(Table.LATENT_EXTEND, problem, target))
+    return _or_measured(static, measured_choice(TileTable.LATENT_EXTEND, problem, target))
 
 
 def latent_extend_tiles_of_table(problem: Problem, target: Target) -> LatentTiles:
@@ -146,11 +160,11 @@ def _shape(problem: Problem) -> _Shape:
     }
 
 
-def _or_measured(static: AnyTiles, row: MeasuredRow | None) -> AnyTiles:
-    if row is None:
+def _or_measured(static: AnyTiles, choice: MeasuredTileChoice | None) -> AnyTiles:
+    if choice is None:
         return static
-    assert isinstance(row.tiles, type(static)), "a row's tiles are those of its table"
-    return row.tiles
+    assert isinstance(choice.tiles, type(static)), "a row's tiles are those of its table"
+    return choice.tiles
 
 
 def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:

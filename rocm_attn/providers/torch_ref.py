@@ -33,7 +33,7 @@ from rocm_attn.providers.contract import (
     NO_SCHEDULE,
     Baked,
     Bind,
-    KernelRow,
+    KernelEntry,
     Limits,
     PoolSize,
     Provider,
@@ -133,15 +133,15 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, TorchDecode(problem), _ops)
 
 
-def _row(
+def _entry(
     name: str,
     kind: StepKind,
     bind: Bind,
     *bakes: Baked,
     needs: frozenset[Need] = frozenset(),
     limits: Limits = _ANY_POOL,
-) -> KernelRow:
-    return KernelRow(
+) -> KernelEntry:
+    return KernelEntry(
         provider="torch",
         name=name,
         kind=kind,
@@ -157,20 +157,20 @@ def _row(
     )
 
 
-def _segments_row(kind: StepKind) -> KernelRow:
-    row = _row("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
+def _segments_entry(kind: StepKind) -> KernelEntry:
+    row = _entry("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
-def _masked_segments_row() -> KernelRow:
+def _masked_segments_entry() -> KernelEntry:
     bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), frozenset({Need.MASK})
-    row = _row("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
+    row = _entry("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
-def _shared_row() -> KernelRow:
+def _shared_entry() -> KernelEntry:
     needs = frozenset({Need.PREFIXES})
-    row = _row("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
+    row = _entry("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
     return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
 
@@ -202,7 +202,7 @@ def _ops() -> StepOps:
         accept_drawn=speculative.accept_drawn,
         accept_sampled=speculative.accept_sampled,
         move_paths=speculative.move_paths,
-        next_round=speculative.next_round,
+        next_step=speculative.next_step,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
         pick_rows=sampling.pick_rows,
@@ -214,11 +214,11 @@ def _ops() -> StepOps:
 
 TORCH = Provider(
     name="torch",
-    rows=(
-        _row("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
-        _row("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
-        _row("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
-        _row(
+    entries=(
+        _entry("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
+        _entry("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        _entry("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        _entry(
             "torch.masked",
             StepKind.MASKED,
             _bind_masked,
@@ -227,9 +227,9 @@ TORCH = Provider(
             needs=frozenset({Need.MASK}),
             limits=_LIMITS,
         ),
-        _shared_row(),
-        *map(_segments_row, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
-        _masked_segments_row(),
+        _shared_entry(),
+        *map(_segments_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
+        _masked_segments_entry(),
     ),
     ops=_ops,
 )

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.refs import sparse
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Baked, Limits, PoolSize
-from rocm_attn.providers.sparse import IndexLimits, IndexRow, SelectedRow
+from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,7 +30,7 @@ class TorchIndexer:
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
 
-    def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+    def select(self, args: IndexArgs, selection: SelectedKeys, workspace: Tensor) -> None:
         sparse.select(args, selection, indexing=self.indexing)
 
 
@@ -58,8 +58,8 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TorchSel
     return TorchSelected(problem)
 
 
-INDEX_ROWS = (
-    IndexRow(
+INDEXER_ENTRIES = (
+    IndexerEntry(
         provider="torch",
         name="torch.indexer",
         limits=IndexLimits(
@@ -76,8 +76,8 @@ INDEX_ROWS = (
     ),
 )
 
-SELECTED_ROWS = (
-    SelectedRow(
+SELECTED_ENTRIES = (
+    SelectedKeysEntry(
         provider="torch",
         name="torch.selected",
         limits=Limits(

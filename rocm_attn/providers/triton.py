@@ -15,11 +15,11 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.decode_tiles import alone_of
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTileChoice, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_prefill, triton_segments
-from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
+from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
@@ -29,12 +29,12 @@ from rocm_attn.providers.tiles import (
     codes_of,
     decode_cut_of,
     decode_tiles_of,
+    extend_choices_of,
+    extend_choices_of_table,
     extend_cut,
-    extend_rows_of,
-    extend_rows_of_table,
 )
+from rocm_attn.providers.triton_entries import ARCHS, Masked, triton_entry, triton_ops
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
 _LIMITS = Limits(
     archs=ARCHS,
@@ -155,16 +155,16 @@ def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> Trit
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    rows = extend_rows_of(problem, target)
+    rows = extend_choices_of(problem, target)
     return _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles))
 
 
 def _by_tokens(
-    problem: Problem, rows: Sequence[ExtendRow], bind: Callable[[ExtendTiles, bool], BoundKernel]
+    problem: Problem, rows: Sequence[ExtendTileChoice], bind: Callable[[ExtendTiles, bool], BoundKernel]
 ) -> BoundKernel:
     """The kernel for any step of a problem. bind: tiles, and True for tiles of short sequences -> a kernel"""
     *short, last = rows
-    kernels = tuple(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), bind(row.tiles, True)) for row in short)
+    kernels = tuple(SizedKernel(ServedSteps(row.max_rows // problem.gqa_ratio), bind(row.tiles, True)) for row in short)
     other = bind(last.tiles, False)
     return KernelByTokens(kernels, other) if kernels else other
 
@@ -183,7 +183,7 @@ def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
 
 
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    rows = extend_rows_of(problem, target)
+    rows = extend_choices_of(problem, target)
     extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
     return _in_turn_or_at_once(TritonMixed(_bind_decode(problem, target, pool), extend), target)
 
@@ -193,7 +193,7 @@ def _bind_decode_cdna(problem: Problem, target: Target, pool: PoolSize) -> Bound
 
 
 def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    rows = extend_rows_of(problem, target)
+    rows = extend_choices_of(problem, target)
     extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
     return TritonMixed(triton_cdna.bind_decode(problem, target), extend)
 
@@ -208,12 +208,12 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
     def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
         # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else
         # 1238.
-        fits = is_short or (codes is Codes.BY_TOKEN and target.is_nvidia)
+        fits = is_short or (codes is CodeKind.BY_TOKEN and target.is_nvidia)
         tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
         cut = extend_cut(problem, target, tiles, causal=False)
         return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))
 
-    return _by_tokens(problem, extend_rows_of_table(problem, target), bind)
+    return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
@@ -234,7 +234,7 @@ def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> B
     hopper = triton_hopper.bind_extend(problem, target, min_q_len)
     kernel = _by_tokens(
         problem,
-        extend_rows_of(problem, target),
+        extend_choices_of(problem, target),
         lambda tiles, is_short: _extend(problem, target, tiles, min_q_len) if is_short else hopper,
     )
     ratio = problem.gqa_ratio
@@ -243,7 +243,7 @@ def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> B
         return kernel
     short = kernel.short if isinstance(kernel, KernelByTokens) else ()
     # For few tokens, blocks of fewer heads would read K and V several times and have no more rows.
-    return KernelByTokens((*short, SizedKernel(Steps(_MOST_NOT_FILLED // ratio), hopper)), filled)
+    return KernelByTokens((*short, SizedKernel(ServedSteps(_MOST_NOT_FILLED // ratio), hopper)), filled)
 
 
 def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
@@ -261,7 +261,7 @@ def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> Bou
 
 def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> BoundKernel:
     """Binds the kernel of prompt steps. extend: the kernel of any extend step"""
-    rows = extend_rows_of(problem, target)
+    rows = extend_choices_of(problem, target)
     return triton_prefill.bind_prompts(
         problem, target, rows, lambda tiles: _extend(problem, target, _of_whole_rows(tiles)), extend
     )
@@ -294,65 +294,67 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Bo
 
 TRITON = Provider(
     name="triton",
-    rows=(
-        triton_row("triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True),
-        triton_row("triton.hopper_decode", StepKind.DECODE, _bind_decode_hopper, limits=triton_hopper.DECODE_LIMITS),
-        triton_row("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
-        triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
-        triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
-        triton_row(
+    entries=(
+        triton_entry(
+            "triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True
+        ),
+        triton_entry("triton.hopper_decode", StepKind.DECODE, _bind_decode_hopper, limits=triton_hopper.DECODE_LIMITS),
+        triton_entry("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
+        triton_entry("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
+        triton_entry("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        triton_entry(
             "triton.hopper_prefill",
             StepKind.PREFILL,
             _bind_prompts_hopper,
             limits=triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
         ),
-        triton_row(
+        triton_entry(
             "triton.prefill",
             StepKind.PREFILL,
             _bind_prompts_plain,
             limits=triton_prefill.limits_of_prompts(_LIMITS),
         ),
-        triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
-        triton_row(
+        triton_entry("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
+        triton_entry(
             "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True
         ),
-        triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-        triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
-        triton_row(
+        triton_entry("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
+        triton_entry("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
+        triton_entry(
             "triton.hopper_shared_prefix",
             StepKind.SHARED,
             _bind_shared_hopper,
             Need.PREFIXES,
             limits=limits_of_shared_prefix(triton_hopper.LIMITS),
         ),
-        triton_row(
+        triton_entry(
             "triton.shared_prefix",
             StepKind.SHARED,
             _bind_shared,
             Need.PREFIXES,
             limits=limits_of_shared_prefix(_LIMITS),
         ),
-        triton_row(
+        triton_entry(
             "triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
         ),
-        triton_row(
+        triton_entry(
             "triton.hopper_segment_extend",
             StepKind.EXTEND,
             _bind_extend_hopper_segments,
             limits=triton_hopper.SEGMENT_LIMITS,
             batch_invariant=True,
         ),
-        triton_row(
+        triton_entry(
             "triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
         ),
-        triton_row(
+        triton_entry(
             "triton.hopper_segment_extend+decode",
             StepKind.MIXED,
             _bind_mixed_hopper_segments,
             limits=triton_hopper.SEGMENT_LIMITS,
             batch_invariant=True,
         ),
-        triton_row(
+        triton_entry(
             "triton.segment_masked",
             StepKind.MASKED,
             triton_segments.bind_masked,
@@ -360,10 +362,10 @@ TRITON = Provider(
             limits=_LIMITS,
             batch_invariant=True,
         ),
-        triton_row(
+        triton_entry(
             "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
         ),
-        *triton_latent.ROWS,
+        *triton_latent.ENTRIES,
     ),
     ops=triton_ops,
 )

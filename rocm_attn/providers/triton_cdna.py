@@ -14,7 +14,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, CHUNK, HEAD_DIMS, ROWS
-from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
@@ -22,7 +22,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.tiles import cdna_tiles_of, decode_cut_of, measured_row
+from rocm_attn.providers.tiles import cdna_tiles_of, decode_cut_of, measured_choice
 from rocm_attn.providers.triton_later import cdna_launches
 
 # Releases of Gluon, in which the kernel is written, change. These have passed its tests, and the static figures show a
@@ -79,7 +79,7 @@ class CdnaDecode:
 
 def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
     """Binds decode for a problem within LIMITS. Raises NoTiles, also if the layer has measured paged-decode tiles."""
-    if measured_row(Table.DECODE, problem, target) is not None:
+    if measured_choice(TileTable.DECODE, problem, target) is not None:
         raise NoTiles(
             "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were "
             "not measured, or were slower"

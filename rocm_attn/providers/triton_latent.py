@@ -38,9 +38,9 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
+from rocm_attn.providers.triton_entries import ARCHS, Masked, triton_entry, triton_ops
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
 _LIMITS = Limits(
     archs=ARCHS,
@@ -275,38 +275,40 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
 
 
-ROWS = (
-    triton_row(
+ENTRIES = (
+    triton_entry(
         "triton.hopper_latent_decode",
         StepKind.DECODE,
         _bind_decode_hopper,
         limits=triton_hopper_latent.DECODE_LIMITS,
     ),
-    triton_row("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
-    triton_row("triton.hopper_latent_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper_latent.LIMITS),
-    triton_row("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
-    triton_row(
+    triton_entry("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    triton_entry(
+        "triton.hopper_latent_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper_latent.LIMITS
+    ),
+    triton_entry("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+    triton_entry(
         "triton.hopper_latent_extend+decode",
         StepKind.MIXED,
         _bind_mixed_hopper,
         limits=triton_hopper_latent.LIMITS,
     ),
-    triton_row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_row("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
-    triton_row(
+    triton_entry("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
+    triton_entry("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
+    triton_entry(
         "triton.latent_shared_prefix",
         StepKind.SHARED,
         _bind_shared,
         Need.PREFIXES,
         limits=limits_of_shared_prefix(_LIMITS),
     ),
-    triton_row(
+    triton_entry(
         "triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, limits=_LIMITS, batch_invariant=True
     ),
-    triton_row(
+    triton_entry(
         "triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True
     ),
-    triton_row(
+    triton_entry(
         "triton.latent_segment_masked",
         StepKind.MASKED,
         _bind_masked_segments,
@@ -314,7 +316,7 @@ ROWS = (
         limits=_LIMITS,
         batch_invariant=True,
     ),
-    triton_row(
+    triton_entry(
         "triton.latent_segment_extend+decode",
         StepKind.MIXED,
         _bind_mixed_segments,

@@ -43,7 +43,7 @@ from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
-from rocm_attn.kernels.speculative.next_round import launch_next_round
+from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.providers.contract import StepOps
 
 __all__ = [
@@ -90,7 +90,7 @@ OPS = StepOps(
     accept_drawn=launch_accept_drawn,
     accept_sampled=launch_accept_sampled,
     move_paths=launch_move_paths,
-    next_round=launch_next_round,
+    next_step=launch_next_step,
     import_rows=launch_import_rows,
     check_selection=launch_check_selection,
     pick_rows=launch_pick_rows,

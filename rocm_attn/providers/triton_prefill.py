@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from rocm_attn.kernels.tuning.tiles import ExtendRow, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import ExtendTileChoice, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, SizedKernel, Steps
+from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, Limits
 
 # Rows of a block in the tiles of few rows.
@@ -83,7 +83,7 @@ def limits_of_prompts(those: Limits) -> Limits:
 def bind_prompts(
     problem: Problem,
     target: Target,
-    rows: Sequence[ExtendRow],
+    rows: Sequence[ExtendTileChoice],
     whole: Callable[[ExtendTiles], BoundKernel],
     extend: BoundKernel,
 ) -> KernelByTokens:
@@ -98,12 +98,12 @@ def bind_prompts(
     few = whole(replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block))
     max_tokens = min(prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads, ANY_TOKENS)
     short = [
-        *(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
+        *(SizedKernel(ServedSteps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
         # If no sequence has more rows, larger blocks would be half empty.
-        SizedKernel(Steps(last.max_rows // problem.gqa_ratio), few),
-        SizedKernel(Steps(prompts.most, max_tokens=max_tokens), few),
+        SizedKernel(ServedSteps(last.max_rows // problem.gqa_ratio), few),
+        SizedKernel(ServedSteps(prompts.most, max_tokens=max_tokens), few),
     ]
     if max_tokens < ANY_TOKENS:
-        short.append(SizedKernel(Steps(prompts.most), whole(rows[-1].tiles)))
+        short.append(SizedKernel(ServedSteps(prompts.most), whole(rows[-1].tiles)))
     longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
     return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > prompts.most)), other)

@@ -14,13 +14,13 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
+from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of, extend_cut
+from rocm_attn.providers.triton_entries import Masked
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_attn.providers.triton_rows import Masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,9 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     shares = of_long is not None or tiles.extend.programs_per_cu > 0
     min_seqs = -(-target.compute_units // (2 * problem.num_kv_heads)) if shares else 1
     short = tuple(
-        SizedKernel(Steps(each.extend.query_rows // problem.gqa_ratio, min_seqs), _extend_in(each, problem, min_q_len))
+        SizedKernel(
+            ServedSteps(each.extend.query_rows // problem.gqa_ratio, min_seqs), _extend_in(each, problem, min_q_len)
+        )
         for each in tiles.of_short_steps(problem.gqa_ratio)
     )
     return KernelByTokens(short, other) if short else other

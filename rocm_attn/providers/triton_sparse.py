@@ -9,7 +9,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention import limits
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
@@ -22,10 +22,10 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Limits, PoolSize
-from rocm_attn.providers.sparse import IndexLimits, IndexRow, SelectedRow
+from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
 from rocm_attn.providers.tiles import codes_of
+from rocm_attn.providers.triton_entries import ARCHS
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_attn.providers.triton_rows import ARCHS
 
 _DTYPES = limits.DTYPES
 
@@ -55,7 +55,7 @@ class TritonIndexer:
     def workspace_words(self, shape: PaddedShape) -> int:
         return select_words(shape.num_tokens, self.max_kv_len, self.indexing)
 
-    def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+    def select(self, args: IndexArgs, selection: SelectedKeys, workspace: Tensor) -> None:
         tiles = self.coded_q_tiles if args.q.dtype.itemsize == 1 else self.tiles
         programs = self.compute_units * tiles.programs_per_cu
         triton_launches.launch_select(
@@ -148,8 +148,8 @@ def _keys(problem: Problem) -> int:
     return indexing.width * indexing.unit_tokens
 
 
-INDEX_ROWS = (
-    IndexRow(
+INDEXER_ENTRIES = (
+    IndexerEntry(
         provider="triton",
         name="triton.indexer",
         limits=IndexLimits(
@@ -182,8 +182,8 @@ _SELECTED_LIMITS = Limits(
     page_strides=True,
 )
 
-SELECTED_ROWS = (
-    SelectedRow(
+SELECTED_ENTRIES = (
+    SelectedKeysEntry(
         provider="triton",
         name="triton.selected",
         limits=_SELECTED_LIMITS,
@@ -191,7 +191,7 @@ SELECTED_ROWS = (
         bakes=frozenset(),
         bind=_bind_selected,
     ),
-    SelectedRow(
+    SelectedKeysEntry(
         provider="triton",
         name="triton.selected_segments",
         limits=_SELECTED_LIMITS,

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from rocm_attn.machine.agreement import Agree, alone
-from rocm_attn.machine.measured_rows import with_measured_rows
+from rocm_attn.machine.measured_choices import with_measured_choices
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
@@ -37,7 +37,7 @@ def choose_kernels(
     agree: a kernel that is missing or wrong on one rank is left out on all
     Raises Unsupported, BadSetting.
     """
-    target, runs = with_measured_rows(target), device.type != "meta"
+    target, runs = with_measured_choices(target), device.type != "meta"
     unavailable = dict(agree(missing_kernels(target, provider) if runs else {}))
     while True:
         selections = tuple(
@@ -68,8 +68,8 @@ def _say_what_fell_back(selection: Selection) -> None:
             if r.kind is kind and r.kernel.startswith("aiter.") and "not bound" not in r.reason
         ]
         # Kinds for which AITER has no kernels have nothing to fall back from.
-        if kernel.row.provider != "aiter" and reasons:
-            _warn_once(f"{kind.value} steps are served by {kernel.row.name}, not by AITER ({'; '.join(reasons)})")
+        if kernel.entry.provider != "aiter" and reasons:
+            _warn_once(f"{kind.value} steps are served by {kernel.entry.name}, not by AITER ({'; '.join(reasons)})")
 
 
 @cache

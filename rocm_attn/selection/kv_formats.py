@@ -27,10 +27,10 @@ class KVFormat:
     scales: Scales = Scales.NONE
 
     @classmethod
-    def named(cls, kv_dtype: str, kv_scales: str, target: Target, *, has_factors: bool = False) -> KVFormat:
+    def named(cls, kv_dtype: str, kv_scales: str, target: Target, *, has_scales: bool = False) -> KVFormat:
         """The format under one of KV_DTYPES and one of KV_SCALES. Raises BadSetting.
 
-        has_factors: True if the model brings scales of its layers, which were found for E4M3
+        has_scales: True if the model brings scales of its layers, which were found for E4M3
         """
         encoding = _encoding(kv_dtype, target)
         if kv_scales not in KV_SCALES:
@@ -42,7 +42,7 @@ class KVFormat:
                 )
             return cls()
         if kv_scales == AUTO:
-            return cls(encoding, Scales.LAYER if has_factors and encoding in _E4M3 else Scales.TOKEN)
+            return cls(encoding, Scales.LAYER if has_scales and encoding in _E4M3 else Scales.TOKEN)
         return cls(encoding, _SCALES[kv_scales])
 
 

@@ -15,7 +15,7 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadProblem, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.select import ROWS, Selection
+from rocm_attn.providers.select import ENTRIES, Selection
 
 # Tokens in a page, in order of preference if kernels are equally good: small pages waste less at a sequence's end and
 # are shared more often, but every page is an entry of the table.
@@ -96,8 +96,8 @@ def choose_pages(
                 lines.append(f"{pages}: some layers have no kernel")
                 reasons += [f"{pages}: {reason}" for reason in unsupported.reasons]
                 continue
-            by_provider, by_row = _cost(layers)
-            costs[pool, page_size] = by_provider, pools.index(pool), by_row
+            by_provider, by_entry = _cost(layers)
+            costs[pool, page_size] = by_provider, pools.index(pool), by_entry
             lines.append(f"{pages}: {_shares(layers)}")
     if not costs:
         sizes, layouts = ", ".join(map(str, page_sizes)), " or ".join(pool.value for pool in pools)
@@ -117,24 +117,24 @@ def _over(problem: Problem, page_size: int, pool: PoolKind) -> Problem:
 
 def _cost(layers: Sequence[tuple[Selection, int]]) -> tuple[int, int]:
     """The sum over all layers and steps of the kernel's rank among providers, and of its rank among their rows."""
-    providers = list(ROWS)
-    by_provider = by_row = 0
+    providers = list(ENTRIES)
+    by_provider = by_entry = 0
     for selection, count in layers:
         for kind in _KINDS:
-            row = selection.kernel(kind).row
-            rows = ROWS[row.provider]
-            by_provider += count * providers.index(row.provider)
+            entry = selection.kernel(kind).entry
+            entries = ENTRIES[entry.provider]
+            by_provider += count * providers.index(entry.provider)
             # A prefill without a kernel of its own is served by a row that counts as coming after all of its own.
-            by_row += count * (rows.index(row) if row.kind is kind else len(rows))
-    return by_provider, by_row
+            by_entry += count * (entries.index(entry) if entry.kind is kind else len(entries))
+    return by_provider, by_entry
 
 
 def _shares(layers: Sequence[tuple[Selection, int]]) -> str:
     """How many of all pairs of a layer and a kind of step each provider serves."""
     shares = Counter(
         {
-            provider: sum(c for s, c in layers for kind in _KINDS if s.kernel(kind).row.provider == provider)
-            for provider in ROWS
+            provider: sum(c for s, c in layers for kind in _KINDS if s.kernel(kind).entry.provider == provider)
+            for provider in ENTRIES
         }
     )
     total = sum(shares.values())

@@ -1,4 +1,4 @@
-"""A probe: some kernels run the model's own shape against the reference before they serve (KernelRow.is_probed).
+"""A probe: some kernels run the model's own shape against the reference before they serve (KernelEntry.is_probed).
 
 These are kernels of other libraries, which may be built without a variant, or with a wrong one, and show it only in
 their results; and kernels of this project for which a plainer one can serve, and that no GPU of their arch has run. The
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.machine import releases
-from rocm_attn.providers.contract import KernelRow
+from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, edge_run, random_run
 
@@ -30,14 +30,14 @@ def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapp
     """
     wrong: dict[str, str] = {}
     for selection in selections:
-        if any(kernel.row.is_probed and _runs(kernel.row, device) for kernel in selection.kernels.values()):
+        if any(kernel.entry.is_probed and _runs(kernel.entry, device) for kernel in selection.kernels.values()):
             wrong.update(_verdict(selection, device))
     return wrong
 
 
-def _runs(row: KernelRow, device: torch.device) -> bool:
+def _runs(entry: KernelEntry, device: torch.device) -> bool:
     """True if a kernel runs on the device: this project's, for a GPU that is not here, are only compiled (prewarm)."""
-    return row.provider == "aiter" or device.type == "cuda"
+    return entry.provider == "aiter" or device.type == "cuda"
 
 
 def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
@@ -55,7 +55,7 @@ def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
 def _place(selection: Selection, device: torch.device) -> Path | None:
     """The file of a selection's verdict; None if kernels are AITER's, of an unknown version that may change."""
     version = releases.aiter_version()
-    if not version and any(kernel.row.provider == "aiter" for kernel in selection.kernels.values()):
+    if not version and any(kernel.entry.provider == "aiter" for kernel in selection.kernels.values()):
         return None
     facts = {
         "arch": selection.target.arch,

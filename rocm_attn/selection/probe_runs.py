@@ -74,7 +74,7 @@ ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACT
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class FailedProbe:
     """The first probed kernel that is wrong, with its fault.
 
     lacks_memory: True if it failed for lack of memory
@@ -132,9 +132,9 @@ class _Run:
         pages.fill_nan(slice(1, None))
         if problem.kv_scales in (Scales.LAYER, Scales.HEAD):
             # They differ from 1, and from each other except for latent pages, so that a missing scale shows.
-            for scale, factor in ((pages.v_scale, _V_FACTOR), (pages.k_scale, _K_FACTOR)):
+            for scale, scale_value in ((pages.v_scale, _V_FACTOR), (pages.k_scale, _K_FACTOR)):
                 assert scale is not None
-                scale.fill_(factor)
+                scale.fill_(scale_value)
         runtime.head_weights.set(0, weights.to(runtime.device))
         run = cls(runtime, problem, weights.to(runtime.device), [])
         run.admit(num_seqs)
@@ -168,13 +168,15 @@ class _Run:
                 step.layers.store(0, brought.k, brought.v)
             self._remember(brought.k, brought.v, new)
 
-    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Part], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
+    def wrong(
+        self, q_len: Sequence[int], rows_of: Callable[[Part], _Rows], pad_to: int = _PAD_TO
+    ) -> FailedProbe | None:
         """The fault of a step with q_len new tokens; None if there is none, or if the kernel is not probed.
 
         rows_of: returns the rows of the running step
         """
         with self._step(q_len, pad_to) as step:
-            row = step.plan.kernels[0].row
+            row = step.plan.kernels[0].entry
             rows = rows_of(step)
             step.layers.store(0, rows.k, rows.v)
             self._remember(rows.k, rows.v, q_len)
@@ -188,7 +190,7 @@ class _Run:
                 what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
                 lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
             where = f"in {_named(step.plan.shape.kind)} of lengths {', '.join(map(str, self.kv_len))}"
-            return Wrong(row.name, f"{what} {where}", lacks_memory) if what else None
+            return FailedProbe(row.name, f"{what} {where}", lacks_memory) if what else None
 
     @contextmanager
     def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Part]:
@@ -231,7 +233,7 @@ class _Run:
 
     def wrong_at_edges(
         self, cached: Sequence[int], steps: Sequence[Sequence[int]], last_pad_to: int = _PAD_TO
-    ) -> Wrong | None:
+    ) -> FailedProbe | None:
         """The first fault at the edges in these steps of new sequences, with `cached` tokens in the cache.
 
         last_pad_to: the size that the last step is padded to
@@ -267,7 +269,7 @@ class _Run:
             step.layers.attend(0, q, out, lse)
             out, lse = out.clone(), None if lse is None else lse.clone()
             wait_for_device(out.device)  # a kernel fails when it runs, not when it is launched
-        row, first = step.plan.kernels[0].row, 0
+        row, first = step.plan.kernels[0].entry, 0
         if row.rounds_queries:
             q = eight_bit_queries(q, problem.page_format.encoding.dtype)
         bound = bounds_of(problem.dtype, eight_bit_products=row.rounds_products).out
@@ -284,7 +286,7 @@ def _close(result: Tensor, reference: Tensor, bound: Bound) -> bool:
     return bool((error_parts(result, reference, bound) <= 1).all())
 
 
-def random_run(selection: Selection, device: torch.device) -> Wrong | None:
+def random_run(selection: Selection, device: torch.device) -> FailedProbe | None:
     """The first kernel that is wrong on random rows; later kernels are not checked before it is replaced."""
     problem, generator = selection.problem, torch.Generator().manual_seed(0)
     run = _Run.of(
@@ -308,7 +310,7 @@ def random_run(selection: Selection, device: torch.device) -> Wrong | None:
     return next((wrong for wrong in found if wrong is not None), None)
 
 
-def edge_run(selection: Selection, device: torch.device) -> Wrong | None:
+def edge_run(selection: Selection, device: torch.device) -> FailedProbe | None:
     """The first kernel that sees a key too few or too many; later kernels are not checked before it is replaced.
 
     Runs a step with nothing in the cache, then one of each kind over rows that were stored without attention.
@@ -348,7 +350,7 @@ def _foreign_failures() -> Iterator[None]:
 def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
     """The same kernels, bound for a pool of another size."""
     kernels = {
-        kind: LayerKernel(kernel.row, kernel.row.bind(selection.problem, selection.target, pool))
+        kind: LayerKernel(kernel.entry, kernel.entry.bind(selection.problem, selection.target, pool))
         for kind, kernel in selection.kernels.items()
     }
     return replace(selection, kernels=kernels)

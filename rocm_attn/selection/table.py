@@ -9,8 +9,8 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import KNOWN_TARGETS
-from rocm_attn.providers.contract import Baked, Fault, KernelRow, Limits, ReadAhead
-from rocm_attn.providers.select import INDEX_ROWS, ROWS, SELECTED_ROWS
+from rocm_attn.providers.contract import Baked, Fault, KernelEntry, Limits, ReadAhead
+from rocm_attn.providers.select import ENTRIES, INDEXER_ENTRIES, SELECTED_ENTRIES
 from rocm_attn.providers.sparse import IndexLimits
 
 _INTRODUCTION = """\
@@ -27,7 +27,8 @@ One table has sliding windows, soft caps, sinks, ALiBi slopes and attention that
 encodings of K and V.
 
 Vectorised pages hold K and V in another order, which some of AITER's kernels read, and torch's reference; a function
-that reads both orders has two rows. `--pool auto --page-size auto` chooses layout and page size before a pool is made.
+that reads both orders has two entries. `--pool auto --page-size auto` chooses layout and page size before a pool is
+made.
 """
 
 _MEANING = """\
@@ -56,8 +57,8 @@ _TITLES = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
 def markdown() -> str:
     """The whole page, with a newline at its end."""
     parts = [_INTRODUCTION]
-    for provider, rows in ROWS.items():
-        bound = _merged([row for row in rows if not row.not_bound])
+    for provider, entries in ENTRIES.items():
+        bound = _merged([entry for entry in entries if not entry.not_bound])
         parts.append(f"## {_TITLES[provider]}\n")
         parts.append(_table(_SERVES, bound))
         parts.append(_table(_SCORES, bound))
@@ -72,44 +73,47 @@ def markdown() -> str:
             parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
             parts.append(faulty)
         odd: dict[str, list[str]] = {}
-        for row, kinds in bound:
-            for note in row.notes:
-                odd.setdefault(note, []).append(f"`{row.name}` ({kinds})")
+        for entry, kinds in bound:
+            for note in entry.notes:
+                odd.setdefault(note, []).append(f"`{entry.name}` ({kinds})")
         if odd:
             parts.append("Oddities of kernels that are used nevertheless:\n")
             parts.append("".join(f"- {', '.join(named)}: {note}\n" for note, named in odd.items()))
-        unbound = _merged([row for row in rows if row.not_bound])
+        unbound = _merged([entry for entry in entries if entry.not_bound])
         if unbound:
             parts.append("Known, but not bound:\n")
-            parts.append("".join(f"- `{row.name}` ({kinds}): {row.not_bound}\n" for row, kinds in unbound))
+            parts.append("".join(f"- `{entry.name}` ({kinds}): {entry.not_bound}\n" for entry, kinds in unbound))
     return "\n".join([*parts, _MEANING])
 
 
 # A row, and the kinds of step that it serves.
-_Line = tuple[KernelRow, str]
+_Line = tuple[KernelEntry, str]
 
 
-def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
+def _merged(entries: Sequence[KernelEntry]) -> list[_Line]:
     """Merges rows that differ only in the kind of step."""
-    kinds: dict[KernelRow, list[str]] = {}
-    for row in rows:
-        kinds.setdefault(replace(row, kind=StepKind.DECODE, bakes=frozenset()), []).append(row.kind.value)
-    bakes = {row: frozenset(b for other in rows if other.name == row.name for b in other.bakes) for row in kinds}
-    return [(replace(row, bakes=bakes[row]), ", ".join(values)) for row, values in kinds.items()]
+    kinds: dict[KernelEntry, list[str]] = {}
+    for entry in entries:
+        kinds.setdefault(replace(entry, kind=StepKind.DECODE, bakes=frozenset()), []).append(entry.kind.value)
+    bakes = {
+        entry: frozenset(b for other in entries if other.name == entry.name for b in other.bakes) for entry in kinds
+    }
+    return [(replace(entry, bakes=bakes[entry]), ", ".join(values)) for entry, values in kinds.items()]
 
 
 def _sparse(provider: str) -> str:
     """The sparse kernels of a provider; empty if it has none."""
     cells = [
-        f"| `{row.name}` | selects | {_archs(row.limits)} | {_dtypes(row.limits)} | {_range(row.limits.head_dim)} | "
-        f"{row.limits.num_heads} | {_yes(row.batch_invariant)} |"
-        for row in INDEX_ROWS.get(provider, ())
+        f"| `{entry.name}` | selects | {_archs(entry.limits)} | {_dtypes(entry.limits)} | "
+        f"{_range(entry.limits.head_dim)} | {entry.limits.num_heads} | {_yes(entry.batch_invariant)} |"
+        for entry in INDEXER_ENTRIES.get(provider, ())
     ]
     cells += [
-        f"| `{row.name}` | attends over {', '.join(pool.value for pool in row.limits.pools)} | {_archs(row.limits)} | "
-        f"{_dtypes(row.limits)} | {_range(row.limits.head_dim)}/{_range(row.limits.v_head_dim)} | "
-        f"{row.limits.max_gqa_ratio} on a KV head | {_yes(row.batch_invariant)} |"
-        for row in SELECTED_ROWS.get(provider, ())
+        f"| `{entry.name}` | attends over {', '.join(pool.value for pool in entry.limits.pools)} | "
+        f"{_archs(entry.limits)} | {_dtypes(entry.limits)} | "
+        f"{_range(entry.limits.head_dim)}/{_range(entry.limits.v_head_dim)} | "
+        f"{entry.limits.max_gqa_ratio} on a KV head | {_yes(entry.batch_invariant)} |"
+        for entry in SELECTED_ENTRIES.get(provider, ())
     ]
     head = ["| kernel | what it does | archs | dtypes | head_dim | heads | any batch |", f"|{' --- |' * 7}"]
     return "".join(f"{line}\n" for line in head + cells) if cells else ""
@@ -126,10 +130,10 @@ def _dtypes(limits: Limits | IndexLimits) -> str:
 def _faults(lines: Sequence[_Line]) -> str:
     """The faults of the kernels on GPUs in some releases; empty if none are known."""
     named: dict[Fault, dict[str, None]] = {}
-    for row, kinds in lines:
-        for fault in row.faults:
+    for entry, kinds in lines:
+        for fault in entry.faults:
             if any(KNOWN_TARGETS[arch].is_gpu for arch in fault.archs):
-                named.setdefault(fault, {})[f"`{row.name}` ({kinds})"] = None
+                named.setdefault(fault, {})[f"`{entry.name}` ({kinds})"] = None
     head = ["| kernels | archs | releases | refused, because |", "| --- | --- | --- | --- |"]
     cells = [
         f"| {', '.join(names)} | {', '.join(fault.archs)} | {fault.releases()} | {fault.what} |"
@@ -139,8 +143,8 @@ def _faults(lines: Sequence[_Line]) -> str:
 
 
 def _table(columns: dict[str, Callable[[_Line], str]], lines: Sequence[_Line]) -> str:
-    rows = [list(columns), ["---"] * len(columns), *([cell(line) for cell in columns.values()] for line in lines)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    entries = [list(columns), ["---"] * len(columns), *([cell(line) for cell in columns.values()] for line in lines)]
+    return "".join(f"| {' | '.join(entry)} |\n" for entry in entries)
 
 
 def _range(span: tuple[int, int]) -> str:
@@ -203,7 +207,7 @@ def _lse(line: _Line) -> str:
     return "yes" if limits.lse and limits.lse_of_slopes else "without ALiBi" if limits.lse else "no"
 
 
-def _factors(line: _Line) -> str:
+def _scale_values(line: _Line) -> str:
     names = {Scales.LAYER: "layer", Scales.HEAD: "KV head", Scales.TOKEN: "token"}
     return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
 
@@ -250,7 +254,7 @@ _CODED: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
     "K and V": lambda line: ", ".join(encoding.value for encoding in line[0].limits.encodings),
-    "a scale per": _factors,
+    "a scale per": _scale_values,
     "multiplies": lambda line: "in eight bits" if line[0].rounds_products else "in q's dtype",
 }
 

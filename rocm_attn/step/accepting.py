@@ -22,7 +22,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Ver
 from rocm_attn.kernels.speculative.limits import MOST_NODES
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.machine.devices import on_device
-from rocm_attn.paging.storage import Pool, SpaceTable, Table
+from rocm_attn.paging.storage import PagePool, RowTable, SpaceTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
@@ -127,7 +127,7 @@ class AcceptedMoves:
     Scales of tokens and index keys move with them. There is one launch per space and kind of memory.
     """
 
-    def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, ops: StepOps) -> None:
+    def __init__(self, kinds: LayerKinds, table: RowTable, pool: PagePool, ops: StepOps) -> None:
         self._kinds, self._table, self._pool, self._ops = kinds, table, pool, ops
         self._alike: list[tuple[SpaceTable, AlikePages]] | None = None
 

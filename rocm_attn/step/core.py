@@ -15,7 +15,7 @@ from rocm_attn.kernels.cache.pool_slots import write_pool_slots
 from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
-from rocm_attn.paging.storage import Pool, Table
+from rocm_attn.paging.storage import PagePool, RowTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.step.accepting import AcceptedMoves
@@ -86,7 +86,7 @@ class StepCore:
     """
 
     def __init__(
-        self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards, *, mask_keys: int = ALL_KEYS
+        self, kinds: LayerKinds, table: RowTable, pool: PagePool, guards: StepGuards, *, mask_keys: int = ALL_KEYS
     ) -> None:
         self.device, self.guards = pool.device, guards
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)

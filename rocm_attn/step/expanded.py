@@ -105,10 +105,10 @@ class ExpandedPrefill:
             )
         with on_device(q.device):
             k, v = self._expanded(expand, latents, q)
-            out, lse = self.packed.attend(q, k, v, Lengths(batch.q_len, batch.q_len), causal=True)
+            out, lse = self.packed.attend(q, k, v, ExpandedLengths(batch.q_len, batch.q_len), causal=True)
             for first, lengths in _chunks(batch.kv_len - batch.q_len, chunk_tokens):
                 k, v = self._expanded(expand, self._read(batch.rows, first, lengths), q)
-                side, side_lse = self.packed.attend(q, k, v, Lengths(batch.q_len, lengths), causal=False)
+                side, side_lse = self.packed.attend(q, k, v, ExpandedLengths(batch.q_len, lengths), causal=False)
                 merge_into(out, lse, side, side_lse, out, lse)
         return out.to(q.dtype), lse
 
@@ -156,7 +156,7 @@ _TIMES_AS_LONG = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
+class ExpandedLengths:
     """Sequences one after the other, on the host: int [S] new tokens of each, and keys of each."""
 
     q_len: np.ndarray
@@ -196,7 +196,9 @@ class PackedAttention:
     provider: str
     sinks: Tensor | None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: ExpandedLengths, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """out float32 [T, heads, v_dim] and lse float32 [T, heads]; 0 and -inf if a sequence has no keys.
 
         q:      [T, heads, dim]
@@ -209,20 +211,20 @@ class PackedAttention:
         kernel = packed_varlen(problem, self.target, self.provider) if seen.any() else None
         if kernel is None:
             return self._by_extend(q, k, v, lengths, causal)
-        asked = library.flash_attn_varlen_func(), problem
+        requested = library.flash_attn_varlen_func(), problem
         longest = int(lengths.kv_len.max())
-        if longest < _TIMES_AS_LONG * _RIGHT.get(asked, 0):
+        if longest < _TIMES_AS_LONG * _RIGHT.get(requested, 0):
             theirs = self._tried(kernel, (q, k, v), lengths, seen)
             if theirs is not None:
                 return theirs
-            _RIGHT[asked] = _NOT_ASKED
+            _RIGHT[requested] = _NOT_ASKED
         ours = self._by_extend(q, k, v, lengths, causal)
         size = ours[0].abs() + v.float().square().mean().sqrt()
         # Rows of NaN, and rows of only zeros, prove nothing about a kernel; later rows will.
-        if _RIGHT.get(asked) != _NOT_ASKED and ours[0].isfinite().all() and (size > 0).all():
+        if _RIGHT.get(requested) != _NOT_ASKED and ours[0].isfinite().all() and (size > 0).all():
             theirs = self._tried(kernel, (q, k, v), lengths, seen)
             is_right = theirs is not None and _agree(kernel, theirs, ours, size, v.dtype)
-            _RIGHT[asked] = longest if is_right else _NOT_ASKED
+            _RIGHT[requested] = longest if is_right else _NOT_ASKED
         return ours
 
     def _problem(self, q: Tensor, v: Tensor, causal: bool) -> Problem:
@@ -244,7 +246,7 @@ class PackedAttention:
         )
 
     def _by_aiter(
-        self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: Lengths, seen: np.ndarray
+        self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: ExpandedLengths, seen: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """Runs AITER's kernel on the sequences that have queries and keys; it is not called for others."""
         q, k, v = rows
@@ -263,7 +265,7 @@ class PackedAttention:
         return out, lse
 
     def _tried(
-        self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: Lengths, seen: np.ndarray
+        self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: ExpandedLengths, seen: np.ndarray
     ) -> tuple[Tensor, Tensor] | None:
         """Runs AITER's kernel. None if it raised anything but KeyboardInterrupt."""
         try:
@@ -272,7 +274,9 @@ class PackedAttention:
             _say(kernel, f"it raised {type(error).__name__}: {error}")
             return None
 
-    def _by_extend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor]:
+    def _by_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: ExpandedLengths, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Runs the extend kernel over pages of one token, or its twin if Triton does not run here. Raises NoTiles."""
         num_tokens, heads, dim = q.shape
         out = torch.empty(num_tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)

@@ -23,7 +23,7 @@ from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
 from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, make_plan
-from rocm_attn.step.publisher import Found, Line, PublishingGuards
+from rocm_attn.step.publisher import Found, PublishingGuards, StepChain
 
 # Number of shapes for which runs of steps that are not captured are kept.
 _MOST_KEPT = 64
@@ -54,7 +54,7 @@ class ExternalRuns:
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         self._engine_row = torch.zeros(num_seqs, dtype=torch.int32, device=tables.device)
         kernels = [each for core in cores.values() for s in core.selections for each in s.kernels.values()]
-        self._bakes_kv_len = any(Baked.MAX_KV_LEN in kernel.row.bakes for kernel in kernels)
+        self._bakes_kv_len = any(Baked.MAX_KV_LEN in kernel.entry.bakes for kernel in kernels)
         self._captured: dict[tuple[object, ...], ExternalRun] = {}
         self._kept: dict[tuple[object, ...], ExternalRun] = {}
         self._changes_seen = 0
@@ -107,7 +107,7 @@ class ExternalRuns:
     def _new_run(self, step: ExternalStep, max_kv_len: int) -> ExternalRun:
         core, shape, tables = self.core(step.causality), step.shape, self._tables
         kernels = [selection.kernel(shape.kind) for selection in core.selections]
-        bakes = {baked for kernel in kernels for baked in kernel.row.bakes}
+        bakes = {baked for kernel in kernels for baked in kernel.entry.bakes}
         if Baked.MAX_KV_LEN not in bakes:
             max_kv_len = tables.max_kv_len
         max_q_len = 1 if shape.kind.decodes else min(step.max_q_len, shape.num_tokens)
@@ -175,9 +175,9 @@ class ExternalRuns:
 def _check_plan(plan: StepPlan, *, captured: bool) -> None:
     """Refuses kernels that cannot run such steps."""
     if captured and not plan.replayable:
-        names = sorted({kernel.row.name for kernel in plan.kernels if not kernel.row.graph_safe})
+        names = sorted({kernel.entry.name for kernel in plan.kernels if not kernel.entry.graph_safe})
         raise WrongState(f"{', '.join(names)} cannot be captured; run such steps eagerly, or choose another provider")
-    needy = sorted({kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths})
+    needy = sorted({kernel.entry.name for kernel in plan.kernels if kernel.entry.needs_host_lengths})
     if needy:
         raise Unsupported(f"{', '.join(needy)} cannot run with the lengths on the device, where an engine keeps them")
 
@@ -191,7 +191,7 @@ class EnginePublisher:
     def __init__(
         self, ops: StepOps, device: torch.device, guards: PublishingGuards, on_fault: Callable[[DeviceFault], None]
     ) -> None:
-        self.line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
+        self.line = StepChain(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
         self._launch, self._on_fault, self._of_last_step = ops.publish_engine, on_fault, guards.of_last_step
         # The words of a slot, counts and number of a publication that has begun and not ended.
         self._launching: tuple[Int32Array, Tensor, int] | None = None

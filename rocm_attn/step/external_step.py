@@ -39,7 +39,7 @@ ONE_EACH = OneEach()
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class NewLengths:
     """New tokens of each sequence. of_seq: int32 or int64 [num_seqs or more], any stride, on the device"""
 
     of_seq: Tensor
@@ -115,7 +115,7 @@ class ExternalStep:
     padded_seqs: int
     padded_tokens: int
     kv_len: Tensor
-    q: OneEach | Lengths | Boundaries
+    q: OneEach | NewLengths | Boundaries
     rows: Tensor | None
     min_q_len: int
     max_q_len: int
@@ -188,7 +188,7 @@ class ExternalStep:
         if kind is StepKind.DECODE or isinstance(self.q, OneEach):
             lengths = EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
         else:
-            form, more = (Q_LENGTHS, 0) if isinstance(self.q, Lengths) else (Q_BOUNDARIES, 1)
+            form, more = (Q_LENGTHS, 0) if isinstance(self.q, NewLengths) else (Q_BOUNDARIES, 1)
             _check("q", self.q.of_seq, self.num_seqs + more)
             lengths = EngineLengths(self.kv_len, self.rows, self.q.of_seq, form)
         object.__setattr__(self, "shape", PaddedShape(kind, self.padded_seqs, self.padded_tokens))

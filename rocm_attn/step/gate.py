@@ -201,10 +201,10 @@ class StepGate:
         self._staged: _Staged | None = None
         self._may_move = self._moves_on = False
 
-    def stage(self, batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
+    def stage(self, batch: StepBatch, plan: AnyPlan | None = None, input_plans: Collection[StepPlan] = ()) -> Step:
         """Checks a step and publishes its inputs; see AttentionRuntime.step.
 
-        takers: plans whose graphs take the inputs if nothing publishes them; these graphs run the step then
+        input_plans: plans whose graphs take the inputs if nothing publishes them; these graphs run the step then
         """
         self.holder.begin("a step cannot begin")
         try:
@@ -220,14 +220,14 @@ class StepGate:
                 refusal = self._table.checks.why_no_store(batch)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
-                return self._publish(batch, plan, refusal, takers)
+                return self._publish(batch, plan, refusal, input_plans)
             with on_device(self.device):
-                return self._publish(batch, plan, refusal, takers)
+                return self._publish(batch, plan, refusal, input_plans)
         except BaseException:
             self.end()
             raise
 
-    def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
+    def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, input_plans: Collection[StepPlan]) -> Step:
         """Brings a checked step to the memory that the device reads. The gate's device is the current one."""
         batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
         # From here on the step runs, so that a log, a signal handler or a finalizer cannot begin another one within it.
@@ -242,7 +242,7 @@ class StepGate:
         publisher = self._publisher
         publisher.apply_table_changes()
         if len(batches) == 1:
-            publisher.publish_whole(batch, children[0], to_graph=plan in takers and not refusal)
+            publisher.publish_whole(batch, children[0], to_graph=plan in input_plans and not refusal)
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)

@@ -48,7 +48,7 @@ class NoFence:
 _LOOK_SECONDS = 20e-6
 
 
-class Taken:
+class GraphFence:
     """The fence of a slot that the kernel at the head of a graph reads; the kernel marks the slot when it has.
 
     words:     of the slot
@@ -128,7 +128,7 @@ class HostRing:
         self.is_fixed = True
         self._slots = [RingSlot.of(slot) for slot in self.slots]
         self._launched = [new_fence() for _ in range(depth)]
-        self._taken = [Taken(slot.words, new_fence) for slot in self._slots]
+        self._taken = [GraphFence(slot.words, new_fence) for slot in self._slots]
         self._done: list[Fence] = list(self._launched)
         self._next = 0
         # Not at exit, when the device may be gone before the ring.

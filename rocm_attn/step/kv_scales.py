@@ -64,15 +64,16 @@ def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights
 
 
 def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
-    factors = torch.as_tensor(given, dtype=torch.float32 if isinstance(given, float) else None).detach()
-    if not factors.is_floating_point() or factors.numel() != count or factors.dim() > 1:
+    scale_values = torch.as_tensor(given, dtype=torch.float32 if isinstance(given, float) else None).detach()
+    if not scale_values.is_floating_point() or scale_values.numel() != count or scale_values.dim() > 1:
         raise BadTensor(
-            f"the scales of {name} are {factors.dtype} {list(factors.shape)}; they must be floating point, {count} "
+            f"the scales of {name} are {scale_values.dtype} {list(scale_values.shape)}; they must be floating point, "
+            f"{count} "
             "of them"
         )
-    factors = factors.to("cpu", torch.float32).reshape(count)
-    if not bool(((factors >= SMALLEST_SCALE) & (factors <= LARGEST_SCALE)).all()):
+    scale_values = scale_values.to("cpu", torch.float32).reshape(count)
+    if not bool(((scale_values >= SMALLEST_SCALE) & (scale_values <= LARGEST_SCALE)).all()):
         raise BadTensor(
-            f"the scales of {name} are {factors.tolist()}; each must be a positive number from 2**-100 to 2**100"
+            f"the scales of {name} are {scale_values.tolist()}; each must be a positive number from 2**-100 to 2**100"
         )
-    return factors
+    return scale_values

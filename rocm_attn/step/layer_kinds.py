@@ -54,7 +54,7 @@ class LayerKinds:
     def reading_alone(self, what: Callable[[Limits], bool]) -> dict[int, str]:
         """Layer -> a kernel whose limits require `what` of K and V, for layers that have such a kernel."""
         of_kind = [
-            [kernel.row.name for kernel in selection.kernels.values() if what(kernel.row.limits)]
+            [kernel.entry.name for kernel in selection.kernels.values() if what(kernel.entry.limits)]
             for selection in self.selections
         ]
         return {layer: of_kind[kind][0] for layer, kind in enumerate(self.of_layer) if of_kind[kind]}

@@ -16,10 +16,10 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, Toke
 from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, Selection
+from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, SelectedKeys
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.settings import settings
-from rocm_attn.paging.storage import Pool
+from rocm_attn.paging.storage import PagePool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepOps, StoringKernel
@@ -28,7 +28,7 @@ from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, writte
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.prepared import Call, LayerForms, stream_of
+from rocm_attn.step.prepared import AddressedCall, LayerForms, stream_of
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
@@ -65,7 +65,7 @@ class Layers:
     """
 
     def __init__(
-        self, kinds: LayerKinds, pool: Pool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
+        self, kinds: LayerKinds, pool: PagePool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
     ) -> None:
         self._read_by = guards.read_by
         self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
@@ -147,7 +147,7 @@ class Layers:
         args = self._attend_args(step, tensors, plan, layer, q, out, lse)
         with on_device(self._device), self._noting(step, call):
             kernel.bound.attend(args, tensors, plan.bounds)
-            if not kernel.row.clears_pads:
+            if not kernel.entry.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
     def stores_within(self, plan: StepPlan, layer: int) -> bool:
@@ -248,7 +248,7 @@ class Layers:
     ) -> AttendArgs:
         """Arguments of the layer's kernel. tensors: of the space that the layer reads in"""
         kind = self._kind_of_layer[layer]
-        row, problem = plan.kernels[kind].row, self._selections[kind].problem
+        row, problem = plan.kernels[kind].entry, self._selections[kind].problem
         self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not row.limits.gives_lse(problem):
             raise BadTensor(f"{row.name} returns no lse; build the runtime of problems with wants_lse=True")
@@ -258,7 +258,7 @@ class Layers:
         pages, schedule = self._pool.layer(layer), step.schedules[kind]
         return AttendArgs(q, pages, tensors.table, step.queries, out, *own, schedule, step.workspace)
 
-    def _check_selection(self, step: DeviceStep, selected: Selection, tensors: StepTensors) -> None:
+    def _check_selection(self, step: DeviceStep, selected: SelectedKeys, tensors: StepTensors) -> None:
         """Sets a bit of the step's error word if a selection is not valid for attention over it."""
         faults = self._selection_faults.zero_()
         self._ops.check_selection(selected, step.places, faults)
@@ -288,7 +288,7 @@ class Layers:
         # torch._C: see on_device. A call for a device that is not the current one is not prepared.
         return self._launches_alone and torch._C._cuda_getDevice() == self._device_index and not is_observed()
 
-    def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
+    def _noting(self, step: DeviceStep, call: AddressedCall) -> AbstractContextManager[None]:
         """Prepares the form of a call that is made inside this context."""
         return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step)
 
@@ -304,7 +304,7 @@ class Layers:
 
     def _after_store(self, plan: StepPlan, layer: int, tensors: StepTensors) -> None:
         """Zeroes the rest of a sequence's last page for kernels that multiply V after its end."""
-        if not plan.kernels[self._kind_of_layer[layer]].row.masks_v:
+        if not plan.kernels[self._kind_of_layer[layer]].entry.masks_v:
             of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
             self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
 
@@ -366,7 +366,7 @@ class Layers:
 
 
 # A call that is not prepared.
-_AS_IT_IS = Call(None, (), 0)
+_AS_IT_IS = AddressedCall(None, (), 0)
 
 
 def _no_stream() -> int:

@@ -18,10 +18,10 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, NO_PARENT, Need, StepTensors, Unit
-from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, TokenPlaces
-from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, SparseTokens
+from rocm_attn.kernels.sparse.arguments import SelectedKeys as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.storage import SpaceTable, Table
+from rocm_attn.paging.storage import RowTable, SpaceTable
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
@@ -62,7 +62,7 @@ class DeviceStep:
     schedules: tuple[Tensor, ...]
     workspace: Tensor
     queries: Queries
-    places: TokenPlaces
+    places: SparseTokens
     selected: tuple[SelectedUnits | None, ...]
     index_slots: tuple[Tensor, ...]
     parents: Tensor
@@ -74,9 +74,9 @@ class DeviceStep:
         return self.spaces[0]
 
 
-def _table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int, guards: MemoryGuards) -> TableSizes:
+def _table_sizes(selections: Sequence[Selection], table: RowTable, mask_keys: int, guards: MemoryGuards) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
-    ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
+    ahead = [kernel.entry.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
     multiple = max(-(-each.table_tokens // page_size) for each in ahead)
     return TableSizes(
@@ -98,7 +98,13 @@ class StepMemory:
     """
 
     def __init__(
-        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards, *, mask_keys: int = ALL_KEYS
+        self,
+        kinds: LayerKinds,
+        table: RowTable,
+        device: torch.device,
+        guards: MemoryGuards,
+        *,
+        mask_keys: int = ALL_KEYS,
     ) -> None:
         self._selections, self._space_of_kind = kinds.selections, kinds.spaces
         self._pools = pools_of(kinds)
@@ -181,7 +187,7 @@ class StepMemory:
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=view(WORKSPACE),
             queries=plan.bounds.queries(first),
-            places=TokenPlaces(first.row_of_token, first.position_of_token, first.counts[1:2], *longest),
+            places=SparseTokens(first.row_of_token, first.position_of_token, first.counts[1:2], *longest),
             selected=tuple(
                 None if indexing is None else self._selected(plan.shape, view, indexing, first)
                 for indexing in indexings_of(self._selections)
@@ -244,7 +250,7 @@ class StepMemory:
         """The needs of a space's kernels for these kinds of steps, apart from lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
         of_kinds = [kernel for s in selections for kind, kernel in s.kernels.items() if kind in set(kinds)]
-        return {need for kernel in of_kinds for need in kernel.row.needs}
+        return {need for kernel in of_kinds for need in kernel.entry.needs}
 
 
 def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:

@@ -72,11 +72,11 @@ class Planner:
         self.padding = padding
         self._selections, self._device, self._max_kv_len = tuple(selections), device, max_kv_len
         self._longest, self._graph_key = guards.longest(sealed_tensors), guards.graph_key
-        rows = [kernel.row for s in selections for kernel in s.kernels.values()]
-        bakes = {b for row in rows for b in row.bakes}
+        entries = [kernel.entry for s in selections for kernel in s.kernels.values()]
+        bakes = {b for entry in entries for b in entry.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
-        self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
+        self._has_prefill = any(entry.kind is StepKind.PREFILL for entry in entries)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         # Plans of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
         self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
@@ -228,7 +228,7 @@ class Planner:
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
         if batch.prefixes is not NO_PREFIXES and not any(
-            kernel.row.kind.extra is Extra.PREFIXES for kernel in plan.kernels
+            kernel.entry.kind.extra is Extra.PREFIXES for kernel in plan.kernels
         ):
             reasons = {
                 f"{refusal.kernel}: {refusal.reason}": None
@@ -241,7 +241,7 @@ class Planner:
             raise BadTensor(
                 f"the step's lengths or token ids are on {batch.inputs.device}; the runtime is on {self._device}"
             )
-        needy = [kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths]
+        needy = [kernel.entry.name for kernel in plan.kernels if kernel.entry.needs_host_lengths]
         if needy and not batch.inputs.lengths_on_host:
             raise Unsupported(
                 f"{', '.join(needy)} cannot run with the lengths of a step on {self._device}; read "

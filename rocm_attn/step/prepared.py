@@ -26,17 +26,17 @@ from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork
 from rocm_attn.kernels.driver_call import (
+    ArgumentPlace,
     Arguments,
     DescribedPlace,
     MapOf,
-    Place,
     Run,
     arguments_of,
     driver_call,
     with_maps,
 )
 from rocm_attn.kernels.launch import Launch, does_only_launch, is_observed, note_launches
-from rocm_attn.paging.storage import Pool
+from rocm_attn.paging.storage import PagePool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
@@ -155,7 +155,7 @@ class PreparedCalls:
     _owned: frozenset[int] = frozenset()
 
     @contextmanager
-    def noting(self, call: Call, memory: object) -> Iterator[None]:
+    def noting(self, call: AddressedCall, memory: object) -> Iterator[None]:
         """Prepares calls of this form from the launches made inside this context.
 
         memory: a tree of tensors that do not move while the step's views exist
@@ -214,7 +214,7 @@ def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: froze
         found = _arguments(launch, places, owned)
         if launch.compiled is None or found is None:
             return None
-        described = driver_call(launch.compiled, launch.grid, Place(0), found)
+        described = driver_call(launch.compiled, launch.grid, ArgumentPlace(0), found)
         call = with_maps(*described, 1 + len(addresses) + len(maps))
         if call is None:
             return None
@@ -239,7 +239,7 @@ def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) ->
                 return None
             found.append(described)
         elif argument.data_ptr() in places:
-            found.append(Place(places[argument.data_ptr()]))
+            found.append(ArgumentPlace(places[argument.data_ptr()]))
         elif _storage(argument) in owned:
             found.append(argument.data_ptr())
         else:
@@ -298,7 +298,7 @@ def _cannot_say(*tensors: Tensor) -> bool:
     return False
 
 
-class Call(NamedTuple):
+class AddressedCall(NamedTuple):
     """A layer call in the form of PreparedCalls.
 
     form:      see PreparedCalls
@@ -336,7 +336,7 @@ class LayerForms:
     """
 
     def __init__(
-        self, kind_of_layer: Sequence[int], pool: Pool, head_weights: LayerHeadWeights, stream: Callable[[], int]
+        self, kind_of_layer: Sequence[int], pool: PagePool, head_weights: LayerHeadWeights, stream: Callable[[], int]
     ) -> None:
         self._kind_of_layer, self._pool, self._head_weights = kind_of_layer, pool, head_weights
         self._stream = stream
@@ -346,7 +346,7 @@ class LayerForms:
     # The following code runs at every layer of every eager step. So arguments are written out in a tuple that is
     # compared before it is hashed, with addresses first, where calls mostly differ.
 
-    def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> Call | None:
+    def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> AddressedCall | None:
         """Makes a call of Layers.store if one of its form was prepared; else returns it, so that it can be prepared."""
         pages = self._pool.layer(layer)
         given = self._stream(), (k.data_ptr(), v.data_ptr()), (_form(k), _form(v))
@@ -354,7 +354,9 @@ class LayerForms:
             return None
         return self._make(prepared, prepared.stored, layer, "store", given, (pages, None))
 
-    def rope_and_store(self, prepared: PreparedCalls, layer: int, projected: Projected, work: QkvWork) -> Call | None:
+    def rope_and_store(
+        self, prepared: PreparedCalls, layer: int, projected: Projected, work: QkvWork
+    ) -> AddressedCall | None:
         """Does the same as `store`, for Layers.rope_and_store."""
         pages, (q, k, v, q_out) = self._pool.layer(layer), projected
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
@@ -363,7 +365,9 @@ class LayerForms:
             return None
         return self._make(prepared, prepared.roped, layer, "rope", given, (pages, work))
 
-    def attend(self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call | None:
+    def attend(
+        self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None
+    ) -> AddressedCall | None:
         """Does the same as `store`, for Layers.attend. Raises WrongState for a layer that lacks head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
@@ -375,7 +379,7 @@ class LayerForms:
 
     def store_and_attend(
         self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-    ) -> Call | None:
+    ) -> AddressedCall | None:
         """Does the same as `store`, for Layers.store_and_attend. Raises WrongState if the layer lacks head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
@@ -419,7 +423,7 @@ class LayerForms:
 
     def _make(
         self, prepared: PreparedCalls, last: LastCalls, layer: int, operation: str, given: Given, owners: Owners
-    ) -> Call | None:
+    ) -> AddressedCall | None:
         """Makes a call of a form that was prepared, and keeps it as the layer's last one; returns any other call."""
         memory = self._memories.get((operation, layer))
         if memory is None or memory.owners[0] is not owners[0] or memory.owners[1] is not owners[1]:
@@ -429,7 +433,7 @@ class LayerForms:
         addresses = (*own, *memory.addresses)
         call = prepared.by_form.get(form)
         if call is None or _are_odd(own):
-            return Call(form, addresses, len(own))
+            return AddressedCall(form, addresses, len(own))
         launches = call.launches(stream, addresses)
         last[layer] = LastCall(given, owners, launches) if layer in last else _NOT_KEPT
         for run, arguments in launches:

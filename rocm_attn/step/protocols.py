@@ -19,7 +19,7 @@ from rocm_attn.step.plan import StepPlan
 Outputs_co = TypeVar("Outputs_co", covariant=True, default=Tensor)
 
 
-class Steps(Protocol[Outputs_co]):
+class RunsSteps(Protocol[Outputs_co]):
     """Anything that runs steps: a StepRunner, or a wrapper of one."""
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs_co:
@@ -109,7 +109,7 @@ class LayerCalls(Protocol):
 
         q:       [T, index heads, head_dim of the indexer] of the layer's dtype, or of its index keys' dtype if they
                  take eight bits; any strides but the last
-        weights: float32 [T, index heads], any strides but the last: factors of each index head's scores; default: 1
+        weights: float32 [T, index heads], any strides but the last: scales of each index head's scores; default: 1
         Raises BadBatch if index keys are needed that were never stored.
         """
 

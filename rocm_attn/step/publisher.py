@@ -76,7 +76,7 @@ STEPS_UNTIL_COMPARED = 64
 Found = list[DeviceFault]
 
 
-class Line:
+class StepChain:
     """A line of steps, each of which is published from a ring slot and echoes the step before it there.
 
     counts: of the step that was published last
@@ -141,7 +141,7 @@ class Line:
 
 # A publication whose launches have begun: its line, the words of its ring slot, counts and number, and whether a graph
 # takes it. If it ends early, it is not known whether the first launch was made.
-_Launching = tuple[Line, Int32Array, Tensor, int, bool]
+_Launching = tuple[StepChain, Int32Array, Tensor, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class GraphRuns:
         pinned = device.type == "cuda"
         self._answer = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._answered: Fence = torch.Event(device) if pinned else NoFence()
-        self._asked_at: int | None = None
+        self._requested_at: int | None = None
         self._steps_left = STEPS_UNTIL_COMPARED
 
     def run(self, replay: Callable[[], object]) -> None:
@@ -209,14 +209,14 @@ class GraphRuns:
 
         The step whose graph was lost, or one after it, has then left a slot that no graph takes, which reports it.
         """
-        if self._asked_at is None and self._is_known:
+        if self._requested_at is None and self._is_known:
             self._answer.copy_(self.on_device, non_blocking=True)
             self._answered.record()
-            self._asked_at = self.number
-        if self._asked_at is not None and self._answered.query():
-            if int(self._answer) != self._asked_at:
+            self._requested_at = self.number
+        if self._requested_at is not None and self._answered.query():
+            if int(self._answer) != self._requested_at:
                 self._is_known = False
-            self._asked_at, self._steps_left = None, STEPS_UNTIL_COMPARED
+            self._requested_at, self._steps_left = None, STEPS_UNTIL_COMPARED
 
 
 class Publisher:
@@ -235,7 +235,9 @@ class Publisher:
         # One ring for each child, so that the host may be as many split steps ahead as others.
         words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
         self._lines = tuple(
-            Line(HostRing(pool.device, wait=guards.ring_wait, words=words[half]), guards.new_echo_check(), pool.device)
+            StepChain(
+                HostRing(pool.device, wait=guards.ring_wait, words=words[half]), guards.new_echo_check(), pool.device
+            )
             for half in range(HALVES)
         )
         self.runs = GraphRuns(pool.device)
@@ -355,7 +357,7 @@ class Publisher:
     def _write_limits(self, batch: StepBatch, words: Int32Array) -> None:
         """Writes the limits of lengths on the device; lengths of the host were checked against the table."""
         parts, on_host = slot_parts(batch.num_seqs, len(batch.token_ids)), batch.inputs.lengths_on_host
-        words[parts.floor] = 0 if on_host else self._table.checks.floors(batch.rows)
+        words[parts.first_writable] = 0 if on_host else self._table.checks.first_writable_of(batch.rows)
         words[parts.stored] = INT32_MAX if on_host else self._table.tokens.stored_len[batch.rows]
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
@@ -371,7 +373,7 @@ class Publisher:
                 inputs.kv_len if has_kv_len else in_slot.kv_len,
                 in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
                 in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
-                in_slot.floor,
+                in_slot.first_writable,
                 in_slot.stored,
                 # Tokens of the published step that the caller's kv_len leaves out; of a round, its first step is
                 # published.
@@ -471,7 +473,11 @@ class Publisher:
             parts = slot_parts(num_seqs, num_ids)
             # These keep the slot's memory, so that no other slot gets its address.
             found = self._parts[key] = GivenInputs(
-                slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor], slot[parts.stored]
+                slot[parts.kv_len],
+                slot[parts.q_len],
+                slot[parts.token_ids],
+                slot[parts.first_writable],
+                slot[parts.stored],
             )
         return found
 

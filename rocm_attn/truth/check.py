@@ -28,7 +28,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from rocm_attn.truth.needle_layer import NeedleLayer, Tally, Wrong
+from rocm_attn.truth.needle_layer import NeedleLayer, Tally, WrongNeedle
 from rocm_attn.truth.wide_pages import place_rows, rows_needed, wrapping_pages
 
 # The most needles per layer that a report names, of those that were missed or seen although hidden.
@@ -156,7 +156,7 @@ class TruthReport:
         return all(tally.passed for of_layer in self.tallies for tally in of_layer)
 
 
-class Truth:
+class NeedleCheck:
     """The needles of a model's layers, and the runtime that has to find them.
 
     problems: the layers; one of each kind is enough
@@ -248,7 +248,7 @@ class Truth:
         outs = [layer.run(step.layers, number, step.token_ids.shape[0]) for number, layer in enumerate(self._layers)]
         return outs[-1][step.last_token_of_seq.long()]
 
-    def _miss(self, layer: int, wrong: Wrong, replayed: bool) -> Miss:
+    def _miss(self, layer: int, wrong: WrongNeedle, replayed: bool) -> Miss:
         """Returns the description of a wrong needle, with the key's place in the pool."""
         page, byte = self._place(layer, wrong.seq, wrong.key)
         return Miss(
@@ -283,5 +283,5 @@ class Truth:
 
 def _kernels(selection: Selection) -> tuple[str, ...]:
     """Returns the kernels of one layer, in words."""
-    dense = [f"{kind.value}: {kernel.row.name}" for kind, kernel in selection.kernels.items()]
-    return (*dense, *(f"over a selection: {name}" for name in (selection.sparse.rows if selection.sparse else ())))
+    dense = [f"{kind.value}: {kernel.entry.name}" for kind, kernel in selection.kernels.items()]
+    return (*dense, *(f"over a selection: {name}" for name in (selection.sparse.entries if selection.sparse else ())))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.truth.needles import Asked, Haystack, IndexHaystack, Pointed, check_indexer, sharpness_of
+from rocm_attn.truth.needles import Haystack, IndexHaystack, NeedleQueries, Pointed, check_indexer, sharpness_of
 
 # A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
 _NOT_ITS_VALUE = 0.5
@@ -24,12 +24,12 @@ _COMPARED = 1024
 class Tally:
     """Counts of one sequence in one layer.
 
-    asked, hidden: keys that were asked for and may be seen, and those that may not
+    requested, hidden: keys that were asked for and may be seen, and those that may not
     missed, seen:  the visible keys that were not found, and the hidden ones that came back
     worst:         largest distance of a value that was found
     """
 
-    asked: int = 0
+    requested: int = 0
     hidden: int = 0
     missed: int = 0
     seen: int = 0
@@ -38,11 +38,11 @@ class Tally:
     @property
     def passed(self) -> bool:
         """True if something was asked for, and all of it was right."""
-        return self.asked > 0 and self.missed == self.seen == 0
+        return self.requested > 0 and self.missed == self.seen == 0
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class WrongNeedle:
     """A needle that was not found, or one that was found although it is hidden.
 
     seq, token, head: the query: sequence of the step, new token of the sequence, query head
@@ -89,7 +89,7 @@ class NeedleLayer:
         self._sharpness = sharpness_of(problem, max(kv_len))
         self._tolerance = tolerance(problem)
         self._haystacks = [Haystack.random(problem, length, generator) for length in kv_len]
-        self._asked: list[Asked] = []
+        self._requested: list[NeedleQueries] = []
         self._pointed: list[Pointed] = []
         self._source = earlier
         device = generator.device
@@ -122,17 +122,17 @@ class NeedleLayer:
         # Padding is NaN, so that any use of it shows.
         for rows in (self._q, self._k, self._v, self._out):
             rows.fill_(float("nan"))
-        self._asked, self._pointed = [], []
+        self._requested, self._pointed = [], []
         at = 0
         for seq, (first, new) in enumerate(zip(done, q_len, strict=True)):
             here, there = slice(at, at + new), slice(first, first + new)
             self._point(seq, here, there)
-            asked, haystack = self._ask(seq, there), self._haystacks[seq]
-            self._q[here] = haystack.queries(asked, self.problem, self._sharpness)
+            requested, haystack = self._ask(seq, there), self._haystacks[seq]
+            self._q[here] = haystack.queries(requested, self.problem, self._sharpness)
             self._k[here] = haystack.k[there]
             if self.problem.pool is not PoolKind.LATENT:
                 self._v[here] = haystack.v[there]
-            self._asked.append(asked)
+            self._requested.append(requested)
             at += new
 
     def _point(self, seq: int, here: slice, there: slice) -> None:
@@ -143,11 +143,11 @@ class NeedleLayer:
             self._index_k[here] = index.stored(there, indexer.indexing)
             self._index_q[here] = index.queries(pointed, self.problem, indexer)
 
-    def _ask(self, seq: int, there: slice) -> Asked:
+    def _ask(self, seq: int, there: slice) -> NeedleQueries:
         if isinstance(self.problem.indexer, AllKeys):
-            return Asked.of(self.problem, there.start, there.stop, self._generator)
+            return NeedleQueries.of(self.problem, there.start, there.stop, self._generator)
         assert self._source is not None
-        return Asked.of_selection(self.problem, self._source._pointed[seq], there.start, there.stop)
+        return NeedleQueries.of_selection(self.problem, self._source._pointed[seq], there.start, there.stop)
 
     def run(self, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
         """Stores, selects and attends. Returns the outputs, [num_tokens, q_heads, v_head_dim]. May be captured."""
@@ -162,23 +162,23 @@ class NeedleLayer:
         layers.attend_selected(number, q, out)
         return out
 
-    def judge(self, tallies: Sequence[Tally]) -> Iterator[Wrong]:
+    def judge(self, tallies: Sequence[Tally]) -> Iterator[WrongNeedle]:
         """Adds the last step's results to the tallies, and yields some of the wrong needles."""
         at = 0
-        for seq, (haystack, asked, tally) in enumerate(zip(self._haystacks, self._asked, tallies, strict=True)):
-            for first in range(0, len(asked.key), _COMPARED):
-                part = asked.part(slice(first, first + _COMPARED))
+        for seq, (haystack, requested, tally) in enumerate(zip(self._haystacks, self._requested, tallies, strict=True)):
+            for first in range(0, len(requested.key), _COMPARED):
+                part = requested.part(slice(first, first + _COMPARED))
                 far = haystack.distance(part, self._out[at : at + len(part.key)], self.problem)
                 at += len(part.key)
                 missed = part.visible & ~(far <= self._tolerance)
                 seen = ~part.visible & ~((far >= _NOT_ITS_VALUE) & far.isfinite())
                 worst = far.masked_fill(~part.visible | missed, 0.0).max()
                 num_visible, num_missed, num_seen = torch.stack([part.visible.sum(), missed.sum(), seen.sum()]).tolist()
-                tally.asked += num_visible
+                tally.requested += num_visible
                 tally.hidden += part.visible.numel() - num_visible
                 tally.missed += num_missed
                 tally.seen += num_seen
                 tally.worst = max(tally.worst, float(worst))
                 for token, head in (missed | seen).nonzero()[:_MOST_NAMED].tolist():
                     key, visible = int(part.key[token, head]), bool(part.visible[token, head])
-                    yield Wrong(seq, first + token, head, key, visible, float(far[token, head]))
+                    yield WrongNeedle(seq, first + token, head, key, visible, float(far[token, head]))

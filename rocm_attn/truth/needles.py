@@ -32,7 +32,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Indexing, LastUnit, Poo
 # All other keys together weigh at most exp(-_LEAST_MARGIN) of the one that is asked for.
 _LEAST_MARGIN = 5.0
 _SHARPNESS = tuple(0.25 * step for step in range(2, 97))
-# The number of kinds of places that are asked for in turn. The last kind is hidden; see Asked.of and _places.
+# The number of kinds of places that are asked for in turn. The last kind is hidden; see NeedleQueries.of and _places.
 _NUM_KINDS = 8
 # The most keys that each set of an indexer's heads points to. The rest of its selection is noise.
 _MOST_POINTED = 2
@@ -133,23 +133,23 @@ class Haystack:
         """The number of tokens."""
         return self.k.shape[0]
 
-    def queries(self, asked: Asked, problem: Problem, sharpness: float) -> Tensor:
+    def queries(self, requested: NeedleQueries, problem: Problem, sharpness: float) -> Tensor:
         """Returns [n, q_heads, head_dim] of the problem's dtype: each query has the direction of its key."""
         length = sharpness / (problem.scale * math.sqrt(problem.head_dim))
-        return (self.k[asked.key, asked.kv_heads(problem)].float() * length).to(problem.dtype)
+        return (self.k[requested.key, requested.kv_heads(problem)].float() * length).to(problem.dtype)
 
-    def distance(self, asked: Asked, out: Tensor, problem: Problem) -> Tensor:
+    def distance(self, requested: NeedleQueries, out: Tensor, problem: Problem) -> Tensor:
         """Returns float32 [n, q_heads]: |out - v| / |v|, v being the value of the key; inf if out is NaN or infinite.
 
         out: [n, q_heads, v_head_dim]
         """
-        value = self.v[asked.key, asked.kv_heads(problem)].float()
+        value = self.v[requested.key, requested.kv_heads(problem)].float()
         far: Tensor = (out.float() - value).norm(dim=-1) / value.norm(dim=-1)
         return far.nan_to_num(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NeedleQueries:
     """The keys that the query heads of a sequence's new tokens ask for.
 
     key:     int64 [n, q_heads], a place in the sequence's KV
@@ -163,12 +163,12 @@ class Asked:
         """Returns int64 [q_heads]: the KV head that each query head reads."""
         return torch.arange(self.key.shape[1], device=self.key.device) // problem.gqa_ratio
 
-    def part(self, tokens: slice) -> Asked:
+    def part(self, tokens: slice) -> NeedleQueries:
         """Returns the keys of some of the tokens."""
-        return Asked(self.key[tokens], self.visible[tokens])
+        return NeedleQueries(self.key[tokens], self.visible[tokens])
 
     @classmethod
-    def of(cls, problem: Problem, first: int, end: int, generator: torch.Generator) -> Asked:
+    def of(cls, problem: Problem, first: int, end: int, generator: torch.Generator) -> NeedleQueries:
         """Returns keys for tokens first .. end - 1 of a sequence, which one step stores and which attend to all keys.
 
         They are keys of _places in turn, and sometimes a hidden one: the last one before the token's window, or the
@@ -186,7 +186,7 @@ class Asked:
         return cls(torch.where(is_hidden, hidden, places), ~is_hidden)
 
     @classmethod
-    def of_selection(cls, problem: Problem, pointed: Pointed, first: int, end: int) -> Asked:
+    def of_selection(cls, problem: Problem, pointed: Pointed, first: int, end: int) -> NeedleQueries:
         """Returns keys for tokens that attend to a selection: those that an indexer points to, or turns away from.
 
         Every other time in the last kind's turn it is the next token instead, which may be in a selected unit.
@@ -198,11 +198,11 @@ class Asked:
         of_set = kv_head if pointed.key.shape[1] > 1 else torch.zeros_like(kv_head)
         key = pointed.key[:, of_set, head % pointed.key.shape[2]]
         away = pointed.away[:, of_set]
-        asks_after = (turn == _NUM_KINDS - 1) & (token + 1 < end) & (token % 2 == 0)
-        asks_away = (turn == _NUM_KINDS - 1) & (away >= 0) & ~asks_after
-        key = torch.where(asks_after, token + 1, torch.where(asks_away, away, key))
+        queries_after = (turn == _NUM_KINDS - 1) & (token + 1 < end) & (token % 2 == 0)
+        queries_away = (turn == _NUM_KINDS - 1) & (away >= 0) & ~queries_after
+        key = torch.where(queries_after, token + 1, torch.where(queries_away, away, key))
         sees_none = pointed.sees_none[:, None]
-        return cls(key, ~(asks_after | asks_away | sees_none))
+        return cls(key, ~(queries_after | queries_away | sees_none))
 
 
 @dataclass(frozen=True, slots=True)

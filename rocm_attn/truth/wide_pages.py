@@ -39,8 +39,8 @@ def place_rows(table: RequestTable, kv_len: Sequence[int], boundaries: Sequence[
     """Admits a row per sequence, with pages for its kv_len[i] tokens around all boundaries of an untouched pool.
 
     boundaries: ascending pages, from wrapping_pages()
-    The table's rows have room for whole pages. Returns the rows of the sequences, and those that hold the other pages;
-    free both. Raises CapacityExceeded.
+    The table's choices have room for whole pages. Returns the rows of the sequences, and those that hold the other
+    pages; free both. Raises CapacityExceeded.
     """
     wanted = sum(num_pages(length, table.page_size) for length in kv_len)
     share = -(-wanted // (len(boundaries) + 1)) + 1

@@ -62,11 +62,11 @@ class LayerOfStep:
         held, pages = self.pages_of(seq), self.pages
         first = 0 if self.window_left == UNLIMITED_WINDOW else max(0, length - new - self.window_left)
         k, v = (side.flatten(0, 1)[first:length] for side in pages.read(held))
-        asked = [(q[tokens], BOUNDS[self.problem.dtype].out)]
+        requested = [(q[tokens], BOUNDS[self.problem.dtype].out)]
         if self.eight_bit_products:
             rounded = eight_bit_queries(q[tokens], self.problem.page_format.encoding.dtype)
-            asked.append((rounded, EIGHT_BIT_PRODUCTS.out))
-        for rows, bound in asked:
+            requested.append((rounded, EIGHT_BIT_PRODUCTS.out))
+        for rows, bound in requested:
             want, _ = attend_paged(rows, pages, [held.tolist()], [length], [new], self.problem, self.weights)
             if within_bounds(out[tokens], want, rows, k, v, self.problem, bound):
                 return True

@@ -19,7 +19,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls, Steps
+from rocm_attn.step.protocols import LayerCalls, RunsSteps
 
 
 class Ranges(Protocol):
@@ -52,7 +52,7 @@ def device_ranges() -> Ranges:
 class RangedSteps(Generic[Outputs]):
     """Runs each step in a range that gives its size."""
 
-    def __init__(self, steps: Steps[Outputs], ranges: Ranges) -> None:
+    def __init__(self, steps: RunsSteps[Outputs], ranges: Ranges) -> None:
         self._steps = steps
         self._ranges = ranges
 

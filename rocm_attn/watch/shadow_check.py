@@ -52,7 +52,7 @@ def shadow_check(
         kv_len,
         pages_of,
         problem.window_left,
-        kernel.row.rounds_products,
+        kernel.entry.rounds_products,
     )
     seqs = np.random.default_rng(seed).permutation(int(step.counts[0]))[:most_seqs].tolist()
     return sorted(of_step.wrong_seqs(q, out, seqs, most_tokens))

@@ -8,13 +8,13 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import Steps
+from rocm_attn.step.protocols import RunsSteps
 
 
 class WatchedSteps(Generic[Outputs]):
     """Runs steps under a watchdog. A replay that hangs is named by the step that waits for it, one or two later."""
 
-    def __init__(self, steps: Steps[Outputs], watchdog: Watchdog) -> None:
+    def __init__(self, steps: RunsSteps[Outputs], watchdog: Watchdog) -> None:
         self._steps = steps
         self._watchdog = watchdog
         self._num_steps = 0

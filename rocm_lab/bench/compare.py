@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rocm_attn.errors import BadSetting
-from rocm_lab.bench.result_file import KERNELS, Kept
+from rocm_lab.bench.result_file import KERNELS, ResultFile
 
 _RESAMPLES, _SEED = 2000, 0
 _LOW, _HIGH = 0.025, 0.975
@@ -40,7 +40,7 @@ class Change(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedCase:
     """A provider on a case, before and after.
 
     ratio, low, high: time after / time before, and its interval; NaN if one of them has no samples
@@ -73,7 +73,7 @@ class Allowed:
     common_cases: bool = False
 
 
-def compare(before: Kept, after: Kept, smallest: float, allowed: Allowed) -> list[Compared]:
+def compare(before: ResultFile, after: ResultFile, smallest: float, allowed: Allowed) -> list[ComparedCase]:
     """Returns each row of both runs that has a result in one of them. smallest: the effect that counts, 0.02 for 2%
 
     Raises BadSetting for runs that cannot be compared.
@@ -97,7 +97,7 @@ def compare(before: Kept, after: Kept, smallest: float, allowed: Allowed) -> lis
     return found
 
 
-def _check_files(before: Kept, after: Kept, allowed: Allowed) -> None:
+def _check_files(before: ResultFile, after: ResultFile, allowed: Allowed) -> None:
     for kept in (before, after):
         if kept.kind != KERNELS:
             raise BadSetting(f"a file of {kept.kind} was given; files of `rocm-attn bench kernels` can be compared")
@@ -112,13 +112,13 @@ def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
     return {(row["suite"], row["case"], row["batch"], row["provider"]): row for row in rows}
 
 
-def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: float) -> Compared | None:
+def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: float) -> ComparedCase | None:
     _, case, _, provider = key
     before, after = old.get("samples_us"), new.get("samples_us")
     if not before and not after:
         return None
     if not before or not after:
-        return Compared(case, provider, Change.MENDED if after else Change.BROKEN)
+        return ComparedCase(case, provider, Change.MENDED if after else Change.BROKEN)
     ratio, low, high = ratio_of_medians(before, after)
     least, most = 1 / (1 + smallest), 1 + smallest
     change = Change.UNCLEAR
@@ -128,7 +128,7 @@ def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: flo
         change = Change.FASTER
     elif least <= low and high <= most:
         change = Change.SAME
-    return Compared(case, provider, change, ratio, low, high)
+    return ComparedCase(case, provider, change, ratio, low, high)
 
 
 def ratio_of_medians(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:

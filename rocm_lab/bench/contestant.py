@@ -17,7 +17,7 @@ class NotServed(RocmAttnError):
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LayerLaunch:
     """A layer that can be launched.
 
     run:    only launches, so it can be captured
@@ -36,6 +36,6 @@ class Launch:
 class Contestant(Protocol):
     """A library's attention."""
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         """Does all the work that is done once per step. Raises NotServed with a reason."""
         ...

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import detect_target
-from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.providers.contract import KernelEntry, PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
-from rocm_lab.bench.contestant import Contestant, Launch, NotServed
-from rocm_lab.bench.prepared import Prepared
+from rocm_lab.bench.contestant import Contestant, LayerLaunch, NotServed
+from rocm_lab.bench.prepared import PreparedLayer
 from rocm_lab.bench.step_data import StepData
 
 DETERMINISTIC = "+deterministic"
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OwnProvider:
     """A provider of this package's.
 
     provider: a name of PROVIDERS
@@ -28,10 +28,10 @@ class Own:
     provider: str
     deterministic: bool = False
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         row, prepared = self.prepared(data)
-        return Launch(
+        return LayerLaunch(
             prepared.attend,
             lambda: data.out,
             f"{row.name}: {prepared.kernel.describe()}",
@@ -39,7 +39,7 @@ class Own:
             row.rounds_queries,
         )
 
-    def prepared(self, data: StepData) -> tuple[KernelRow, Prepared]:
+    def prepared(self, data: StepData) -> tuple[KernelEntry, PreparedLayer]:
         """Returns the row that serves the step, and its kernel over the data. Raises NotServed."""
         target = detect_target(data.device)
         pool = PoolSize(data.pages.k.shape[0], data.bounds.max_kv_len, data.batch.num_seqs)
@@ -55,7 +55,7 @@ class Own:
         except Unsupported as refusal:
             raise NotServed("; ".join(refusal.reasons) or refusal.summary) from refusal
         kernel, rows = selection.kernel(data.kind), (data.q, data.out)
-        return kernel.row, Prepared.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
+        return kernel.entry, PreparedLayer.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
 
 
 def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:
@@ -67,7 +67,7 @@ def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contes
     for name in names:
         own, _, kind = name.partition("+")
         if own in PROVIDERS and f"+{kind}" in ("+", DETERMINISTIC):
-            found[name] = Own(own, deterministic=bool(kind))
+            found[name] = OwnProvider(own, deterministic=bool(kind))
         elif name in _PEERS:
             found[name] = _PEERS[name](fa3_library)
         else:

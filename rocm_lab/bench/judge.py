@@ -21,7 +21,7 @@ MOST_SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """The result of a comparison.
 
     part:      the largest error, as a fraction of the allowed one; at most 1 is right
@@ -57,19 +57,19 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class ExpectedOutput:
     """The expected output of a step, for the tokens that are compared."""
 
     data: StepData
     samples: tuple[Sample, ...]
 
     @classmethod
-    def of(cls, data: StepData, *, rounds_queries: bool = False) -> Truth:
+    def of(cls, data: StepData, *, rounds_queries: bool = False) -> ExpectedOutput:
         """Computes the reference. rounds_queries: whether a kernel is given q in the pages' eight bits"""
         q = eight_bit_queries(data.q, data.problem.page_format.encoding.dtype) if rounds_queries else data.q
         return cls(data, tuple(_samples(data, q)))
 
-    def judge(self, out: Tensor, *, rounds_products: bool = False) -> Verdict:
+    def judge(self, out: Tensor, *, rounds_products: bool = False) -> Comparison:
         """Checks a kernel's output. rounds_products: whether it multiplies in eight bits"""
         bound = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products).out
         if out.shape != self.data.out.shape:
@@ -91,7 +91,7 @@ class Truth:
         wrong = f"sequence {worst_seq} is off by {part:.3g} times the tolerance" if part > 1 else ""
         if bool(out.isnan().any()):
             part, wrong = math.inf, "it left NaN in its output"
-        return Verdict(part, error, largest, compared, wrong)
+        return Comparison(part, error, largest, compared, wrong)
 
     def _size(self, wanted: Tensor) -> float:
         """Returns the value that replaces a standard deviation of 1 in the bound.
@@ -105,14 +105,14 @@ class Truth:
         return min(1.0, 2.0 * float(wanted.square().mean().sqrt()))
 
 
-def failed(error: BaseException) -> Verdict:
+def failed(error: BaseException) -> Comparison:
     """Returns the verdict for a kernel that raised."""
     text = str(error).strip().splitlines()
     return _never(f"it raised {type(error).__name__}{f': {text[0]}' if text else ''}")
 
 
-def _never(wrong: str) -> Verdict:
-    return Verdict(math.inf, math.inf, math.inf, 0, wrong)
+def _never(wrong: str) -> Comparison:
+    return Comparison(math.inf, math.inf, math.inf, 0, wrong)
 
 
 def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:

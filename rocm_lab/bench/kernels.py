@@ -15,17 +15,17 @@ from rocm_attn.machine.devices import wait_for_device
 from rocm_lab.bench import layers
 from rocm_lab.bench.ceilings import Ceilings
 from rocm_lab.bench.clocks import Sampled, Timed, clock_of, in_turn
-from rocm_lab.bench.contestant import Contestant, Launch, NotServed
-from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.contestant import Contestant, LayerLaunch, NotServed
+from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.judge import Truth, Verdict, failed
+from rocm_lab.bench.judge import Comparison, ExpectedOutput, failed
 from rocm_lab.bench.step_data import StepData, random_steps
-from rocm_lab.bench.suites import Case
-from rocm_lab.bench.work import Work, work_of
+from rocm_lab.bench.suites import SuiteCase
+from rocm_lab.bench.work import LayerWork, work_of
 
 # KV bytes between two uses of a page, as a multiple of the L2; and the most sets of pages, to bound the preparation.
 _PAST_L2, _MOST_SETS = 4, 24
-# If a kernel is faster than the floor by more than this, its launches have not done their work.
+# If a kernel is faster than the lower bound by more than this, its launches have not done their work.
 _MOST_SHARE = 1.1
 _NO_SAMPLES = Sampled((), ())
 
@@ -49,7 +49,7 @@ class KernelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ContestantResult:
     """A contestant on a case.
 
     status:          OK, WRONG, FAILED (it raised) or NOT_SERVED
@@ -58,14 +58,14 @@ class Row:
     joules_a_token:  of one layer and one new token; NaN if it was not measured
     """
 
-    case: Case
+    case: SuiteCase
     provider: str
     status: str
-    work: Work
-    floor_us: float
+    work: LayerWork
+    lower_bound_us: float
     kernel: str = ""
     reason: str = ""
-    verdict: Verdict | None = None
+    verdict: Comparison | None = None
     samples: Sampled = _NO_SAMPLES
     joules_a_token: float = float("nan")
 
@@ -76,8 +76,8 @@ class Row:
 
     @property
     def share(self) -> float:
-        """The floor over the median: 1 is as fast as the device's memory or its products allow."""
-        return self.floor_us / self.us
+        """The lower bound over the median: 1 is as fast as the device's memory or its products allow."""
+        return self.lower_bound_us / self.us
 
     @property
     def is_bad(self) -> bool:
@@ -94,7 +94,7 @@ class Row:
             "provider": self.provider,
             "status": self.status,
             **asdict(self.work),
-            "floor_us": self.floor_us,
+            "lower_bound_us": self.lower_bound_us,
         }
         if self.reason:
             found["reason"] = self.reason
@@ -129,33 +129,39 @@ class Race:
     options: KernelOptions
     meter: EnergyMeter
 
-    def rows(self, cases: Iterable[Case]) -> Iterator[list[Row]]:
+    def rows(self, cases: Iterable[SuiteCase]) -> Iterator[list[ContestantResult]]:
         """Yields, for each case, a row per contestant. It holds the memory of one case at a time."""
         for case in cases:
             yield self._of_case(case)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _of_case(self, case: Case) -> list[Row]:
+    def _of_case(self, case: SuiteCase) -> list[ContestantResult]:
         work = work_of(case.problem, case.batch)
         data = random_steps(case.problem, case.batch, self._sets(work), self.device, self.options.seed)
-        truths: dict[bool, Truth] = {}
+        truths: dict[bool, ExpectedOutput] = {}
         runners: list[_Runner] = []
         for name, contestant in self.contestants.items():
             runners.append(self._prepared(name, contestant, data, truths))
         timed = [runner.timed for runner in runners if runner.timed is not None]
         samples = iter(in_turn(timed, self.options.rounds, self.meter.mhz))
-        floor_us = work.floor_us(bytes_per_s=self.ceilings.bytes_per_s, flops_per_s=self.ceilings.flops_per_s)
+        lower_bound_us = work.lower_bound_us(
+            bytes_per_s=self.ceilings.bytes_per_s, flops_per_s=self.ceilings.flops_per_s
+        )
         rows = []
         for runner in runners:
-            row = Row(case, runner.name, runner.status, work, floor_us, runner.kernel, runner.reason, runner.verdict)
+            row = ContestantResult(
+                case, runner.name, runner.status, work, lower_bound_us, runner.kernel, runner.reason, runner.verdict
+            )
             if runner.timed is not None:
                 row = self._checked(replace(row, samples=next(samples)), runner, data, truths)
                 row = replace(row, joules_a_token=self._joules_a_token(runner, row))
             rows.append(row)
         return rows
 
-    def _checked(self, row: Row, runner: _Runner, data: Sequence[StepData], truths: Mapping[bool, Truth]) -> Row:
+    def _checked(
+        self, row: ContestantResult, runner: _Runner, data: Sequence[StepData], truths: Mapping[bool, ExpectedOutput]
+    ) -> ContestantResult:
         """Returns the row, without times if the output is wrong after timing, or was faster than the device can be."""
         assert runner.timed is not None
         assert runner.launch is not None
@@ -168,13 +174,13 @@ class Race:
             )
         return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES) if wrong else row
 
-    def _sets(self, work: Work) -> int:
+    def _sets(self, work: LayerWork) -> int:
         """Returns the number of steps, each over pages of its own."""
         if self.device.type != "cuda":
             return 1
         return max(1, min(_MOST_SETS, -(-_PAST_L2 * self._l2_bytes() // work.kv_bytes)))
 
-    def _is_past_l2(self, work: Work, sets: int) -> bool:
+    def _is_past_l2(self, work: LayerWork, sets: int) -> bool:
         """True if this many steps read from a GPU's memory each time. It is unknown, so False, for a CPU."""
         return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * self._l2_bytes()
 
@@ -183,7 +189,7 @@ class Race:
         return found
 
     def _prepared(
-        self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, Truth]
+        self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, ExpectedOutput]
     ) -> _Runner:
         """Checks an eager run. If that is right, captures it, and checks the output of the launches to be timed."""
         try:
@@ -194,7 +200,7 @@ class Race:
             return _Runner(name, FAILED, verdict=failed(error), reason=failed(error).wrong)
         first = launches[0]
         if first.rounds_queries not in truths:
-            truths[first.rounds_queries] = Truth.of(data[0], rounds_queries=first.rounds_queries)
+            truths[first.rounds_queries] = ExpectedOutput.of(data[0], rounds_queries=first.rounds_queries)
         truth = truths[first.rounds_queries]
         verdict = self._judged(truth, first, data, first.run)
         if not verdict.is_right:
@@ -212,7 +218,9 @@ class Race:
             return _not_timed(name, first, verdict)
         return _Runner(name, OK, first.kernel, verdict=verdict, timed=timed[0], launch=first)
 
-    def _judged(self, truth: Truth, launch: Launch, data: Sequence[StepData], run: Callable[[], object]) -> Verdict:
+    def _judged(
+        self, truth: ExpectedOutput, launch: LayerLaunch, data: Sequence[StepData], run: Callable[[], object]
+    ) -> Comparison:
         data[0].out.fill_(float("nan"))
         try:
             run()
@@ -222,7 +230,7 @@ class Race:
             return failed(error)
         return truth.judge(out, rounds_products=launch.rounds_products)
 
-    def _joules_a_token(self, runner: _Runner, row: Row) -> float:
+    def _joules_a_token(self, runner: _Runner, row: ContestantResult) -> float:
         if runner.timed is None or not row.samples.us or not self.options.energy_s or self.meter.why_not:
             return float("nan")
         before = self.meter.joules()
@@ -238,24 +246,24 @@ class _Runner:
     status: str
     kernel: str = ""
     reason: str = ""
-    verdict: Verdict | None = None
+    verdict: Comparison | None = None
     timed: Timed | None = None
-    launch: Launch | None = None
+    launch: LayerLaunch | None = None
 
 
-def _not_timed(name: str, launch: Launch, verdict: Verdict) -> _Runner:
+def _not_timed(name: str, launch: LayerLaunch, verdict: Comparison) -> _Runner:
     status = WRONG if verdict.compared else FAILED
     return _Runner(name, status, launch.kernel, verdict.wrong, verdict)
 
 
 def compile_ahead(
-    cases: Sequence[Case], contestants: Mapping[str, Contestant], device: torch.device, processes: int
+    cases: Sequence[SuiteCase], contestants: Mapping[str, Contestant], device: torch.device, processes: int
 ) -> None:
     """Runs each case once, in parallel processes, so that its kernels are in the compiler's cache on disk.
 
     Failures here are ignored: they occur again, and are reported, when the case is checked.
     """
-    own = [contestant for contestant in contestants.values() if isinstance(contestant, Own)]
+    own = [contestant for contestant in contestants.values() if isinstance(contestant, OwnProvider)]
     tasks = [(case, contestant, device) for case in dict.fromkeys(cases) for contestant in own]
     if processes < 2 or not tasks:
         return
@@ -270,7 +278,7 @@ def _pool(processes: int) -> Iterator[Any]:
         yield pool
 
 
-def _compiled(task: tuple[Case, Own, torch.device]) -> None:
+def _compiled(task: tuple[SuiteCase, OwnProvider, torch.device]) -> None:
     case, contestant, device = task
     try:
         (data,) = random_steps(case.problem, case.batch, 1, device, 0)

@@ -20,7 +20,7 @@ FIRST_TOKEN_ID = 3
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestRecord:
     """The record of one request, in seconds of time.perf_counter(), filled in while it is served.
 
     sent:    when it was sent
@@ -37,10 +37,10 @@ class Outcome:
     failure: str = ""
 
 
-class Target(Protocol):
+class RequestServer(Protocol):
     """A server of requests."""
 
-    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: Outcome) -> None:
+    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: RequestRecord) -> None:
         """Serves one request to its end. Failures are noted in the outcome, not raised."""
         ...
 
@@ -108,7 +108,7 @@ class ServingResult:
     seconds: float
     prompt_tokens: int
     output_tokens: int
-    asked_tokens: int
+    requested_tokens: int
     first_token: Quantiles
     token_gap: Quantiles
     token_mean: Quantiles
@@ -142,24 +142,26 @@ class ServingResult:
             f"time per token after the first (TPOT): {self.token_mean}",
             f"whole request: {self.whole}",
         ]
-        if self.output_tokens != self.asked_tokens:
-            lines.append(f"{self.output_tokens} of {self.asked_tokens} requested tokens were generated")
+        if self.output_tokens != self.requested_tokens:
+            lines.append(f"{self.output_tokens} of {self.requested_tokens} requested tokens were generated")
         lines += [f"FAILED: {count} requests: {reason}" for reason, count in self.failures.items()]
         if self.joules == self.joules and self.output_tokens:
             lines.append(f"energy: {self.joules / self.output_tokens:.4g} J per new token")
         return lines
 
 
-async def put_load(target: Target, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter) -> ServingResult:
+async def put_load(
+    target: RequestServer, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter
+) -> ServingResult:
     """Sends each request when it arrives, and waits for all of them, at most options.max_seconds."""
     room = asyncio.Semaphore(options.concurrency)
     joules, begin = meter.joules(), time.perf_counter()
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestRecord] = []
 
     async def one(request: TracedRequest, prompt: Sequence[int]) -> None:
         await asyncio.sleep(max(0.0, begin + request.arrival_s - time.perf_counter()))
         async with room:
-            outcome = Outcome(time.perf_counter())
+            outcome = RequestRecord(time.perf_counter())
             outcomes.append(outcome)
             try:
                 await target.serve(prompt, request.output_tokens, outcome)
@@ -179,11 +181,11 @@ async def put_load(target: Target, trace: RequestTrace, options: LoadOptions, me
         task.result()
     never_sent = len(tasks) - len(outcomes)
     for _ in range(never_sent):
-        outcomes.append(Outcome(time.perf_counter(), failure=f"not sent within {options.max_seconds:g} s"))
+        outcomes.append(RequestRecord(time.perf_counter(), failure=f"not sent within {options.max_seconds:g} s"))
     return _result(trace, outcomes, time.perf_counter() - begin, meter.joules() - joules)
 
 
-def _result(trace: RequestTrace, outcomes: Sequence[Outcome], seconds: float, joules: float) -> ServingResult:
+def _result(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: float, joules: float) -> ServingResult:
     served = [outcome for outcome in outcomes if not outcome.failure]
     gaps = [after - before for each in served for before, after in zip(each.pieces, each.pieces[1:], strict=False)]
     return ServingResult(
@@ -191,7 +193,7 @@ def _result(trace: RequestTrace, outcomes: Sequence[Outcome], seconds: float, jo
         seconds=seconds,
         prompt_tokens=sum(request.prompt_tokens for request in trace.requests),
         output_tokens=sum(outcome.tokens for outcome in outcomes),
-        asked_tokens=sum(request.output_tokens for request in trace.requests),
+        requested_tokens=sum(request.output_tokens for request in trace.requests),
         first_token=Quantiles.of([each.pieces[0] - each.sent for each in served if each.pieces]),
         token_gap=Quantiles.of(gaps),
         token_mean=Quantiles.of(

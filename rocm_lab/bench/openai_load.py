@@ -11,7 +11,7 @@ import httpx
 
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Outcome, ServingResult, put_load
+from rocm_lab.bench.load import LoadOptions, RequestRecord, ServingResult, put_load
 from rocm_lab.bench.request_trace import RequestTrace
 
 _CONNECT_S = 30.0
@@ -30,7 +30,7 @@ class OpenAITarget:
     def __init__(self, client: httpx.AsyncClient, model: str) -> None:
         self._client, self._model = client, model
 
-    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: Outcome) -> None:
+    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: RequestRecord) -> None:
         """Does the same as Target.serve."""
         body = {
             "model": self._model,
@@ -86,7 +86,7 @@ async def _first_model(client: httpx.AsyncClient, url: str) -> str:
     return name
 
 
-def _read(line: str, outcome: Outcome) -> bool:
+def _read(line: str, outcome: RequestRecord) -> bool:
     """Reads a line of the stream. Returns whether it is the last one. Raises _NoEvent."""
     if not line.startswith("data:"):
         return False
@@ -99,7 +99,7 @@ def _read(line: str, outcome: Outcome) -> bool:
         raise _NoEvent(data) from error
 
 
-def _read_event(found: dict[str, Any], outcome: Outcome) -> bool:
+def _read_event(found: dict[str, Any], outcome: RequestRecord) -> bool:
     """Reads an event. Returns False: an event is never the last line."""
     if "error" in found:
         outcome.failure = f"an error in the stream: {_first_words(str(found['error']))}"

@@ -1,4 +1,4 @@
-"""Pictures of a result file of kernels: times with the floor, and shares of it, suite by suite."""
+"""Pictures of a result file of kernels: times with the lower bound, and shares of it, suite by suite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.choices import HOST
 from rocm_lab.bench.kernels import OK
-from rocm_lab.bench.result_file import KERNELS, Kept
+from rocm_lab.bench.result_file import KERNELS, ResultFile
 
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#17becf")
 _INCHES_A_CASE, _WIDTH, _DPI = 0.42, 9.0, 110
@@ -23,7 +23,7 @@ class Picture:
     suite: str
     cases: tuple[str, ...]
     providers: tuple[str, ...]
-    floor_us: Mapping[str, float]
+    lower_bound_us: Mapping[str, float]
     us: Mapping[tuple[str, str], float]
 
     @classmethod
@@ -34,16 +34,16 @@ class Picture:
             suite,
             tuple(dict.fromkeys(row["case"] for row in rows)),
             tuple(dict.fromkeys(row["provider"] for row in timed)),
-            {row["case"]: row["floor_us"] for row in rows},
+            {row["case"]: row["lower_bound_us"] for row in rows},
             {(row["case"], row["provider"]): row["us"] for row in timed},
         )
 
 
-def pictures_of(kept: Kept) -> list[Picture]:
+def pictures_of(kept: ResultFile) -> list[Picture]:
     """Returns one picture per suite. Raises BadSetting for another kind of file, or one without a result."""
     if kept.kind != KERNELS:
         raise BadSetting(f"a file of {kept.kind} was given; give one of `rocm-attn bench kernels`")
-    rows = [row for row in kept.rows if row["suite"] != HOST]  # times of the host have no floor
+    rows = [row for row in kept.rows if row["suite"] != HOST]  # times of the host have no lower bound
     suites = dict.fromkeys(row["suite"] for row in rows)
     found = [Picture.of(suite, [row for row in rows if row["suite"] == suite]) for suite in suites]
     found = [picture for picture in found if picture.us]
@@ -52,7 +52,7 @@ def pictures_of(kept: Kept) -> list[Picture]:
     return found
 
 
-def draw(kept: Kept, folder: Path, prefix: str) -> list[Path]:
+def draw(kept: ResultFile, folder: Path, prefix: str) -> list[Path]:
     """Writes PREFIX_SUITE.png for each suite into folder, and returns the paths. Equal files give equal pictures.
 
     Raises BadSetting; ModuleNotFoundError without matplotlib, which the extra bench of rocm-lab brings.
@@ -81,27 +81,29 @@ def draw(kept: Kept, folder: Path, prefix: str) -> list[Path]:
 
 
 def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
-    """Draws times on the left, on a logarithmic axis, with the floor as a line at each case; and shares of the floor's
+    """Draws times on the left, on a logarithmic axis, with the lower bound as a line at each case.
+
+    Shares of the lower bound's
     speed on the right."""
     height = 1.2 + _INCHES_A_CASE * len(picture.cases) * max(1.0, len(picture.providers) / 3)
     figure, (times, shares) = pyplot.subplots(1, 2, sharey=True, figsize=(_WIDTH, height), layout="constrained")
     bar = 0.8 / len(picture.providers)
     for number, provider in enumerate(picture.providers):
         here = [
-            (place, picture.us[case, provider], picture.floor_us[case])
+            (place, picture.us[case, provider], picture.lower_bound_us[case])
             for place, case in enumerate(picture.cases)
             if (case, provider) in picture.us
         ]
         places = [place - 0.4 + bar * (number + 0.5) for place, _, _ in here]
         colour = _COLOURS[number % len(_COLOURS)]
         times.barh(places, [us for _, us, _ in here], bar, color=colour, label=provider)
-        shares.barh(places, [100 * floor / us for _, us, floor in here], bar, color=colour)
-    floors = [picture.floor_us[case] for case in picture.cases]
-    at = range(len(floors))
-    times.vlines(floors, [place - 0.45 for place in at], [place + 0.45 for place in at], "k", label="floor")
+        shares.barh(places, [100 * lower_bound / us for _, us, lower_bound in here], bar, color=colour)
+    lower_bounds = [picture.lower_bound_us[case] for case in picture.cases]
+    at = range(len(lower_bounds))
+    times.vlines(lower_bounds, [place - 0.45 for place in at], [place + 0.45 for place in at], "k", label="lower bound")
     times.set_xscale("log", subs=())
     ticks = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
-    low, high = 0.7 * min(floors), 1.15 * max((*floors, *picture.us.values()))
+    low, high = 0.7 * min(lower_bounds), 1.15 * max((*lower_bounds, *picture.us.values()))
     times.set_xlim(low, high)
     times.set_xticks([tick for tick in ticks if low <= tick <= high])
     times.xaxis.set_major_formatter("{x:g}")
@@ -109,7 +111,7 @@ def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
     times.set_yticks(list(at), picture.cases)
     times.invert_yaxis()
     shares.axvline(100, color="k", linewidth=0.8)
-    shares.set_xlabel("% of the floor's speed")
+    shares.set_xlabel("% of the lower bound's speed")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     figure.supxlabel(caption, fontsize=7, color="#555555")
     return figure

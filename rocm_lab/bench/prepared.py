@@ -19,7 +19,7 @@ from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedLayer:
     """A layer's kernel and its arguments."""
 
     kernel: BoundKernel
@@ -36,7 +36,7 @@ class Prepared:
         rows: tuple[Tensor, Tensor],
         pages: LayerPages,
         weights: HeadWeights = NO_HEAD_WEIGHTS,
-    ) -> Prepared:
+    ) -> PreparedLayer:
         """Prepares a kernel with memory of its own, and builds the schedule. rows: q and out"""
         device = rows[0].device
         args = AttendArgs(

@@ -19,7 +19,7 @@ import torch
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
 from rocm_lab.bench.ceilings import Ceilings
-from rocm_lab.bench.kernels import OK, KernelOptions, Row
+from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions
 from rocm_lab.bench.machine import describe_machine
 
 # Raised by one if a reader of the older form would misread the newer one.
@@ -36,7 +36,7 @@ _COLUMNS = (
     "provider",
     "status",
     "us",
-    "floor_us",
+    "lower_bound_us",
     "share",
     "mhz",
     "lowest_mhz",
@@ -50,7 +50,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ResultFile:
     """A result file that was read.
 
     kind:    KERNELS or SERVING
@@ -66,7 +66,7 @@ class Kept:
 
 
 def kernels_as_json(
-    rows: Sequence[Row], device: torch.device, ceilings: Ceilings, options: KernelOptions, energy: str
+    rows: Sequence[ContestantResult], device: torch.device, ceilings: Ceilings, options: KernelOptions, energy: str
 ) -> dict[str, Any]:
     """Returns the content of a file of kernels. energy: the counter, or why there is none"""
     target = detect_target(device)
@@ -114,7 +114,7 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def read_result(path: Path) -> Kept:
+def read_result(path: Path) -> ResultFile:
     """Reads a result file. Raises BadSetting if it is missing, or is no result file of this schema."""
     try:
         found = json.loads(path.read_text())
@@ -126,7 +126,7 @@ def read_result(path: Path) -> Kept:
     if schema != SCHEMA:
         raise BadSetting(f"{path} has the schema {schema!r}, and this release reads {SCHEMA!r}; measure again")
     rest = {name: value for name, value in found.items() if name not in ("kind", "machine", "rows")}
-    return Kept(found["kind"], found["machine"], found["rows"], rest)
+    return ResultFile(found["kind"], found["machine"], found["rows"], rest)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
@@ -150,17 +150,18 @@ def _write(path: Path, text: str) -> None:
         raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 
 
-def lines_of(rows: Sequence[Row]) -> list[str]:
+def lines_of(rows: Sequence[ContestantResult]) -> list[str]:
     """Returns the rows of one case as lines of text. Wrong ones get no time."""
     first = rows[0]
-    bound = f"floor {first.floor_us:.1f} us"
+    bound = f"lower bound {first.lower_bound_us:.1f} us"
     lines = [f"{first.case.name} ({bound})"]
     for row in rows:
         if row.status == OK:
             spread = f"{min(row.samples.us):.1f} to {max(row.samples.us):.1f}"
             energy = "" if row.joules_a_token != row.joules_a_token else f", {row.joules_a_token * 1e6:.3g} uJ a token"
             lines.append(
-                f"  {row.provider:<22} {row.us:>10.1f} us ({spread})  {row.share:>6.1%} of the floor's speed{energy}"
+                f"  {row.provider:<22} {row.us:>10.1f} us ({spread})  {row.share:>6.1%} of the "
+                f"lower bound's speed{energy}"
             )
         else:
             lines.append(f"  {row.provider:<22} {row.status.upper()}: {row.reason}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rocm_attn.errors import RocmAttnError
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Outcome, ServingResult, put_load
+from rocm_lab.bench.load import LoadOptions, RequestRecord, ServingResult, put_load
 from rocm_lab.bench.request_trace import RequestTrace
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine_thread import ServingEngine
@@ -20,7 +20,7 @@ class RunnerTarget:
     def __init__(self, front: AsyncEngine) -> None:
         self._front = front
 
-    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: Outcome) -> None:
+    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: RequestRecord) -> None:
         """Does the same as Target.serve."""
         try:
             request = Request(tuple(prompt), output_tokens, ignore_eos=True)

@@ -129,13 +129,13 @@ def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -
         numbers[0] = 0
         return numbers.to(form.encoding.dtype)
 
-    def factors() -> Tensor | None:
+    def scale_values() -> Tensor | None:
         if form.scales is Scales.NONE:
             return None
         sizes = (num_pages, *form.scale_shape) if form.scales is Scales.TOKEN else form.scale_shape
         return torch.rand(sizes, device=device, generator=generator) + 0.5
 
-    k, k_scale = rows(form.head_dim), factors()
+    k, k_scale = rows(form.head_dim), scale_values()
     if form.kind is PoolKind.LATENT:
         return LayerPages(k, k[..., : form.v_head_dim], form, k_scale, k_scale)
-    return LayerPages(k, rows(form.v_head_dim), form, k_scale, factors())
+    return LayerPages(k, rows(form.v_head_dim), form, k_scale, scale_values())

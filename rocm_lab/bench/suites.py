@@ -19,7 +19,7 @@ _CAP = 50.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SuiteCase:
     """A layer and a step of it.
 
     suite: its suite; empty if it was asked for by itself
@@ -37,7 +37,7 @@ class Case:
         return f"{name_of(self.problem)}: {self.step or self.batch}"
 
 
-def suite(name: str) -> list[Case]:
+def suite(name: str) -> list[SuiteCase]:
     """Returns the cases of a suite, or of all. Raises BadSetting."""
     if name == ALL_SUITES:
         return [case for each in SUITES for case in suite(each)]
@@ -57,44 +57,44 @@ def ragged_chunks() -> BatchSpec:
     return BatchSpec.of_lengths((q_len, chooser.randrange(100, 6000)) for q_len in new)
 
 
-def _few_tiles() -> Iterator[Case]:
+def _few_tiles() -> Iterator[SuiteCase]:
     return _chunks_of(_FEW_TILES)
 
 
-def _odd_dims() -> Iterator[Case]:
+def _odd_dims() -> Iterator[SuiteCase]:
     return _chunks_of(_ODD_DIMS)
 
 
-def _chunks_of(layouts: Sequence[tuple[int, int, int]]) -> Iterator[Case]:
+def _chunks_of(layouts: Sequence[tuple[int, int, int]]) -> Iterator[SuiteCase]:
     for heads in layouts:
         yield _case(LayerSizes.plain(*heads), "1x777+5001")
-        yield Case(LayerSizes.plain(*heads).problem(_DTYPE, _PAGE_SIZE), ragged_chunks(), step="12 ragged chunks")
+        yield SuiteCase(LayerSizes.plain(*heads).problem(_DTYPE, _PAGE_SIZE), ragged_chunks(), step="12 ragged chunks")
 
 
-def _verify() -> Iterator[Case]:
+def _verify() -> Iterator[SuiteCase]:
     for heads in (*_FEW_TILES, *_ODD_DIMS):
         yield _case(LayerSizes.plain(*heads), "64x5+2500")
 
 
-def _mixed() -> Iterator[Case]:
+def _mixed() -> Iterator[SuiteCase]:
     for heads in (*_FEW_TILES, *_ODD_DIMS):
         yield _case(LayerSizes.plain(*heads), "31d4k+2x700+2300")
 
 
-def _chunks() -> Iterator[Case]:
+def _chunks() -> Iterator[SuiteCase]:
     for batch in ("1x2k", "1x2k+6144", "8x512+4k", "1x2k+30720"):
         yield _case(NAMED["llama-8b"], batch)
     yield _case(NAMED["llama-70b"], "1x2k+30720")
 
 
-def _soft_cap() -> Iterator[Case]:
+def _soft_cap() -> Iterator[SuiteCase]:
     for name in ("llama-8b", "gemma-256"):
         plain = _case(NAMED[name], "1x2k+6144")
         yield plain
         yield replace(plain, problem=replace(plain.problem, logits_soft_cap=_CAP))
 
 
-def _decode() -> Iterator[Case]:
+def _decode() -> Iterator[SuiteCase]:
     for batch in ("1d8k", "1d128k", "16d4k", "64d4k", "256d2k", "128d8k"):
         yield _case(NAMED["llama-8b"], batch)
     for name, batches in (
@@ -108,23 +108,23 @@ def _decode() -> Iterator[Case]:
             yield _case(NAMED[name], batch, page_size=64 if name.startswith("deepseek") else _PAGE_SIZE)
 
 
-def _decode_192() -> Iterator[Case]:
+def _decode_192() -> Iterator[SuiteCase]:
     for batch in ("16d4k", "64d4k"):
         yield _case(LayerSizes.plain(64, 8, 192), batch)
 
 
-def _page_sizes() -> Iterator[Case]:
+def _page_sizes() -> Iterator[SuiteCase]:
     for name in ("llama-70b", "llama-70b-tp8"):
         for batch in ("16d4k", "64d4k"):
             for page_size in (8, 16, 32):
                 yield _case(NAMED[name], batch, page_size=page_size)
 
 
-def _case(sizes: LayerSizes, batch: str, *, page_size: int = _PAGE_SIZE) -> Case:
-    return Case(sizes.problem(_DTYPE, page_size), BatchSpec.parse(batch))
+def _case(sizes: LayerSizes, batch: str, *, page_size: int = _PAGE_SIZE) -> SuiteCase:
+    return SuiteCase(sizes.problem(_DTYPE, page_size), BatchSpec.parse(batch))
 
 
-_MAKERS: Mapping[str, Callable[[], Iterator[Case]]] = {
+_MAKERS: Mapping[str, Callable[[], Iterator[SuiteCase]]] = {
     "few-tiles": _few_tiles,
     "odd-dims": _odd_dims,
     "verify": _verify,

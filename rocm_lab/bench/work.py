@@ -13,7 +13,7 @@ _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerWork:
     """The work of one layer.
 
     kv_bytes:   keys that a token sees, their values and scales, each read once; for a latent layer, its rows
@@ -25,7 +25,7 @@ class Work:
     num_bytes: int
     flops: int
 
-    def floor_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
+    def lower_bound_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
         """Returns the microseconds of the slower one of memory and products."""
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6
 
@@ -34,13 +34,13 @@ class Work:
         return self.num_bytes / bytes_per_s >= self.flops / flops_per_s
 
 
-def work_of(problem: Problem, batch: BatchSpec) -> Work:
+def work_of(problem: Problem, batch: BatchSpec) -> LayerWork:
     """Returns the least work that the layer needs for the step."""
     kv_bytes = sum(group.num_seqs * _rows(problem, group) for group in batch.groups) * _row_bytes(problem)
     dims = problem.head_dim + problem.v_head_dim
     of_tokens = batch.num_tokens * problem.num_q_heads * dims * problem.dtype.itemsize
     pairs = sum(group.num_seqs * _pairs(problem, group) for group in batch.groups)
-    return Work(kv_bytes, kv_bytes + of_tokens, 2 * problem.num_q_heads * dims * pairs)
+    return LayerWork(kv_bytes, kv_bytes + of_tokens, 2 * problem.num_q_heads * dims * pairs)
 
 
 def _row_bytes(problem: Problem) -> int:

@@ -21,13 +21,13 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
-from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.prepared import PreparedLayer, ints, step_kind
 
 _SCHEDULE_IN_LAYER = os.environ.get("ROCM_ATTN_BENCH_SCHEDULE") == "layer"
 _LEFT_OUT = {name: "left out" for name in os.environ.get("ROCM_ATTN_BENCH_WITHOUT", "").split(",") if name}
 
 
-def plan(d: Any) -> Prepared:
+def plan(d: Any) -> PreparedLayer:
     """Everything of a step that its layers share."""
     case = d.case
     device = d.q.device
@@ -46,7 +46,7 @@ def plan(d: Any) -> Prepared:
         pool=pool,
     )
     kernel = select(problem, detect_target(device), "triton", unavailable=_LEFT_OUT).kernel(step_kind(case.ql, case.kv))
-    shape = PaddedShape(kernel.row.kind, case.B, case.T)
+    shape = PaddedShape(kernel.entry.kind, case.B, case.T)
     metadata = StepTensors.of(
         ints([], device),
         counts=ints([case.B, case.T, 1, 0], device),
@@ -58,10 +58,10 @@ def plan(d: Any) -> Prepared:
     )
     bounds = StepBounds(shape, max(case.ql), max(case.kv))
     pages = LayerPages.plain(d.k_cache, d.v_cache, kind=pool)
-    return Prepared.of(kernel.bound, metadata, bounds, (d.q, d.out), pages)
+    return PreparedLayer.of(kernel.bound, metadata, bounds, (d.q, d.out), pages)
 
 
-def run(d: Any, prepared: Prepared) -> None:
+def run(d: Any, prepared: PreparedLayer) -> None:
     """One layer."""
     if _SCHEDULE_IN_LAYER:
         prepared.build_schedule()

@@ -20,15 +20,15 @@ import torch
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.choices import SUITES
 from rocm_lab.bench.clocks import clock_of
-from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.energy import meter_of
-from rocm_lab.bench.kernels import KernelOptions, Race, Row, compile_ahead
-from rocm_lab.bench.suites import Case, suite
+from rocm_lab.bench.kernels import ContestantResult, KernelOptions, Race, compile_ahead
+from rocm_lab.bench.suites import SuiteCase, suite
 from rocm_lab.benchmarks.script import printed, write
 
 TIMES_ALLOWED = 1.5
 _OPTIONS = KernelOptions(rounds=9)
-_MODES = {"normal": Own("triton"), "deterministic": Own("triton", deterministic=True)}
+_MODES = {"normal": OwnProvider("triton"), "deterministic": OwnProvider("triton", deterministic=True)}
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     sys.exit(any("times" not in row or row["times"] > TIMES_ALLOWED for row in rows))
 
 
-def _measured(cases: Sequence[Case], device: torch.device) -> Iterator[dict[str, Any]]:
+def _measured(cases: Sequence[SuiteCase], device: torch.device) -> Iterator[dict[str, Any]]:
     """Yields a row for each case; it has times if both modes are right."""
     ceilings = measured_ceilings(device, torch.bfloat16, clock_of(device, _OPTIONS.round_us))
     race = Race(_MODES, device, ceilings, _OPTIONS, meter_of(device))
@@ -52,7 +52,7 @@ def _measured(cases: Sequence[Case], device: torch.device) -> Iterator[dict[str,
         yield _row(normal, deterministic)
 
 
-def _row(normal: Row, deterministic: Row) -> dict[str, Any]:
+def _row(normal: ContestantResult, deterministic: ContestantResult) -> dict[str, Any]:
     found: dict[str, Any] = {"suite": normal.case.suite, "case": normal.case.name}
     wrong = [f"{row.provider}: {row.reason}" for row in (normal, deterministic) if not row.samples.us]
     if wrong:

@@ -3,7 +3,7 @@
 python -m rocm_lab.benchmarks.draft_rounds --out rocm_lab/benchmarks/results/draft_rounds_h200.json
 
 A round is a graph of S draft steps with K branches and a graph of a verify step, both on lengths that only the device
-knows. The floor is a plain read of K and V of every prefix, once for each draft step.
+knows. The lower bound is a plain read of K and V of every prefix, once for each draft step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from rocm_lab.bench.clocks import microseconds_of
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.timing import floor_us
+from rocm_lab.benchmarks.timing import lower_bound_us
 
 PAGE_SIZE = 16
 ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DraftingShape:
     """num_seqs sequences of prefix tokens; drafts of one layer, verified by W = drafts of a branch and one token."""
 
     num_seqs: int
@@ -50,14 +50,14 @@ class Shape:
         return self.drafts.steps + 1
 
 
-SHAPES = [Shape(256, 1024, Drafts(1, 4)), Shape(64, 8192, Drafts(1, 4))]
-SHAPES += [Shape(64, 8192, Drafts(branches, 4)) for branches in (4, 8)]
+SHAPES = [DraftingShape(256, 1024, Drafts(1, 4)), DraftingShape(64, 8192, Drafts(1, 4))]
+SHAPES += [DraftingShape(64, 8192, Drafts(branches, 4)) for branches in (4, 8)]
 
 
-class Model:
+class DraftingLayer:
     """One layer of attention with the heads of Llama-3-8B, which drafts and verifies."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: DraftingShape, device: torch.device) -> None:
         self.problem = Problem(32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
         if shape.drafts.branches > 1:
             self.problem = Problem(
@@ -105,9 +105,9 @@ class Model:
         return out
 
 
-def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
+def measure(shape: DraftingShape, device: torch.device) -> dict[str, Any]:
     """Medians over ROUNDS rounds."""
-    model = Model(shape, device)
+    model = DraftingLayer(shape, device)
     runtime, drafts = model.runtime, shape.drafts
     runner = StepRunner(runtime, model.verify, recorder_for(device), draft=model.draft)
     # Before rows and pages are taken, for its probe requests need some.
@@ -138,7 +138,7 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
         draft_round()
         verify_round()
     host = [_host_us((draft_round, verify_round), device) for _ in range(ROUNDS)]
-    floor = drafts.steps * floor_us(shape.num_seqs * shape.prefix * 2 * 8 * 128 * 2)
+    lower_bound = drafts.steps * lower_bound_us(shape.num_seqs * shape.prefix * 2 * 8 * 128 * 2)
     times = {"draft": gpu_us(draft_round, device), "verify": gpu_us(verify_round, device)}
     runtime.check_device()
     return {
@@ -148,8 +148,8 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
         "steps": drafts.steps,
         "host_us_median": round(statistics.median(host), 1),
         "draft_gpu_us": round(times["draft"], 1),
-        "draft_floor_us": round(floor, 1),
-        "draft_by_floor": round(times["draft"] / floor, 3),
+        "draft_lower_bound_us": round(lower_bound, 1),
+        "draft_by_bound": round(times["draft"] / lower_bound, 3),
         "verify_gpu_us": round(times["verify"], 1),
         "replays": runner.counters.replays,
         "graphs_off": runner.counters.graphs_off,

@@ -28,7 +28,7 @@ STORED_TOKENS = 64, 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class EncodingCase:
     """A step, and the time over eight-bit pages that it may take, relative to bfloat16 ones."""
 
     name: str
@@ -38,18 +38,18 @@ class Case:
 
 
 CASES = (
-    Case("decode 64 x 4k, 32/8 heads of 128", LLAMA_8B, "64d4k", 0.6),
-    Case("decode 128 x 8k, 32/8 heads of 128", LLAMA_8B, "128d8k", 0.6),
-    Case("decode 128 x 8k, 8/1 heads of 128", RANK_OF_70B, "128d8k", 0.6),
-    Case("decode 64 x 4k, 64/8 heads of 64", GPT_OSS, "64d4k", 0.6),
-    Case("extend 1 x 2048 + 6144, 32/8 heads of 128", LLAMA_8B, "1x2048+6144", 1.5),
+    EncodingCase("decode 64 x 4k, 32/8 heads of 128", LLAMA_8B, "64d4k", 0.6),
+    EncodingCase("decode 128 x 8k, 32/8 heads of 128", LLAMA_8B, "128d8k", 0.6),
+    EncodingCase("decode 128 x 8k, 8/1 heads of 128", RANK_OF_70B, "128d8k", 0.6),
+    EncodingCase("decode 64 x 4k, 64/8 heads of 64", GPT_OSS, "64d4k", 0.6),
+    EncodingCase("extend 1 x 2048 + 6144, 32/8 heads of 128", LLAMA_8B, "1x2048+6144", 1.5),
 )
 STORE_ALLOWED = 1.1
 STORES = 32  # in a graph
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EncodingTimes:
     """Microseconds over bfloat16 pages, and over eight-bit ones with each kind of scale.
 
     times_allowed: the largest allowed ratio of the slowest of those to the first
@@ -84,12 +84,12 @@ def _problems(problem: Problem) -> list[Problem]:
     return [problem, *(replace(problem, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales) for scales in SCALES)]
 
 
-def _step_row(case: Case) -> Row:
+def _step_row(case: EncodingCase) -> EncodingTimes:
     layers = [layer(problem, case.batch) for problem in _problems(case.problem)]
     return _row(case.name, medians_in_turn(layers), case.times_allowed)
 
 
-def _store_row(num_tokens: int) -> Row:
+def _store_row(num_tokens: int) -> EncodingTimes:
     launches = [[_store(problem, num_tokens)] * STORES for problem in _problems(LLAMA_8B)]
     return _row(f"store {num_tokens} tokens", medians_in_turn(launches), STORE_ALLOWED)
 
@@ -106,9 +106,11 @@ def _store(problem: Problem, num_tokens: int) -> Run:
     return lambda: ops.store_kv(k, v, slots, counts, pages, null_page=True)
 
 
-def _row(name: str, times: list[float], times_allowed: float) -> Row:
+def _row(name: str, times: list[float], times_allowed: float) -> EncodingTimes:
     plain, *coded = times
-    return Row(name, plain, {scales.name: time for scales, time in zip(SCALES, coded, strict=True)}, times_allowed)
+    return EncodingTimes(
+        name, plain, {scales.name: time for scales, time in zip(SCALES, coded, strict=True)}, times_allowed
+    )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def _launch_nothing(ops: StepOps) -> StepOps:
 
 def _attend_nothing(selection: Selection) -> Selection:
     kernel = _AttendsNothing(selection.problem)
-    kernels = {kind: LayerKernel(kernel_of.row, kernel) for kind, kernel_of in selection.kernels.items()}
+    kernels = {kind: LayerKernel(kernel_of.entry, kernel) for kind, kernel_of in selection.kernels.items()}
     return replace(selection, kernels=kernels)
 
 

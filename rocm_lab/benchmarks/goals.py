@@ -34,7 +34,7 @@ class Profiled(NamedTuple):
     provider: str
 
 
-class Results:
+class ResultFiles:
     """Result files, each read once."""
 
     def __init__(self, folder: Path = RESULTS) -> None:
@@ -62,7 +62,7 @@ class Results:
         return self._folder / f"{name}_h200.json"
 
 
-class Peer(NamedTuple):
+class FastestPeer(NamedTuple):
     """The fastest peer of a case, and its number."""
 
     name: str
@@ -70,17 +70,17 @@ class Peer(NamedTuple):
 
 
 # Case -> the number that is compared with the goal, and the fastest peer's.
-Values = Callable[[Results], Mapping[str, float]]
-Peers = Callable[[Results], Mapping[str, Peer]]
+Values = Callable[[ResultFiles], Mapping[str, float]]
+Peers = Callable[[ResultFiles], Mapping[str, FastestPeer]]
 
 
-def of_no_peer(results: Results) -> Mapping[str, Peer]:
+def of_no_peer(results: ResultFiles) -> Mapping[str, FastestPeer]:
     """The peers of goals whose numbers no peer has, or that are relative to a peer already."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class GoalPart:
     """Part of a goal.
 
     what:   the number in words
@@ -98,7 +98,7 @@ class Check:
     mean: bool = False
     peers: Peers = of_no_peer
 
-    def found(self, results: Results) -> Mapping[str, float]:
+    def found(self, results: ResultFiles) -> Mapping[str, float]:
         """The value of each case. Raises ValueError if a case, its time or its peer's is missing, or if one is new."""
         found = self.values(results)
         if len(found) != self.cases:
@@ -108,18 +108,18 @@ class Check:
             )
         return found
 
-    def reached(self, results: Results) -> float:
+    def reached(self, results: ResultFiles) -> float:
         """Returns the value that counts. Raises ValueError like `found`."""
         found = self.found(results).values()
         return geometric_mean(found) if self.mean else max(found)
 
-    def where(self, results: Results) -> str:
+    def where(self, results: ResultFiles) -> str:
         """Returns the case that counts, and the number of cases."""
         found = self.found(results)
         counts = "mean" if self.mean else max(found, key=lambda case: found[case])
         return f"{counts}, of {len(found)}" if len(found) > 1 else counts
 
-    def missed(self, results: Results) -> Mapping[str, float]:
+    def missed(self, results: ResultFiles) -> Mapping[str, float]:
         """Cases above the goal; none of a mean that is met."""
         if self.mean and self.reached(results) <= self.most:
             return {}
@@ -146,15 +146,15 @@ class Goal:
 
     work: str
     sources: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[GoalPart, ...]
     profiled: tuple[Profiled, ...] = ()
     next_idea: str = ""
 
-    def is_measured(self, results: Results) -> bool:
+    def is_measured(self, results: ResultFiles) -> bool:
         """True if its result files are there."""
         return all(results.has(name) for name in self.sources)
 
-    def is_missed(self, results: Results) -> bool:
+    def is_missed(self, results: ResultFiles) -> bool:
         """True if it was measured, and a check is not met."""
         return self.is_measured(results) and any(check.reached(results) > check.most for check in self.checks)
 
@@ -172,7 +172,7 @@ class Older:
     commit: str
     changed: str
 
-    def is_so(self, results: Results) -> bool:
+    def is_so(self, results: ResultFiles) -> bool:
         """True if the file is still the one of that commit."""
         return results.has(self.source) and self.commit in results.commits(self.source)
 
@@ -184,7 +184,7 @@ OLDER: tuple[Older, ...] = ()
 def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "\n") -> Values:
     """Our times relative to a peer's, in the suite's cases of a layer, except those with `but` in their name."""
 
-    def values(results: Results) -> Mapping[str, float]:
+    def values(results: ResultFiles) -> Mapping[str, float]:
         rows = [row for row in results.of("kernels")["rows"] if row["suite"] == suite and "us" in row]
         of = {(row["case"], row["provider"]): row["us"] for row in rows}
         return {
@@ -199,32 +199,32 @@ def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "
 def harness(field: str, *parts: str, source: str = "attention") -> Values:
     """A field of the harness's rows whose case is one of these, up to the page size at its end."""
 
-    def values(results: Results) -> Mapping[str, float]:
+    def values(results: ResultFiles) -> Mapping[str, float]:
         rows = results.of(source)["rows"]
         return {row["case"]: row[field] for row in rows if row["case"].rpartition("/")[0] in parts}
 
     return values
 
 
-def decode_between(results: Results, least: float, most: float) -> list[Any]:
+def decode_between(results: ResultFiles, least: float, most: float) -> list[Any]:
     """The harness's decode cases, without windows, that read between `least` and `most` bytes."""
     rows = results.of("attention")["rows"]
     return [row for row in rows if row["case"].startswith("dec/") and least <= row["bytes"] <= most]
 
 
-def decode_by_floor(least: float, most: float) -> Values:
-    """x floor of decode cases that read between `least` and `most` bytes."""
-    return lambda results: {row["case"]: row["times_floor"] for row in decode_between(results, least, most)}
+def decode_by_bound(least: float, most: float) -> Values:
+    """x bound of decode cases that read between `least` and `most` bytes."""
+    return lambda results: {row["case"]: row["times_bound"] for row in decode_between(results, least, most)}
 
 
-def peers_by_floor(least: float, most: float) -> Peers:
+def peers_by_bound(least: float, most: float) -> Peers:
     """The same of the fastest peer of each case."""
 
-    def peers(results: Results) -> Mapping[str, Peer]:
+    def peers(results: ResultFiles) -> Mapping[str, FastestPeer]:
         found = {}
         for row in decode_between(results, least, most):
             us, name = min((us, name) for name, us in row["peers"].items())
-            found[row["case"]] = Peer(name, us / row["floor_us"])
+            found[row["case"]] = FastestPeer(name, us / row["lower_bound_us"])
         return found
 
     return peers
@@ -233,7 +233,7 @@ def peers_by_floor(least: float, most: float) -> Peers:
 def by_peer(peer: str, *parts: str) -> Values:
     """Our times relative to a peer's in the harness, of cases as in harness()."""
 
-    def values(results: Results) -> Mapping[str, float]:
+    def values(results: ResultFiles) -> Mapping[str, float]:
         rows = results.of("attention")["rows"]
         return {
             row["case"]: row["us"] / row["peers"][peer]
@@ -244,32 +244,32 @@ def by_peer(peer: str, *parts: str) -> Values:
     return values
 
 
-def caps(results: Results) -> Mapping[str, float]:
+def caps(results: ResultFiles) -> Mapping[str, float]:
     """Times of layers with a soft cap, relative to those of the same without."""
     rows = [row for row in results.of("kernels")["rows"] if row["suite"] == "soft-cap" and row["provider"] == OWN]
     of = {row["case"]: row["us"] for row in rows}
     return {case: us / of[case.replace(", cap 50", "")] for case, us in of.items() if "cap" in case}
 
 
-def pages_of_8(results: Results) -> Mapping[str, float]:
+def pages_of_8(results: ResultFiles) -> Mapping[str, float]:
     """Times with pages of 8 relative to those with pages of 32."""
     rows = [row for row in results.of("kernels")["rows"] if row["suite"] == "page-sizes" and row["provider"] == OWN]
     of = {row["case"]: row["us"] for row in rows}
     return {case: us / of[case.replace("pages of 8", "pages of 32")] for case, us in of.items() if "pages of 8" in case}
 
 
-def deterministic(results: Results) -> Mapping[str, float]:
+def deterministic(results: ResultFiles) -> Mapping[str, float]:
     """Times of the deterministic mode relative to the normal one's."""
     return {f"{row['suite']}, {row['case']}": row["times"] for row in results.of("deterministic_cost")["rows"]}
 
 
-def eager_layer(results: Results) -> Mapping[str, float]:
+def eager_layer(results: ResultFiles) -> Mapping[str, float]:
     """Host microseconds of a layer of an eager step."""
     rows = results.of("eager_step")["rows"]
     return {sequences(row): row["step_us_median"] / row["layers"] for row in rows}
 
 
-def graphed_step(results: Results) -> Mapping[str, float]:
+def graphed_step(results: ResultFiles) -> Mapping[str, float]:
     """Host microseconds of a graphed step of 256 sequences."""
     rows = results.of("host_time")["rows"]
     return {sequences(row): row["step_us_median"] for row in rows if row["num_seqs"] == 256}
@@ -280,7 +280,7 @@ def sequences(row: Mapping[str, Any]) -> str:
     return f"{row['num_seqs']} {'sequence' if row['num_seqs'] == 1 else 'sequences'}"
 
 
-def random_shapes(results: Results) -> Mapping[str, float]:
+def random_shapes(results: ResultFiles) -> Mapping[str, float]:
     """A shape's distance from its limit relative to its neighbour's, or its time relative to its peer's."""
     rows = timed_of(results.of("random_shapes"))
     return {row.name: max(row.x_neighbour, row.x_peer if row.peer_us else 0.0) for row in rows}
@@ -297,16 +297,16 @@ GOALS = (
         "few tiles: 777 new tokens over 5,001, and ragged chunks",
         ("kernels",),
         (
-            Check("x FA3, mean", 0.9, 8, beside("few-tiles", FA3), mean=True),
-            Check("x FA3", 1.05, 8, beside("few-tiles", FA3)),
+            GoalPart("x FA3, mean", 0.9, 8, beside("few-tiles", FA3), mean=True),
+            GoalPart("x FA3", 1.05, 8, beside("few-tiles", FA3)),
         ),
     ),
     Goal(
         "head dims 80, 96 and 192, the same",
         ("kernels",),
         (
-            Check("x FA3, D 80 and 96", 1.0, 4, beside("odd-dims", FA3, but=_LARGE)),
-            Check("x FA3, D 192", 1.15, 2, beside("odd-dims", FA3, layer=_LARGE)),
+            GoalPart("x FA3, D 80 and 96", 1.0, 4, beside("odd-dims", FA3, but=_LARGE)),
+            GoalPart("x FA3, D 192", 1.15, 2, beside("odd-dims", FA3, layer=_LARGE)),
         ),
         (Profiled("32/32 x 96: 12 ragged chunks", OWN), Profiled("32/32 x 96: 12 ragged chunks", FA3)),
         "Tiles of 128 rows compute 1.59 times what the twelve chunks need. Shares that count tiles of few rows as "
@@ -319,25 +319,25 @@ GOALS = (
         "verify: 64 sequences, 5 new tokens over 2,500",
         ("kernels",),
         (
-            Check("x FA3, mean", 0.95, 7, beside("verify", FA3), mean=True),
-            Check("x FA3", 1.1, 7, beside("verify", FA3)),
+            GoalPart("x FA3, mean", 0.95, 7, beside("verify", FA3), mean=True),
+            GoalPart("x FA3", 1.1, 7, beside("verify", FA3)),
         ),
     ),
     Goal(
         "mixed: 31 decodes and 2 chunks of 700",
         ("kernels",),
-        (Check("x FA3, mean", 1.0, 7, beside("mixed", FA3), mean=True),),
+        (GoalPart("x FA3, mean", 1.0, 7, beside("mixed", FA3), mean=True),),
     ),
     Goal(
         "Llama 8B, 2,048 new over 6,144, and 8 x 512 over 4,096",
         ("attention",),
-        (Check("x limit, Gluon", 1.35, 2, harness("times_limit", *_CHUNKS)),),
+        (GoalPart("x limit, Gluon", 1.35, 2, harness("times_limit", *_CHUNKS)),),
         next_idea="As of 2,048 new tokens over 30,720.",
     ),
     Goal(
         "Llama 8B and 70B, 2,048 new over 30,720",
         ("attention",),
-        (Check("x limit, Gluon", 1.3, 4, harness("times_limit", *_LONG)),),
+        (GoalPart("x limit, Gluon", 1.3, 4, harness("times_limit", *_LONG)),),
         (Profiled("32/8 x 128: 1x2k+30k", OWN), Profiled("32/8 x 128: 1x2k+30k", FA3)),
         "The clock falls under the power limit while tensor cores are this busy: fewer instructions beside the "
         "products (exponentials in pairs, scaling folded into the query) leave it higher.",
@@ -346,22 +346,22 @@ GOALS = (
         "the same by the plain Triton kernel on Hopper",
         (PLAIN,),
         (
-            Check(
+            GoalPart(
                 "x limit, 2,048 over 6,144, 8 x 512 over 4,096", 1.75, 2, harness("times_limit", *_CHUNKS, source=PLAIN)
             ),
-            Check("x limit, 2,048 over 30,720", 1.7, 4, harness("times_limit", *_LONG, source=PLAIN)),
+            GoalPart("x limit, 2,048 over 30,720", 1.7, 4, harness("times_limit", *_LONG, source=PLAIN)),
         ),
         next_idea="None: Hopper's own kernel serves these shapes, and this one stands in where it cannot.",
     ),
     Goal(
         "Llama 8B, 2,048 new tokens",
         ("attention",),
-        (Check("us", 82.0, 1, harness("us", f"{_LLAMA}/1x2048+0")),),
+        (GoalPart("us", 82.0, 1, harness("us", f"{_LLAMA}/1x2048+0")),),
     ),
     Goal(
         "soft cap in extend, D 128 and D 256, by the same without",
         ("kernels",),
-        (Check("x without", 1.05, 2, caps),),
+        (GoalPart("x without", 1.05, 2, caps),),
         (Profiled("32/8 x 128, cap 50: 1x2k+6k", OWN), Profiled("32/8 x 128: 1x2k+6k", OWN)),
         "Without a cap heads of 128 scale what they add up seldom, which with one nothing ever does: 340 us in place "
         "of 368. A tanh and a product more for each score: for 16 rows and 128 keys a warp has 581 instructions, 96 "
@@ -376,7 +376,7 @@ GOALS = (
     Goal(
         "decode, 1 GB and more",
         ("attention",),
-        (Check("x floor", 1.06, 19, decode_by_floor(*_LARGEST), peers=peers_by_floor(*_LARGEST)),),
+        (GoalPart("x bound", 1.06, 19, decode_by_bound(*_LARGEST), peers=peers_by_bound(*_LARGEST)),),
         (Profiled("32/8 x 128: 256d2k", OWN), Profiled("32/8 x 128: 256d2k", SDPA)),
         "Programs run in up to four rounds already; other numbers of rounds, blocks of 32 keys and more stages came no "
         "nearer. Whole rows without shares and merge take 491 us in place of 502 at 8B 256 x 2k, as cuDNN, and gain "
@@ -393,7 +393,7 @@ GOALS = (
     Goal(
         "decode, 60 to 540 MB",
         ("attention",),
-        (Check("x floor", 1.12, 18, decode_by_floor(*_MIDDLE), peers=peers_by_floor(*_MIDDLE)),),
+        (GoalPart("x bound", 1.12, 18, decode_by_bound(*_MIDDLE), peers=peers_by_bound(*_MIDDLE)),),
         (Profiled("8/1 x 128: 64d4k", OWN), Profiled("8/1 x 128: 64d4k", SDPA)),
         "By stamps at 8/1 heads, 1 x 128k (25 us): words and page numbers are there 1.2 us after the wait, the first "
         "block after 5.4, the next ones at 4.2 TB/s; programs end at 18 to 23, and the merge takes 3. A stream of "
@@ -406,7 +406,11 @@ GOALS = (
     Goal(
         "decode beside cuDNN: 70B 16 x 4k and 64 x 4k, TP8 256 x 2k",
         ("attention",),
-        (Check("x cuDNN", 1.0, 3, by_peer(CUDNN, "dec/llama70b/16x4k", "dec/llama70b/64x4k", "dec/70b_tp8/256x2k")),),
+        (
+            GoalPart(
+                "x cuDNN", 1.0, 3, by_peer(CUDNN, "dec/llama70b/16x4k", "dec/llama70b/64x4k", "dec/70b_tp8/256x2k")
+            ),
+        ),
         (
             Profiled("64/8 x 128: 16d4k", OWN),
             Profiled("64/8 x 128: 16d4k", SDPA),
@@ -426,17 +430,17 @@ GOALS = (
     Goal(
         "pages of 8 by pages of 32",
         ("kernels",),
-        (Check("x pages of 32", 1.05, 4, pages_of_8),),
+        (GoalPart("x pages of 32", 1.05, 4, pages_of_8),),
     ),
     Goal(
         "decode with D 192",
         ("kernels",),
-        (Check("x FA3", 1.0, 2, beside("decode-192", FA3)),),
+        (GoalPart("x FA3", 1.0, 2, beside("decode-192", FA3)),),
     ),
     Goal(
         "deterministic mode, extend and decode",
         ("deterministic_cost",),
-        (Check("x normal", 1.15, 65, deterministic),),
+        (GoalPart("x normal", 1.15, 65, deterministic),),
         (
             Profiled("12/4 x 64: 1x777+5001", OWN),
             Profiled("12/4 x 64: 1x777+5001", DETERMINISTIC),
@@ -463,7 +467,7 @@ GOALS = (
     Goal(
         "host, eager: a layer",
         ("eager_step",),
-        (Check("us", 12.0, 3, eager_layer),),
+        (GoalPart("us", 12.0, 3, eager_layer),),
         next_idea="A launch takes 3 to 4 us, by the driver's own functions with arguments packed once too. A layer "
         "had three of them; decode that stores the new K and V and merges its parts itself has one, and few rows, "
         "or as many as SMs, whose max_kv_len is over 1,024 have two. Merged within the launch, few rows would take "
@@ -476,7 +480,7 @@ GOALS = (
     Goal(
         "host, a graphed step of 256 sequences",
         ("host_time",),
-        (Check("us", 25.0, 1, graphed_step),),
+        (GoalPart("us", 25.0, 1, graphed_step),),
         next_idea="One launch is left, the graph's, by the driver's own function; the rest is Python, some 35 calls. "
         "Writing the whole slot takes less than writing only those parts of it that change. Which device is current is "
         "asked twice, for 0.24 us each, and a call of the driver by ctypes takes 0.5 before the driver does anything.",
@@ -485,7 +489,7 @@ GOALS = (
         "300 random shapes: by the neighbour, or by the best peer",
         ("random_shapes",),
         (
-            Check(
+            GoalPart(
                 "x limit (bytes, products or softmax's powers) by the neighbour's (nearest tuned layout, in decode of "
                 "up to 64 query heads on a KV head), or x peer",
                 1.5,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rocm_lab.benchmarks.goals import GOALS, OLDER, Check, Goal, Profiled, Results
+from rocm_lab.benchmarks.goals import GOALS, OLDER, Goal, GoalPart, Profiled, ResultFiles
 from rocm_lab.benchmarks.make_tables import divider, machine_line
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance_goals.md"
@@ -25,7 +25,7 @@ Written by `python -m rocm_lab.benchmarks.goals_page` from the goals in `rocm_la
 graph replay, the same run as the peers. [Performance](performance.md) has all times of the suites,
 `rocm_lab/benchmarks/README.md` those beside every peer of a harness.
 
-A row is met where each of its lines is. **x floor** is by a streaming read of the same bytes, **x limit** by the bytes
+A row is met where each of its lines is. **x bound** is by a streaming read of the same bytes, **x limit** by the bytes
 at copy bandwidth or the products at the rate of a large product, **x FA3** and the like by the peer's time in the same
 run; a peer whose name ends in `-contig` reads K and V that lie in no pages. A mean is geometric; of all others the
 worst case counts. Times are of the commit beside them, and rows of different commits are of different runs.
@@ -43,7 +43,7 @@ ELSEWHERE = (
 )
 
 
-def page(results: Results) -> str:
+def page(results: ResultFiles) -> str:
     """Returns the text."""
     missed = [goal for goal in GOALS if goal.is_missed(results)]
     parts = [INTRODUCTION, _table(results), _older(results), _not_here(results)]
@@ -54,7 +54,7 @@ def page(results: Results) -> str:
     return "\n".join(parts)
 
 
-def _table(results: Results) -> str:
+def _table(results: ResultFiles) -> str:
     head = "| work | | goal | reached | case | commit | |"
     lines = ["## At a glance\n", head, divider(head)]
     for goal in (each for each in GOALS if each.is_measured(results)):
@@ -68,7 +68,7 @@ def _table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _older(results: Results) -> str:
+def _older(results: ResultFiles) -> str:
     """Lists the changes since each result."""
     older = [each for each in OLDER if each.is_so(results)]
     if not older:
@@ -80,7 +80,7 @@ def _older(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _not_here(results: Results) -> str:
+def _not_here(results: ResultFiles) -> str:
     """Lists goals without a row."""
     lines = ["Not on this page:\n"]
     for goal in (each for each in GOALS if not each.is_measured(results)):
@@ -101,7 +101,7 @@ def _wrapped(text: str, begin: str = "") -> str:
     )
 
 
-def _miss(goal: Goal, results: Results) -> str:
+def _miss(goal: Goal, results: ResultFiles) -> str:
     lines = [f"### {goal.work[0].upper()}{goal.work[1:]}\n"]
     for check in goal.checks:
         above = sorted(check.missed(results).items(), key=lambda found: -found[1])
@@ -121,14 +121,14 @@ def _miss(goal: Goal, results: Results) -> str:
     return "\n".join(lines)
 
 
-def peers_in_words(check: Check, cases: Sequence[str], results: Results) -> list[str]:
+def peers_in_words(check: GoalPart, cases: Sequence[str], results: ResultFiles) -> list[str]:
     """Returns the results of the fastest peer of the same run, for cases above the goal."""
     peers = check.peers(results)
     said = "; ".join(f"{case}: {peers[case].name} {peers[case].value:.2f}" for case in cases if case in peers)
     return [_wrapped(f"The fastest peer of the same run, {check.what}: {said}.") + "\n"] if said else []
 
 
-def _profile(each: Profiled, results: Results) -> Iterator[str]:
+def _profile(each: Profiled, results: ResultFiles) -> Iterator[str]:
     """Yields a line for each kernel of a launch."""
     rows = results.of(PROFILES)["rows"]
     mine = next((row for row in rows if Profiled(row["case"], row["provider"]) == each), None)
@@ -145,7 +145,7 @@ def _kernel(kernel: Mapping[str, Any]) -> str:
     return f"`{kernel['kernel']}` | {' | '.join(cells)} | {waits}"
 
 
-def _sources(results: Results) -> str:
+def _sources(results: ResultFiles) -> str:
     names = dict.fromkeys(name for goal in GOALS if goal.is_measured(results) for name in goal.sources)
     lines = ["## Where the numbers are from\n"]
     for name in (*names, PROFILES):
@@ -157,7 +157,7 @@ def _sources(results: Results) -> str:
 
 def main() -> None:
     """Writes the page."""
-    PAGE.write_text(page(Results()))
+    PAGE.write_text(page(ResultFiles()))
 
 
 if __name__ == "__main__":

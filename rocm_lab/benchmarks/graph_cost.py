@@ -47,7 +47,7 @@ CAPTURE_SECONDS, SLOWER = 20.0, 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LayerStack:
     """Layers of attention, each of which reads the output of the previous one."""
 
     runtime: AttentionRuntime
@@ -57,7 +57,7 @@ class Model:
     @classmethod
     def build(
         cls, device: torch.device, num_layers: int, *, num_seqs: int, kv_len: int, capture_sizes: Sequence[int]
-    ) -> Model:
+    ) -> LayerStack:
         """Returns a model with pages for num_seqs requests of kv_len tokens, all of them random."""
         runtime = build_runtime(
             [LAYER] * num_layers,
@@ -101,7 +101,7 @@ def capture_row(
 ) -> dict[str, Any]:
     """Captures all decode sizes up to largest, with pages for 1,024 tokens per sequence; recording and checks apart."""
     sizes = default_ladder(largest).sizes
-    model = Model.build(device, num_layers, num_seqs=largest, kv_len=1024, capture_sizes=sizes)
+    model = LayerStack.build(device, num_layers, num_seqs=largest, kv_len=1024, capture_sizes=sizes)
     started = time.perf_counter()
     report = StepRunner(model.runtime, model.forward, recorder_for(device)).capture_all()
     seconds = time.perf_counter() - started
@@ -149,7 +149,7 @@ def step_row(num_seqs: int, device: torch.device) -> dict[str, Any]:
     """Medians of ROUNDS decode steps of num_seqs sequences with CONTEXT tokens, captured and eager ones in turn."""
     pages = num_seqs * CONTEXT // LAYER.page_size
     num_layers = min(NUM_LAYERS, MOST_POOL_BYTES // (pages * page_bytes([LAYER])))
-    model = Model.build(device, num_layers, num_seqs=num_seqs, kv_len=CONTEXT, capture_sizes=[num_seqs])
+    model = LayerStack.build(device, num_layers, num_seqs=num_seqs, kv_len=CONTEXT, capture_sizes=[num_seqs])
     runner = StepRunner(model.runtime, model.forward, recorder_for(device))
     runner.capture_all()
     batch = model.decode_step(num_seqs, CONTEXT)

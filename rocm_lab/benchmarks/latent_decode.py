@@ -2,10 +2,10 @@
 
     python -m rocm_lab.benchmarks.latent_decode --out RESULTS/latent_decode_h200.json
 
-Times are of one layer in a graph, its schedule built in it. floor: a streaming read of the latents; products: their
-time at the rate of a large matrix product; limit: the larger of both. Each is timed after a pause; sustained is the
-time after half a second of the same work, when the GPU's power limit has lowered the clock, which is reported with it.
-Exits with 1, after writing the file, if a result is wrong or a case takes longer than allowed.
+Times are of one layer in a graph, its schedule built in it. lower_bound: a streaming read of the latents; products:
+their time at the rate of a large matrix product; limit: the larger of both. Each is timed after a pause; sustained is
+the time after half a second of the same work, when the GPU's power limit has lowered the clock, which is reported with
+it. Exits with 1, after writing the file, if a result is wrong or a case takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rocm_attn.providers.split_latents import cut_of_latents
 from rocm_attn.providers.tiles import latent_decode_tiles_of_table
 from rocm_attn.providers.triton_latent import LatentDecode
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.contestants import Own
-from rocm_lab.bench.judge import Truth
-from rocm_lab.bench.prepared import Prepared
+from rocm_lab.bench.contestants import OwnProvider
+from rocm_lab.bench.judge import ExpectedOutput
+from rocm_lab.bench.prepared import PreparedLayer
 from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.timing import DEVICE, floor_us, microseconds
+from rocm_lab.benchmarks.timing import DEVICE, lower_bound_us, microseconds
 
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 5e-3
@@ -41,7 +41,7 @@ _PAUSE_SECONDS, _LOAD_SECONDS = 1.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LatentCase:
     """num_seqs sequences of one length with q_len new tokens each; times_allowed: of the limit, 0: any."""
 
     heads: int
@@ -73,40 +73,40 @@ class Case:
 
 
 CASES = (
-    Case(16, 128, 4096, 1.2),
-    Case(16, 32, 4096, 1.5),
-    Case(128, 128, 4096, 1.6),
-    Case(128, 32, 4096),
-    Case(128, 128, 4096, page_size=1),
-    Case(128, 64, 1024, q_len=4),
-    Case(64, 128, 4096),
-    Case(16, 1, 8192),
-    Case(16, 128, 4096, page_size=1),
-    Case(32, 128, 4096),
-    Case(12, 128, 4096),
-    Case(16, 128, 4096, q_len=4),
-    Case(16, 128, 4096, coded=True),
-    Case(128, 128, 4096, coded=True),
+    LatentCase(16, 128, 4096, 1.2),
+    LatentCase(16, 32, 4096, 1.5),
+    LatentCase(128, 128, 4096, 1.6),
+    LatentCase(128, 32, 4096),
+    LatentCase(128, 128, 4096, page_size=1),
+    LatentCase(128, 64, 1024, q_len=4),
+    LatentCase(64, 128, 4096),
+    LatentCase(16, 1, 8192),
+    LatentCase(16, 128, 4096, page_size=1),
+    LatentCase(32, 128, 4096),
+    LatentCase(12, 128, 4096),
+    LatentCase(16, 128, 4096, q_len=4),
+    LatentCase(16, 128, 4096, coded=True),
+    LatentCase(128, 128, 4096, coded=True),
 )
 
 
-def data_of(case: Case) -> StepData:
+def data_of(case: LatentCase) -> StepData:
     """Returns random latents in pages in random order."""
     batch = BatchSpec.of_lengths([(case.q_len, case.kv_len - case.q_len)] * case.num_seqs)
     (data,) = random_steps(case.problem, batch, 1, DEVICE, seed=0)
     return data
 
 
-def by_plain_kernel(data: StepData, case: Case) -> Prepared:
+def by_plain_kernel(data: StepData, case: LatentCase) -> PreparedLayer:
     """Returns the step by the kernel that is specific to no arch."""
     target = detect_target(DEVICE)
     tiles = latent_decode_tiles_of_table(case.problem, target, case.q_len)
     cut = cut_of_latents(tiles, case.problem, target, most=case.q_len)
     kernel = LatentDecode(case.problem, scores_of(case.problem), cut, tiles)
-    return Prepared.of(kernel, data.step, data.bounds, (data.q, data.out), data.pages)
+    return PreparedLayer.of(kernel, data.step, data.bounds, (data.q, data.out), data.pages)
 
 
-def time_of(made: Prepared) -> float:
+def time_of(made: PreparedLayer) -> float:
     """Returns microseconds of schedule and layer."""
 
     def run() -> None:
@@ -116,7 +116,7 @@ def time_of(made: Prepared) -> float:
     return microseconds(run)
 
 
-def sustained(made: Prepared) -> tuple[float, int]:
+def sustained(made: PreparedLayer) -> tuple[float, int]:
     """Returns microseconds of schedule and layer after a while of the same work, and the clock in MHz then."""
     end = time.perf_counter() + _LOAD_SECONDS
     us = time_of(made)
@@ -126,10 +126,10 @@ def sustained(made: Prepared) -> tuple[float, int]:
     return us, int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
 
-def error_of(made: Prepared, data: StepData) -> float:
+def error_of(made: PreparedLayer, data: StepData) -> float:
     """Returns the error of the output, relative to the reference; infinite if it is wrong."""
     made.attend()
-    verdict = Truth.of(data).judge(data.out)
+    verdict = ExpectedOutput.of(data).judge(data.out)
     return verdict.error if verdict.is_right else float("inf")
 
 
@@ -144,16 +144,16 @@ def products_us(operations: int) -> float:
     return microseconds(product) * operations / (2 * _MATRIX**3)
 
 
-def row_of(case: Case) -> dict[str, Any]:
+def row_of(case: LatentCase) -> dict[str, Any]:
     """Returns times of a case."""
     data = data_of(case)
-    _, made = Own("triton").prepared(data)
+    _, made = OwnProvider("triton").prepared(data)
     error = error_of(made, data)
     torch.cuda.synchronize()
     time.sleep(_PAUSE_SECONDS)
-    us, floor, products = time_of(made), floor_us(case.latent_bytes), products_us(case.operations)
+    us, lower_bound, products = time_of(made), lower_bound_us(case.latent_bytes), products_us(case.operations)
     sustained_us, clock_mhz = sustained(made)
-    limit = max(floor, products)
+    limit = max(lower_bound, products)
     plain_us = time_of(by_plain_kernel(data, case)) if _OF_HOPPER in made.kernel.describe() else None
     torch.cuda.empty_cache()
     return {
@@ -161,7 +161,7 @@ def row_of(case: Case) -> dict[str, Any]:
         "kernel": made.kernel.describe(),
         "us": us,
         "us_plain": plain_us,
-        "floor_us": floor,
+        "lower_bound_us": lower_bound,
         "products_us": products,
         "times_limit": us / limit,
         "times_allowed": case.times_allowed,

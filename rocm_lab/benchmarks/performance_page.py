@@ -14,7 +14,7 @@ from typing import Any
 
 from rocm_lab.bench.choices import SUITES
 from rocm_lab.bench.plots import draw
-from rocm_lab.bench.result_file import Kept, read_result
+from rocm_lab.bench.result_file import ResultFile, read_result
 from rocm_lab.benchmarks.make_tables import section
 
 HERE = Path(__file__).parent
@@ -34,10 +34,10 @@ bench kernels --suite all` has made; every number was measured. No AMD GPU was a
 
 - **us** is the median over samples of one layer's launches, replayed as a graph over pages past the L2. All providers
   of a row take turns.
-- **floor** is what the slower one of memory and products takes, with the bytes that must be moved and the products that
-  must be made: {bytes_per_s:.0f} GB/s and {flops_per_s:.0f} TFLOP/s, measured in the same process by a copy, a
+- **lower bound**: what the slower one of memory and products takes, with the bytes that must be moved and the products
+  that must be made: {bytes_per_s:.0f} GB/s and {flops_per_s:.0f} TFLOP/s, measured in the same process by a copy, a
   reduction and a product of matrices. What launches take is not in it.
-- **%** is the floor by the time.
+- **%** is the lower bound by the time.
 - **MHz** is the lowest clock of the compute units that a sample of a row has ended with. The GPU lowers it under load:
   compare rows with equal clocks, and see the samples in the file.
 - A provider that has no time in a row does not serve it, or was wrong there. Results are judged first.
@@ -57,7 +57,7 @@ TITLES = {
 }
 
 
-def page(kept: Kept, file: str) -> str:
+def page(kept: ResultFile, file: str) -> str:
     """Returns the text. file: the name of the result file"""
     machine, ceilings = kept.machine, kept.rest["ceilings"]
     words = f"Commit {machine['commit']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['runtime']}"
@@ -82,7 +82,7 @@ def page(kept: Kept, file: str) -> str:
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Compares our kernels with each other provider, suite by suite."""
     lines = ["## At a glance\n", "Times of ours by those of others: below 1 ours is faster.\n"]
-    lines += ["| suite | ours, % of the floor's speed | beside | geometric mean | worst |", f"|{' --- |' * 5}"]
+    lines += ["| suite | ours, % of the lower bound's speed | beside | geometric mean | worst |", f"|{' --- |' * 5}"]
     for suite in SUITES:
         mine = {row["case"]: row for row in rows if row["suite"] == suite and row["provider"] == OWN and "us" in row}
         if not mine:
@@ -118,15 +118,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each case, a column for each provider that has a time."""
     providers = list(dict.fromkeys(row["provider"] for row in rows if "us" in row))
     lines = [
-        f"| layer: step | floor us | {' | '.join(f'{name} us (%)' for name in providers)} | MHz |",
+        f"| layer: step | bound us | {' | '.join(f'{name} us (%)' for name in providers)} | MHz |",
         f"|{' --- |' * (len(providers) + 3)}",
     ]
     for case in dict.fromkeys(row["case"] for row in rows):
         of_case = {row["provider"]: row for row in rows if row["case"] == case}
         cells = [_cell(of_case.get(name)) for name in providers]
         clocks = [row["lowest_mhz"] for row in of_case.values() if "lowest_mhz" in row]
-        floor = next(iter(of_case.values()))["floor_us"]
-        lines.append(f"| {case} | {floor:.1f} | {' | '.join(cells)} | {f'{min(clocks):.0f}' if clocks else ''} |")
+        lower_bound = next(iter(of_case.values()))["lower_bound_us"]
+        lines.append(f"| {case} | {lower_bound:.1f} | {' | '.join(cells)} | {f'{min(clocks):.0f}' if clocks else ''} |")
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +136,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
     return f"{row['us']:.1f} ({100 * row['share']:.0f})"
 
 
-def energy(kept: Kept) -> str:
+def energy(kept: ResultFile) -> str:
     """Returns the section on the energy of a launch, for rows that counted it."""
     rows: Iterable[Mapping[str, Any]] = (row for row in kept.rows if "joules_a_token" in row)
     lines = [

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from rocm_lab.bench.choices import ALL_SUITES
-from rocm_lab.bench.contestant import Launch
+from rocm_lab.bench.contestant import LayerLaunch
 from rocm_lab.bench.contestants import contestants
 from rocm_lab.bench.step_data import random_steps
 from rocm_lab.bench.suites import suite
@@ -83,7 +83,7 @@ def profiled() -> list[Profiled]:
     return list(dict.fromkeys(each for goal in GOALS for each in goal.profiled))
 
 
-def _prepared(each: Profiled, fa3: str) -> Launch:
+def _prepared(each: Profiled, fa3: str) -> LayerLaunch:
     case = next(case for case in suite(ALL_SUITES) if case.name == each.case)
     (data,) = random_steps(case.problem, case.batch, 1, torch.device("cuda", 0), seed=0)
     return contestants((each.provider,), fa3)[each.provider].prepare(data)

@@ -27,14 +27,14 @@ import torch
 
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import GraphClock, Timed, median_of
-from rocm_lab.bench.contestant import Launch, NotServed
-from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.contestant import LayerLaunch, NotServed
+from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.machine import commit, describe_machine
 from rocm_lab.bench.peers.flash_attention import FlashAttention3
 from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.benchmarks.powers import LANES, POWERS, powers_kernel
 from rocm_lab.benchmarks.script import parser_of
-from rocm_lab.benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
+from rocm_lab.benchmarks.shape_sweep import LAUNCHES_US, SweepShape, random_shapes
 
 COUNT, SEED = 300, 14
 # Bytes of K and V that lie between two uses of a page: more than the L2 holds.
@@ -49,20 +49,20 @@ MOST_RESERVED = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ShapeCase:
     """A shape's layer with data, and its launch."""
 
     data: StepData
-    launch: Launch
+    launch: LayerLaunch
 
 
-def cases_of(shape: Shape, count: int) -> list[Case]:
+def cases_of(shape: SweepShape, count: int) -> list[ShapeCase]:
     """Returns cases with separate pages, which lie anywhere in a pool of all."""
     steps = random_steps(shape.problem, shape.batch, count, torch.device("cuda", 0), seed=1)
-    return [Case(data, Own("triton").prepare(data)) for data in steps]
+    return [ShapeCase(data, OwnProvider("triton").prepare(data)) for data in steps]
 
 
-def error_of(shape: Shape, case: Case) -> float:
+def error_of(shape: SweepShape, case: ShapeCase) -> float:
     """Returns the error of a few tokens, relative to float32: |out - wanted| / |wanted|, the largest of all."""
     data, scale = case.data, case.data.problem.scale
     num_seqs = len(shape.q_len)
@@ -84,7 +84,7 @@ def error_of(shape: Shape, case: Case) -> float:
     return worst
 
 
-def _compared(shape: Shape, case: Case) -> tuple[float, str]:
+def _compared(shape: SweepShape, case: ShapeCase) -> tuple[float, str]:
     """Returns the error of a case that has run, and the failure."""
     try:
         return error_of(shape, case), ""
@@ -101,12 +101,12 @@ def _what_is_wrong(error: float, failure: str) -> str:
     return failure or ("" if error <= MOST_ERROR else f"error {error:.2e}")
 
 
-def num_sets(shape: Shape) -> int:
+def num_sets(shape: SweepShape) -> int:
     """Returns the number of sets of a shape's data that together are past the L2."""
     return min(MOST_SETS, max(1, -(-PAST_L2 // shape.needs.num_bytes)))
 
 
-def _microseconds(cases: Sequence[Case]) -> float:
+def _microseconds(cases: Sequence[ShapeCase]) -> float:
     """Returns the time of one layer. Afterwards the cases hold the results of the last replay."""
 
     def all_runs() -> None:
@@ -142,7 +142,7 @@ def powers_per_s() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ShapeResults:
     """A process's results for a shape and its neighbour.
 
     wrong: name -> fault; then there are no times
@@ -166,12 +166,12 @@ class Worker:
         self._peer = FlashAttention3(fa3) if fa3 else None
         self._has_failed = False
 
-    def measured(self, number: int, shape: Shape) -> Measured | None:
+    def measured(self, number: int, shape: SweepShape) -> ShapeResults | None:
         """Returns None if the time is up, and after a fault of the device: nothing works in this process then."""
         if self._has_failed or time.monotonic() > self._until:
             return None
         wrong: dict[str, str] = {}
-        cases: dict[Shape, list[Case]] = {}
+        cases: dict[SweepShape, list[ShapeCase]] = {}
         for each in dict.fromkeys((shape, shape.neighbour())):
             try:
                 with self._gpu:
@@ -192,15 +192,17 @@ class Worker:
                 self._has_failed = True
                 # If there is no other fault, it is the peer's.
                 wrong = wrong or {f"{shape}, of the peer": _said(failure)}
-        return Measured(number, wrong, times)
+        return ShapeResults(number, wrong, times)
 
-    def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]], wrong: dict[str, str]) -> dict[str, Any]:
+    def _times(
+        self, shape: SweepShape, cases: Mapping[SweepShape, list[ShapeCase]], wrong: dict[str, str]
+    ) -> dict[str, Any]:
         """Returns no times if an output is wrong, which is added to wrong. The caller has the GPU."""
         found = {each: _compared(each, mine[0]) for each, mine in cases.items()}
         wrong |= {str(each): what for each, result in found.items() if (what := _what_is_wrong(*result))}
         if wrong:
             return {}
-        of_each: dict[Shape, float] = {}
+        of_each: dict[SweepShape, float] = {}
         for each, mine in cases.items():
             try:
                 of_each[each] = round(_microseconds(mine), 2)
@@ -216,9 +218,9 @@ class Worker:
             times |= self._of_peer(self._peer, cases[shape])
         return times | {"error": found[shape][0]}
 
-    def _of_peer(self, peer: FlashAttention3, cases: Sequence[Case]) -> dict[str, Any]:
+    def _of_peer(self, peer: FlashAttention3, cases: Sequence[ShapeCase]) -> dict[str, Any]:
         try:
-            theirs = [Case(case.data, peer.prepare(case.data)) for case in cases]
+            theirs = [ShapeCase(case.data, peer.prepare(case.data)) for case in cases]
             return {"peer": "FA3", "peer_us": round(_microseconds(theirs), 2)}
         except NotServed:
             return {}
@@ -234,11 +236,11 @@ def _begin(gpu: Lock, fa3: str, until: float) -> None:
     _workers.append(Worker(gpu, fa3, until))
 
 
-def _measured(numbered: tuple[int, Shape]) -> Measured | None:
+def _measured(numbered: tuple[int, SweepShape]) -> ShapeResults | None:
     return _workers[0].measured(*numbered)
 
 
-def row_of(shape: Shape, found: Measured, limits: dict[str, float], powers: float) -> dict[str, Any]:
+def row_of(shape: SweepShape, found: ShapeResults, limits: dict[str, float], powers: float) -> dict[str, Any]:
     """Returns a row of the result file. powers: per second"""
     neighbour = shape.neighbour()
     return {

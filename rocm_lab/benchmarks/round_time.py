@@ -39,7 +39,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Request
 from rocm_serve.speculation import engines
-from rocm_serve.speculation.rounds import DeviceRounds
+from rocm_serve.speculation.device_steps import DeviceSpeculation
 
 # model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of real models.
 MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": ((1, 8, 64), (8,))}
@@ -70,7 +70,7 @@ class GoingRound(RandomOnDevice):
 
 
 @dataclass
-class Waits:
+class TimedFence:
     """A fence whose waits are timed.
 
     us:   of each wait, in one step, and when it was over
@@ -128,24 +128,24 @@ def going_round(config: ModelConfig, num_layers: int) -> LoadedModel:
 
 
 def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
-    """Returns Waits.us of all fences of an engine, and Waits.last of its last launch."""
+    """Returns TimedFence.us of all fences of an engine, and TimedFence.last of its last launch."""
     waits: list[tuple[float, float]] = []
     launched = [0.0]
     for memory in engine._picker.plain._host:
-        memory.done = Waits(memory.done, waits, launched)
-    if isinstance(engine._rounds, DeviceRounds):
-        for of_round in engine._rounds._memory:
-            of_round.done = Waits(of_round.done, waits, launched)
-        guesses = engine._rounds._guesses
-        guess = guesses.guess
+        memory.done = TimedFence(memory.done, waits, launched)
+    if isinstance(engine._speculative_steps, DeviceSpeculation):
+        for of_speculative_step in engine._speculative_steps._memory:
+            of_speculative_step.done = TimedFence(of_speculative_step.done, waits, launched)
+        draft_tokens = engine._speculative_steps._draft_tokens
+        draft = draft_tokens.draft
 
         def and_mark(*arguments: Any) -> bool:
             """A model's drafts are launched after the fence."""
-            is_made = guess(*arguments)
+            is_made = draft(*arguments)
             launched[0] = time.perf_counter()
             return is_made
 
-        guesses.guess = and_mark  # type: ignore[assignment, method-assign]
+        draft_tokens.draft = and_mark  # type: ignore[assignment, method-assign]
     return waits, launched
 
 
@@ -203,7 +203,7 @@ def idle(engine: Engine) -> dict[str, float]:
         setattr(owner, name, and_mark)
 
     marked(engine, "_run")
-    marked(engine._rounds, "launch")
+    marked(engine._speculative_steps, "launch")
     while engine.has_work:
         engine.step()
     torch.cuda.synchronize()

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rocm_lab.benchmarks.scale_nodes import Batch
+from rocm_lab.benchmarks.scale_nodes import NodeStep
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedJob:
     """A request on its way. Times in seconds.
 
     tokens:     when each token of the answer came, the first one from the prompt's last chunk
@@ -41,7 +41,7 @@ class Job:
         return len(self.tokens) == self.output
 
 
-class Clock:
+class EventQueue:
     """Events in the order of their times; events of equal times run in the order in which they were added."""
 
     def __init__(self) -> None:
@@ -64,27 +64,27 @@ class Clock:
 class EngineKind:
     """The parameters of an engine.
 
-    step:      seconds of a Batch
+    step:      seconds of a NodeStep
     kv_tokens: tokens of KV that it holds
     max_seqs:  sequences that run at a time
     max_step:  most tokens of a step
     max_chunk: most tokens of a prompt in a step
     """
 
-    step: Callable[[Batch], float]
+    step: Callable[[NodeStep], float]
     kv_tokens: int
     max_seqs: int = 256
     max_step: int = 2048
     max_chunk: int = 2048
 
 
-class Engine:
+class SimulatedEngine:
     """One engine, which serves its jobs to their end."""
 
-    def __init__(self, clock: Clock, kind: EngineKind) -> None:
+    def __init__(self, clock: EventQueue, kind: EngineKind) -> None:
         self.kind, self._clock = kind, clock
-        self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self.waiting: deque[SimulatedJob] = deque()
+        self.running: list[SimulatedJob] = []
         self.free = kind.kv_tokens
         self.num_steps = 0
         self._is_stepping = False
@@ -95,7 +95,7 @@ class Engine:
         jobs = itertools.chain(self.waiting, self.running)
         return sum(job.prompt - job.prefilled + job.output - len(job.tokens) for job in jobs)
 
-    def give(self, job: Job) -> None:
+    def give(self, job: SimulatedJob) -> None:
         """Adds a new job. Raises ValueError for one that can never fit."""
         if job.prompt + job.output > self.kind.kv_tokens:
             raise ValueError(f"a job of {job.prompt} + {job.output} tokens; the engine holds {self.kind.kv_tokens}")
@@ -116,11 +116,11 @@ class Engine:
         decodes = [job for job in self.running if job.tokens]
         chunks = self._chunks(self.kind.max_step - len(decodes))
         mean = sum(job.kv_len for job in decodes) // len(decodes) if decodes else 0
-        batch = Batch(len(decodes), mean + 1, tuple((new, job.prefilled) for job, new in chunks))
+        batch = NodeStep(len(decodes), mean + 1, tuple((new, job.prefilled) for job, new in chunks))
         self._is_stepping = True
         self._clock.after(self.kind.step(batch), lambda: self._end(decodes, chunks))
 
-    def _chunks(self, tokens: int) -> list[tuple[Job, int]]:
+    def _chunks(self, tokens: int) -> list[tuple[SimulatedJob, int]]:
         found = []
         for job in self.running:
             if not job.tokens and tokens > 0:
@@ -129,7 +129,7 @@ class Engine:
                 found.append((job, new))
         return found
 
-    def _end(self, decodes: Sequence[Job], chunks: Sequence[tuple[Job, int]]) -> None:
+    def _end(self, decodes: Sequence[SimulatedJob], chunks: Sequence[tuple[SimulatedJob, int]]) -> None:
         self._is_stepping = False
         self.num_steps += 1
         for job in decodes:
@@ -145,14 +145,14 @@ class Engine:
             self._let_go(job)
         self._begin()
 
-    def _ends_here(self, job: Job) -> bool:
+    def _ends_here(self, job: SimulatedJob) -> bool:
         return job.is_done
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, job: SimulatedJob) -> None:
         """Removes a job that has ended here."""
 
 
-def give_to_least(engines: Sequence[Engine], job: Job) -> None:
+def give_to_least(engines: Sequence[SimulatedEngine], job: SimulatedJob) -> None:
     """Gives a job to the engine with the fewest tokens to do."""
     min(engines, key=lambda engine: engine.to_do).give(job)
 
@@ -160,27 +160,29 @@ def give_to_least(engines: Sequence[Engine], job: Job) -> None:
 class Link:
     """Carries the KV of one job after the other to engines that decode."""
 
-    def __init__(self, clock: Clock, seconds_of: Callable[[Job], float], engines: Sequence[Engine]) -> None:
+    def __init__(
+        self, clock: EventQueue, seconds_of: Callable[[SimulatedJob], float], engines: Sequence[SimulatedEngine]
+    ) -> None:
         self._clock, self._seconds_of, self._engines = clock, seconds_of, engines
         self._free_at = 0.0
 
-    def carry(self, job: Job) -> None:
+    def carry(self, job: SimulatedJob) -> None:
         """Carries a job that has its first token."""
         self._free_at = max(self._free_at, self._clock.now) + self._seconds_of(job)
         self._clock.after(self._free_at - self._clock.now, lambda: give_to_least(self._engines, job))
 
 
-class PrefillEngine(Engine):
+class PrefillEngine(SimulatedEngine):
     """An engine that computes prompts and their first tokens; a link carries the resulting KV."""
 
-    def __init__(self, clock: Clock, kind: EngineKind, link: Link) -> None:
+    def __init__(self, clock: EventQueue, kind: EngineKind, link: Link) -> None:
         super().__init__(clock, kind)
         self._link = link
 
-    def _ends_here(self, job: Job) -> bool:
+    def _ends_here(self, job: SimulatedJob) -> bool:
         return bool(job.tokens)
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, job: SimulatedJob) -> None:
         if not job.is_done:
             self._link.carry(job)
 
@@ -199,13 +201,13 @@ class Cluster:
     num_whole: int = 0
     num_prefill: int = 0
     num_decode: int = 0
-    transfer: Callable[[Job], float] = lambda job: 0.0
+    transfer: Callable[[SimulatedJob], float] = lambda job: 0.0
 
-    def serve(self, jobs: Sequence[Job]) -> list[Engine]:
+    def serve(self, jobs: Sequence[SimulatedJob]) -> list[SimulatedEngine]:
         """Runs until every job is done; returns the engines in their final state."""
-        clock = Clock()
-        decode = [Engine(clock, self.kind) for _ in range(self.num_decode)]
-        entry = [Engine(clock, self.kind) for _ in range(self.num_whole)]
+        clock = EventQueue()
+        decode = [SimulatedEngine(clock, self.kind) for _ in range(self.num_decode)]
+        entry = [SimulatedEngine(clock, self.kind) for _ in range(self.num_whole)]
         for _ in range(self.num_prefill):  # a link for each: the NICs of its GPUs
             entry.append(PrefillEngine(clock, self.prefill, Link(clock, self.transfer, decode)))
         for job in jobs:
@@ -214,7 +216,7 @@ class Cluster:
         return [*entry, *decode]
 
 
-def gaps(jobs: Sequence[Job]) -> Iterator[float]:
+def gaps(jobs: Sequence[SimulatedJob]) -> Iterator[float]:
     """Yields the seconds between tokens of the same answer."""
     for job in jobs:
         for before, after in itertools.pairwise(job.tokens):

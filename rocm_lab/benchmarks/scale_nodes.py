@@ -31,7 +31,7 @@ import torch
 
 from rocm_attn.machine.target import known_target
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_lab.cost.cost import GPUS, Shape, predicted
+from rocm_lab.cost.cost import GPUS, CostShape, predicted
 
 ARCH = "gfx942"
 PAGE_SIZE = 16
@@ -44,7 +44,7 @@ End = Literal["low", "middle", "high"]
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class NodeGpu:
     """An MI300X in a node of eight, at one end of the assumptions.
 
     end:         the end of a predicted time of attention that is used
@@ -72,10 +72,10 @@ class Machine:
 
 
 _HBM = GPUS[ARCH].hbm
-BEST = Machine("low", 0.87 * _HBM[1], 708e12, 48e9, 6.3e-6, 10e-6, 0.95 * 50e9)
-WORST = Machine("high", 0.81 * _HBM[0], 0.45 * GPUS[ARCH].matrix_ops, 44e9, 28e-6, 40e-6, 0.80 * 50e9)
+BEST = NodeGpu("low", 0.87 * _HBM[1], 708e12, 48e9, 6.3e-6, 10e-6, 0.95 * 50e9)
+WORST = NodeGpu("high", 0.81 * _HBM[0], 0.45 * GPUS[ARCH].matrix_ops, 44e9, 28e-6, 40e-6, 0.80 * 50e9)
 # Geometric means, like the middles of cost.py.
-MIDDLE = Machine(
+MIDDLE = NodeGpu(
     "middle",
     (BEST.stream * WORST.stream) ** 0.5,
     (BEST.matrix_ops * WORST.matrix_ops) ** 0.5,
@@ -100,7 +100,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class NodeModel:
     """A model of equal layers in bfloat16. mlp_params: of a layer, all experts"""
 
     name: str
@@ -123,8 +123,8 @@ class Model:
         return self.num_layers * (self.attention_params + self.mlp_params) + 2 * self.vocab * self.hidden
 
 
-LLAMA_70B = Model("Llama 3.1 70B", 80, 8192, AttentionLayer(64, 8, 128, 128**-0.5), 3 * 8192 * 28672, 128256)
-QWEN_235B = Model(
+LLAMA_70B = NodeModel("Llama 3.1 70B", 80, 8192, AttentionLayer(64, 8, 128, 128**-0.5), 3 * 8192 * 28672, 128256)
+QWEN_235B = NodeModel(
     "Qwen3 235B-A22B",
     94,
     4096,
@@ -146,13 +146,13 @@ class Layout:
     ranks: int
     own_attention: bool = False
 
-    def of(self, model: Model) -> AttentionLayer:
+    def of(self, model: NodeModel) -> AttentionLayer:
         """Returns the attention of a rank."""
         return model.attention if self.own_attention else model.attention.on_one_of(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class NodeStep:
     """A step: num_decodes sequences of kv_len tokens, and chunks of prompts: (new tokens, tokens already stored)."""
 
     num_decodes: int
@@ -160,13 +160,13 @@ class Batch:
     chunks: tuple[tuple[int, int], ...] = ()
 
 
-def kv_bytes_of_token(model: Model, layout: Layout) -> float:
+def kv_bytes_of_token(model: NodeModel, layout: Layout) -> float:
     """Returns the bytes on one rank that holds the token."""
     layer = layout.of(model)
     return model.num_layers * 2 * layer.num_kv_heads * layer.head_dim * WEIGHT_BYTES
 
 
-def kv_tokens(model: Model, layout: Layout) -> int:
+def kv_tokens(model: NodeModel, layout: Layout) -> int:
     """Returns the number of tokens that all ranks of a layout hold. Raises ValueError if the weights leave no room."""
     attention = model.num_layers * model.attention_params
     shared = model.params - attention
@@ -179,7 +179,7 @@ def kv_tokens(model: Model, layout: Layout) -> int:
 
 
 @lru_cache(maxsize=200_000)
-def attention_seconds(layer: AttentionLayer, shape: Shape, end: End) -> float:
+def attention_seconds(layer: AttentionLayer, shape: CostShape, end: End) -> float:
     """Returns the attention time of one layer on one rank."""
     problem = layer.problem(dtype=torch.bfloat16, page_size=PAGE_SIZE)
     found = predicted(problem, known_target(ARCH), shape)
@@ -188,16 +188,16 @@ def attention_seconds(layer: AttentionLayer, shape: Shape, end: End) -> float:
     return float(getattr(found.seconds, end))
 
 
-def _products(machine: Machine, read: float, used: float, tokens: float) -> float:
+def _products(machine: NodeGpu, read: float, used: float, tokens: float) -> float:
     """Seconds of products of tokens with weights. read: elements read; used: those that one token is multiplied with"""
     return max(read * WEIGHT_BYTES / machine.stream, 2 * used * tokens / machine.matrix_ops)
 
 
-def step_seconds(model: Model, layout: Layout, machine: Machine, batch: Batch) -> float:
+def step_seconds(model: NodeModel, layout: Layout, machine: NodeGpu, batch: NodeStep) -> float:
     """Returns the time of one step."""
     ranks, layer = layout.ranks, layout.of(model)
     tokens = batch.num_decodes + sum(new for new, _ in batch.chunks)
-    of_chunks = [attention_seconds(layer, Shape(1, cached + new, new), machine.end) for new, cached in batch.chunks]
+    of_chunks = [attention_seconds(layer, CostShape(1, cached + new, new), machine.end) for new, cached in batch.chunks]
     if layout.own_attention:  # the rank that has most: the longest chunk, and its part of the decodes
         decodes = -(-batch.num_decodes // ranks)
         own_tokens = decodes + max((new for new, _ in batch.chunks), default=0)
@@ -205,7 +205,7 @@ def step_seconds(model: Model, layout: Layout, machine: Machine, batch: Batch) -
     else:
         decodes, own_tokens, attention = batch.num_decodes, tokens, sum(of_chunks)
     if decodes:
-        attention += attention_seconds(layer, Shape(decodes, batch.kv_len), machine.end)
+        attention += attention_seconds(layer, CostShape(decodes, batch.kv_len), machine.end)
     projections = model.attention_params / (1 if layout.own_attention else ranks)
     products = _products(machine, projections, projections, own_tokens)
     mlp, experts = model.mlp_params / ranks, model.experts

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from rocm_lab.bench.machine import commit
-from rocm_lab.benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
+from rocm_lab.benchmarks.scale_engines import Cluster, EngineKind, SimulatedJob, gaps
 from rocm_lab.benchmarks.scale_nodes import (
     BEST,
     LLAMA_70B,
     MIDDLE,
     QWEN_235B,
     WORST,
-    Batch,
     Layout,
-    Machine,
-    Model,
+    NodeGpu,
+    NodeModel,
+    NodeStep,
     kv_bytes_of_token,
     kv_tokens,
     step_seconds,
@@ -56,7 +56,7 @@ class Setup:
     """A way to serve a model. layout: of each engine; counts as in Cluster; kv_links: NICs that a transfer uses"""
 
     name: str
-    model: Model
+    model: NodeModel
     layout: Layout
     num_whole: int = 0
     num_prefill: int = 0
@@ -68,11 +68,11 @@ class Setup:
         """The number of GPUs of all its engines."""
         return self.layout.ranks * (self.num_whole + self.num_prefill + self.num_decode)
 
-    def cluster(self, machine: Machine, gap_limit: float) -> Cluster:
+    def cluster(self, machine: NodeGpu, gap_limit: float) -> Cluster:
         """Returns its engines on such machines, for such a limit."""
         ranks = self.layout.ranks
 
-        def transfer(job: Job) -> float:
+        def transfer(job: SimulatedJob) -> float:
             # Each rank sends its heads to the rank that has them on the other engine.
             link = machine.nic if self.over_nics else machine.link
             return job.prompt * kv_bytes_of_token(self.model, self.layout) / link
@@ -87,14 +87,14 @@ class Setup:
         return Cluster(decode, prefill, self.num_whole, self.num_prefill, self.num_decode, transfer)
 
 
-def tokens_of_steps(model: Model, layout: Layout, machine: Machine, gap_limit: float) -> int:
+def tokens_of_steps(model: NodeModel, layout: Layout, machine: NodeGpu, gap_limit: float) -> int:
     """Returns the most of STEP_TOKENS whose steps keep a limit with TYPICAL decodes; the least, if none does."""
     decodes, kv_len = TYPICAL
 
     def keeps_gap(tokens: int) -> bool:
         parts = layout.ranks if layout.own_attention else 1
         chunks = (((tokens - decodes) // parts, kv_len),) * parts
-        return step_seconds(model, layout, machine, Batch(decodes, kv_len, chunks)) <= SPARE * gap_limit
+        return step_seconds(model, layout, machine, NodeStep(decodes, kv_len, chunks)) <= SPARE * gap_limit
 
     return max((tokens for tokens in STEP_TOKENS if keeps_gap(tokens)), default=STEP_TOKENS[0])
 
@@ -104,14 +104,14 @@ def up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _step_of(model: Model, layout: Layout, machine: Machine) -> Callable[[Batch], float]:
+def _step_of(model: NodeModel, layout: Layout, machine: NodeGpu) -> Callable[[NodeStep], float]:
     @cache
-    def exactly(batch: Batch) -> float:
+    def exactly(batch: NodeStep) -> float:
         return step_seconds(model, layout, machine, batch)
 
-    def step(batch: Batch) -> float:
+    def step(batch: NodeStep) -> float:
         chunks = tuple((up(new, CHUNK_STEP), up(cached, KV_STEP)) for new, cached in batch.chunks)
-        return exactly(Batch(batch.num_decodes, up(batch.kv_len, KV_STEP), chunks))
+        return exactly(NodeStep(batch.num_decodes, up(batch.kv_len, KV_STEP), chunks))
 
     return step
 
@@ -131,12 +131,12 @@ SETUPS = (
 )
 
 
-def jobs_at(rate: float, num_jobs: int = NUM_JOBS) -> list[Job]:
+def jobs_at(rate: float, num_jobs: int = NUM_JOBS) -> list[SimulatedJob]:
     """Returns the same requests for every cluster, closer together at a higher rate."""
     chance, now, jobs = random.Random(SEED), 0.0, []
     for _ in range(num_jobs):
         now += chance.expovariate(1.0) / rate
-        jobs.append(Job(now, chance.choice(PROMPTS), chance.choice(OUTPUTS)))
+        jobs.append(SimulatedJob(now, chance.choice(PROMPTS), chance.choice(OUTPUTS)))
     return jobs
 
 
@@ -145,7 +145,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-def figures(jobs: Sequence[Job]) -> dict[str, float]:
+def figures(jobs: Sequence[SimulatedJob]) -> dict[str, float]:
     """Returns the times that users see, of jobs that are done."""
     ttft, between = [job.tokens[0] - job.arrival for job in jobs], list(gaps(jobs))
     seconds = max(job.tokens[-1] for job in jobs) - jobs[0].arrival
@@ -163,7 +163,7 @@ def keeps(found: Mapping[str, float], gap_limit: float) -> bool:
     return found["ttft_p99_s"] <= TTFT_LIMIT and found["gap_p99_s"] <= gap_limit
 
 
-def simulate(setup: Setup, machine: Machine, gap_limit: float) -> list[dict[str, float]]:
+def simulate(setup: Setup, machine: NodeGpu, gap_limit: float) -> list[dict[str, float]]:
     """Returns a row for each rate, up to the second one at which the limits do not hold."""
     rows: list[dict[str, float]] = []
     for rate in RATES:

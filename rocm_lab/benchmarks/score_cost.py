@@ -23,7 +23,7 @@ GEMMA_2 = Problem(32, 16, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ScoreCase:
     """A layer without the feature, and with it."""
 
     name: str
@@ -33,7 +33,7 @@ class Case:
 
 
 CASES = tuple(
-    Case(f"{step}, {feature}", batch, plain, featured)
+    ScoreCase(f"{step}, {feature}", batch, plain, featured)
     for step, batch in (("decode 64 x 4k", "64d4k"), ("extend 1 x 2048 + 6144", "1x2048+6144"))
     for feature, plain, featured in (
         ("gpt-oss-120b, sinks", GPT_OSS, replace(GPT_OSS, has_sinks=True)),
@@ -50,7 +50,7 @@ def main() -> None:
     sys.exit(any(row["times"] > TIMES_ALLOWED for row in rows))
 
 
-def _row(case: Case) -> Row:
+def _row(case: ScoreCase) -> Row:
     plain, featured = medians_in_turn([layer(problem, case.batch) for problem in (case.plain, case.featured)])
     return {"case": case.name, "plain_us": plain, "us": featured, "times": featured / plain}
 

@@ -16,8 +16,7 @@ import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.work import Work as LayerWork
-from rocm_lab.bench.work import work_of
+from rocm_lab.bench.work import LayerWork, work_of
 
 KV_HEADS = (1, 1, 2, 2, 3, 4, 4, 5, 6, 8, 8, 10, 12, 16)
 GQA_RATIOS = (1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128)
@@ -29,7 +28,7 @@ MOST_Q_HEADS = 128
 MOST_BYTES = 400 << 20
 MOST_FLOPS = 4e11
 
-# Layouts that rows of tiles were tuned on.
+# Layouts that tile choices were tuned on.
 TUNED_DIMS = (64, 128, 256, 512)
 TUNED_RATIOS = (1, 4, 8, 16)
 # Decode's rows are keyed by the query heads that share a KV head, and those of 32 and of 64 were tuned too: 128 of them
@@ -44,7 +43,7 @@ LAUNCHES_US = 4.0
 CLIFF = 1.5
 
 
-class Work(enum.Enum):
+class SweepStep(enum.Enum):
     """The work of a step."""
 
     DECODE = "decode"
@@ -54,7 +53,7 @@ class Work(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SweepShape:
     """A layer, and a step of it.
 
     window_left: keys before its own that a token sees; UNLIMITED_WINDOW: all
@@ -66,7 +65,7 @@ class Shape:
     head_dim: int
     page_size: int
     window_left: int
-    work: Work
+    work: SweepStep
     kv_len: tuple[int, ...]
     q_len: tuple[int, ...]
 
@@ -111,15 +110,15 @@ class Shape:
 
     def limit_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
         """Returns microseconds of the slower one of memory and products, and of the launches."""
-        return self.needs.floor_us(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s) + LAUNCHES_US
+        return self.needs.lower_bound_us(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s) + LAUNCHES_US
 
     def powers_us(self, powers_per_s: float) -> float:
         """Returns microseconds of its powers alone, and of the launches."""
         return self.powers / powers_per_s * 1e6 + LAUNCHES_US
 
-    def neighbour(self) -> Shape:
+    def neighbour(self) -> SweepShape:
         """Returns the same step of the nearest tuned layout; the shape itself if that is one."""
-        ratios = TUNED_RATIOS_OF_DECODE if self.work is Work.DECODE else TUNED_RATIOS
+        ratios = TUNED_RATIOS_OF_DECODE if self.work is SweepStep.DECODE else TUNED_RATIOS
         dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, ratios)
         return replace(self, head_dim=dim, num_q_heads=self.num_kv_heads * ratio)
 
@@ -135,17 +134,17 @@ def nearest(value: int, choices: Iterable[int]) -> int:
     return min(choices, key=lambda choice: (abs(math.log2(choice / value)), -choice))
 
 
-def random_shapes(count: int, seed: int) -> list[Shape]:
+def random_shapes(count: int, seed: int) -> list[SweepShape]:
     """Returns the same shapes for a seed: a larger count only adds shapes."""
     return [_random_shape(random.Random(f"{seed}/{number}")) for number in range(count)]
 
 
-def _random_shape(chooser: random.Random) -> Shape:
+def _random_shape(chooser: random.Random) -> SweepShape:
     num_kv_heads = chooser.choice(KV_HEADS)
     ratio = chooser.choice([ratio for ratio in GQA_RATIOS if ratio * num_kv_heads <= MOST_Q_HEADS])
-    work = chooser.choices(list(Work), weights=(8, 5, 3, 4))[0]
+    work = chooser.choices(list(SweepStep), weights=(8, 5, 3, 4))[0]
     lengths = _LENGTHS[work](chooser)
-    shape = Shape(
+    shape = SweepShape(
         num_q_heads=ratio * num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=chooser.choice(HEAD_DIMS),
@@ -158,10 +157,10 @@ def _random_shape(chooser: random.Random) -> Shape:
     return _cut_to_size(shape)
 
 
-def _cut_to_size(shape: Shape) -> Shape:
+def _cut_to_size(shape: SweepShape) -> SweepShape:
     """Takes fewer sequences, then shorter ones, until neither the shape nor its neighbour exceeds the limits."""
     while any(_is_too_large(each) for each in (shape, shape.neighbour())):
-        least = 3 if shape.work is Work.MIXED else 1
+        least = 3 if shape.work is SweepStep.MIXED else 1
         if len(shape.kv_len) > least:
             keep = max(least, len(shape.kv_len) // 2)
             # From the end: chunks of a mixed step come last, and one of its decodes stays.
@@ -172,12 +171,12 @@ def _cut_to_size(shape: Shape) -> Shape:
     return shape
 
 
-def _is_too_large(shape: Shape) -> bool:
+def _is_too_large(shape: SweepShape) -> bool:
     pages = sum(-(-kv_len // shape.page_size) for kv_len in shape.kv_len)
     return pages * shape.problem.page_format.page_bytes > MOST_BYTES or shape.needs.flops > MOST_FLOPS
 
 
-def _rows(shape: Shape) -> list[tuple[int, int]]:
+def _rows(shape: SweepShape) -> list[tuple[int, int]]:
     return list(zip(shape.kv_len, shape.q_len, strict=True))
 
 
@@ -208,7 +207,12 @@ def _mixed(chooser: random.Random) -> list[tuple[int, int]]:
     return [*((kv_len, 1) for kv_len in decodes), *((prefix + q_len, q_len) for q_len in chunks)]
 
 
-_LENGTHS = {Work.DECODE: _decodes, Work.EXTEND: _extends, Work.VERIFY: _verifies, Work.MIXED: _mixed}
+_LENGTHS = {
+    SweepStep.DECODE: _decodes,
+    SweepStep.EXTEND: _extends,
+    SweepStep.VERIFY: _verifies,
+    SweepStep.MIXED: _mixed,
+}
 
 
 def _between(chooser: random.Random, low: int, high: int) -> int:
@@ -227,7 +231,7 @@ def _span(lengths: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class SweepTimes:
     """The times of a shape.
 
     limit_us, neighbour_limit_us:   of bytes or of products, the slower one
@@ -264,7 +268,7 @@ class Timed:
         return self.x_limit / self.neighbour_x_limit
 
     @property
-    def without_powers(self) -> Timed:
+    def without_powers(self) -> SweepTimes:
         """The same by bytes and products alone."""
         return replace(self, powers_us=0.0, neighbour_powers_us=0.0)
 
@@ -279,12 +283,14 @@ class Timed:
         return max(self.x_neighbour, self.x_peer) > CLIFF
 
 
-def timed_of(result: Mapping[str, Any]) -> list[Timed]:
+def timed_of(result: Mapping[str, Any]) -> list[SweepTimes]:
     """Returns the rows of the result file of random_shapes.py."""
-    names = {field.name for field in fields(Timed)}
-    return [Timed(**{name: value for name, value in row.items() if name in names}) for row in result["rows"].values()]
+    names = {field.name for field in fields(SweepTimes)}
+    return [
+        SweepTimes(**{name: value for name, value in row.items() if name in names}) for row in result["rows"].values()
+    ]
 
 
-def worst(rows: Iterable[Timed], count: int) -> list[Timed]:
+def worst(rows: Iterable[SweepTimes], count: int) -> list[SweepTimes]:
     """Returns the rows that are furthest from their neighbour or from the best peer, worst first."""
     return sorted(rows, key=lambda row: (-max(row.x_neighbour, row.x_peer), row.name))[:count]

@@ -2,7 +2,8 @@
 
     python -m rocm_lab.benchmarks.sparse_decode --out rocm_lab/benchmarks/results/sparse_decode_h200.json
 
-Each time is reported with its floor, a plain streaming read of the bytes that have to be read once: index keys and
+Each time is reported with its lower bound, a plain streaming read of the bytes that have to be read once: index keys
+                                                                                                           and
 their scales, and the selected rows. Exits with 1, after writing the file,
 if a result is wrong or the first case takes longer than allowed.
 """
@@ -25,8 +26,8 @@ from rocm_attn.kernels.sparse.arguments import (
     IndexPages,
     LastUnit,
     SelectedArgs,
-    Selection,
-    TokenPlaces,
+    SelectedKeys,
+    SparseTokens,
 )
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.cuts import select_chunk, select_words, top_k_cut
@@ -35,7 +36,7 @@ from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
 from rocm_attn.machine.target import detect_target
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.timing import floor_us, microseconds
+from rocm_lab.benchmarks.timing import lower_bound_us, microseconds
 
 TIMES_ALLOWED = 1.5
 # |result - reference| / |reference| in bfloat16.
@@ -44,7 +45,7 @@ _DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SparseCase:
     """num_seqs sequences of one length, one new token each. heads: query, KV heads; dims: head_dim, v_head_dim."""
 
     name: str
@@ -79,28 +80,28 @@ V32 = Indexing(128**-0.5, 2048)
 M3 = Indexing(128**-0.5, 16, sets=4, rectified=False, unit_keys=128, last=1)
 POOLED = Indexing(128**-0.5, 512, key_tokens=4, last_unit=LastUnit.ADDED)
 CASES = (
-    Case("32 index heads, 64 x 64k", 64, 65536, V32, 32),
-    Case("64 index heads, 64 x 64k", 64, 65536, V32, 64),
-    Case("64 index heads, eight-bit queries, 64 x 64k", 64, 65536, V32, 64, coded_q=True),
-    Case("64 index heads, 1 x 128k", 1, 131072, V32, 64),
-    Case("32 index heads, 256 x 8k", 256, 8192, V32, 32),
-    Case("32 index heads pooled by 4, 64 x 64k", 64, 65536, POOLED, 32),
-    Case("blocks of 128, 64 x 64k", 64, 65536, M3, 4, (64, 4), (128, 128), 128),
+    SparseCase("32 index heads, 64 x 64k", 64, 65536, V32, 32),
+    SparseCase("64 index heads, 64 x 64k", 64, 65536, V32, 64),
+    SparseCase("64 index heads, eight-bit queries, 64 x 64k", 64, 65536, V32, 64, coded_q=True),
+    SparseCase("64 index heads, 1 x 128k", 1, 131072, V32, 64),
+    SparseCase("32 index heads, 256 x 8k", 256, 8192, V32, 32),
+    SparseCase("32 index heads pooled by 4, 64 x 64k", 64, 65536, POOLED, 32),
+    SparseCase("blocks of 128, 64 x 64k", 64, 65536, M3, 4, (64, 4), (128, 128), 128),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class SparseTensors:
     """The tensors of a case."""
 
-    case: Case
+    case: SparseCase
     index: IndexArgs
-    selection: Selection
+    selection: SelectedKeys
     workspace: Tensor
     attention: SelectedArgs
 
 
-def prepared(case: Case) -> Prepared:
+def prepared(case: SparseCase) -> SparseTensors:
     """Random keys in random pages."""
     generator = torch.Generator(_DEVICE).manual_seed(0)
     indexing, page_size = case.indexing, case.page_size
@@ -115,7 +116,7 @@ def prepared(case: Case) -> Prepared:
 
     table = ints(torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).view(case.num_seqs, -1)
     seqs = torch.arange(case.num_seqs, device=_DEVICE)
-    tokens = TokenPlaces(
+    tokens = SparseTokens(
         ints(seqs), ints(torch.full_like(seqs, case.kv_len - 1)), ints(seqs[:1] * 0 + case.num_seqs), 1, case.kv_len
     )
     page_keys = page_size // indexing.key_tokens
@@ -137,7 +138,7 @@ def prepared(case: Case) -> Prepared:
     is_latent = num_kv_heads == 1
     v = k[..., :v_head_dim] if is_latent else random(num_pages, page_size, num_kv_heads, v_head_dim)
     units = torch.empty(case.num_seqs, indexing.sets, indexing.width, dtype=torch.int32, device=_DEVICE)
-    selection = Selection(units, torch.empty_like(units[:, :, 0]), indexing.unit_tokens)
+    selection = SelectedKeys(units, torch.empty_like(units[:, :, 0]), indexing.unit_tokens)
     q = random(case.num_seqs, num_heads, head_dim)
     attention = SelectedArgs(
         q=q,
@@ -151,10 +152,12 @@ def prepared(case: Case) -> Prepared:
         workspace=torch.empty(64 << 20, device=_DEVICE),
     )
     words = select_words(case.num_seqs, case.kv_len, indexing)
-    return Prepared(case, index, selection, torch.empty(words, device=_DEVICE), attention)
+    return SparseTensors(case, index, selection, torch.empty(words, device=_DEVICE), attention)
 
 
-def pieces(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> dict[str, tuple[Callable[[], None], int]]:
+def pieces(
+    made: SparseTensors, tiles: IndexTiles, selected: SelectedTiles
+) -> dict[str, tuple[Callable[[], None], int]]:
     """Returns the timed parts, and the bytes that each has to read."""
     case, indexing = made.case, made.case.indexing
     units = torch.cuda.get_device_properties(_DEVICE).multi_processor_count
@@ -187,7 +190,7 @@ def pieces(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> dict[s
     return result
 
 
-def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> float:
+def error_of(made: SparseTensors, tiles: IndexTiles, selected: SelectedTiles) -> float:
     """Returns the worst relative error of the first token: wrongly chosen scores, and its output."""
     everything, _ = pieces(made, tiles, selected)["all"]
     everything()
@@ -211,7 +214,7 @@ def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> floa
     return max(wrong, float((out - args.out[:1]).float().norm() / out.float().norm()))
 
 
-def rows_of(case: Case, arch: str) -> Iterator[Row]:
+def rows_of(case: SparseCase, arch: str) -> Iterator[Row]:
     """Yields times of the parts of a case."""
     made = prepared(case)
     tiles = index_tiles(arch, heads=case.index_heads, dim=128, key_dtype=torch.float8_e4m3fn, coded_q=case.coded_q)
@@ -225,8 +228,8 @@ def rows_of(case: Case, arch: str) -> Iterator[Row]:
     )
     error = error_of(made, tiles, selected)
     for piece, (run, num_bytes) in pieces(made, tiles, selected).items():
-        floor, us = floor_us(num_bytes), microseconds(run)
-        yield {"case": case.name, "piece": piece, "us": us, "floor_us": floor, "error": error}
+        lower_bound, us = lower_bound_us(num_bytes), microseconds(run)
+        yield {"case": case.name, "piece": piece, "us": us, "lower_bound_us": lower_bound, "error": error}
 
 
 def main() -> None:
@@ -239,7 +242,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     write(options.out, times_allowed=TIMES_ALLOWED, rows=rows)
     first = next(row for row in rows if row["piece"] == "all")
-    sys.exit(any(row["error"] > _MOST_ERROR for row in rows) or first["us"] > TIMES_ALLOWED * first["floor_us"])
+    sys.exit(any(row["error"] > _MOST_ERROR for row in rows) or first["us"] > TIMES_ALLOWED * first["lower_bound_us"])
 
 
 if __name__ == "__main__":

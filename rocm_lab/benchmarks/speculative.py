@@ -3,8 +3,8 @@
     python -m rocm_lab.benchmarks.speculative --out rocm_lab/benchmarks/results/speculative_h200.json
 
 A verify step has a tree of drafts in each sequence; draft step i of K branches has K new tokens and i * K before them
-in the mask. Times are of one layer in a graph, its schedule built in it. floor: a streaming read of K and V. Exits with
-1, after writing the file, if a result is wrong or a case takes longer than allowed.
+in the mask. Times are of one layer in a graph, its schedule built in it. lower_bound: a streaming read of K and V.
+Exits with 1, after writing the file, if a result is wrong or a case takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.prepared import Prepared, bounds_of_step, ints
+from rocm_lab.bench.prepared import PreparedLayer, bounds_of_step, ints
 from rocm_lab.bench.step_data import random_steps
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.timing import DEVICE, floor_us, microseconds
+from rocm_lab.benchmarks.timing import DEVICE, lower_bound_us, microseconds
 
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 8e-3
@@ -39,12 +39,12 @@ MLA = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, p
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class VerifyCase:
     """A layer of a step of num_seqs sequences with q_len new tokens each, the last of kv_len.
 
     nodes_before: keys before the new ones that the mask covers
     times_plain:  most time allowed, relative to the step without a mask; 0: any
-    times_floor:  the same, relative to the floor
+    times_bound:  the same, relative to the lower bound
     """
 
     name: str
@@ -54,7 +54,7 @@ class Case:
     q_len: int
     nodes_before: int = 0
     times_plain: float = 0.0
-    times_floor: float = 0.0
+    times_bound: float = 0.0
 
     @property
     def read_bytes(self) -> int:
@@ -64,15 +64,15 @@ class Case:
 
 
 CASES = (
-    Case("verify 64 x 5 after 2500", LLAMA_3B, 64, 2512, 5, times_plain=1.05),
-    Case("verify 64 x 5 after 8k", LLAMA_8B, 64, 8208, 5, times_plain=1.05),
-    Case("verify 64 x 16 after 8k", LLAMA_8B, 64, 8208, 16),
-    Case("draft 64 x 8k, K 4, step 4", LLAMA_8B, 64, 8208, 4, 12, times_floor=1.2),
-    Case("draft 64 x 8k, K 8, step 4", LLAMA_8B, 64, 8224, 8, 24, times_floor=1.2),
-    Case("draft 64 x 8k, K 8, step 1", LLAMA_8B, 64, 8208, 8, 0, times_floor=1.2),
-    Case("draft 4 x 8k, K 8, step 4", LLAMA_8B, 4, 8224, 8, 24),
-    Case("verify 64 x 5 after 8k, factors of tokens", EIGHT_BITS, 64, 8208, 5),
-    Case("verify 64 x 5 after 4k, MLA", MLA, 64, 4160, 5),
+    VerifyCase("verify 64 x 5 after 2500", LLAMA_3B, 64, 2512, 5, times_plain=1.05),
+    VerifyCase("verify 64 x 5 after 8k", LLAMA_8B, 64, 8208, 5, times_plain=1.05),
+    VerifyCase("verify 64 x 16 after 8k", LLAMA_8B, 64, 8208, 16),
+    VerifyCase("draft 64 x 8k, K 4, step 4", LLAMA_8B, 64, 8208, 4, 12, times_bound=1.2),
+    VerifyCase("draft 64 x 8k, K 8, step 4", LLAMA_8B, 64, 8224, 8, 24, times_bound=1.2),
+    VerifyCase("draft 64 x 8k, K 8, step 1", LLAMA_8B, 64, 8208, 8, 0, times_bound=1.2),
+    VerifyCase("draft 4 x 8k, K 8, step 4", LLAMA_8B, 4, 8224, 8, 24),
+    VerifyCase("verify 64 x 5 after 8k, scales of tokens", EIGHT_BITS, 64, 8208, 5),
+    VerifyCase("verify 64 x 5 after 4k, MLA", MLA, 64, 4160, 5),
 )
 
 
@@ -80,13 +80,13 @@ CASES = (
 class Made:
     """A case's tensors: the step with its mask, and the kernels with a mask and without."""
 
-    case: Case
-    masked: Prepared
-    plain: Prepared
+    case: VerifyCase
+    masked: PreparedLayer
+    plain: PreparedLayer
     parents: Tensor
 
 
-def made(case: Case) -> Made:
+def made(case: VerifyCase) -> Made:
     """Returns random pages in random order, and random trees."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     problem, num_tokens, nodes = case.problem, case.num_seqs * case.q_len, case.nodes_before + case.q_len
@@ -104,14 +104,16 @@ def made(case: Case) -> Made:
     launch_place_trees(parents, case.nodes_before, 0, ALL_KEYS, step)
     chosen = select(problem, detect_target(DEVICE), "triton")
 
-    def prepared(kind: StepKind) -> Prepared:
+    def prepared(kind: StepKind) -> PreparedLayer:
         bounds = bounds_of_step(batch.kv_len, batch.q_len, kind)
-        return Prepared.of(chosen.kernel(kind).bound, step, bounds, (data.q, torch.empty_like(data.out)), data.pages)
+        return PreparedLayer.of(
+            chosen.kernel(kind).bound, step, bounds, (data.q, torch.empty_like(data.out)), data.pages
+        )
 
     return Made(case, prepared(StepKind.MASKED), prepared(data.kind), parents)
 
 
-def time_of(prepared: Prepared) -> float:
+def time_of(prepared: PreparedLayer) -> float:
     """Returns microseconds of schedule and layer."""
 
     def run() -> None:
@@ -157,10 +159,10 @@ def _visible(it: Made, seq: int) -> Tensor:
     return visible[case.nodes_before :]
 
 
-def row_of(case: Case) -> dict[str, Any]:
+def row_of(case: VerifyCase) -> dict[str, Any]:
     """Returns times of a case, and the error of its result."""
     it = made(case)
-    error, floor = error_of(it), floor_us(case.read_bytes)
+    error, lower_bound = error_of(it), lower_bound_us(case.read_bytes)
     masked, plain = time_of(it.masked), time_of(it.plain)
     torch.cuda.empty_cache()
     return {
@@ -168,12 +170,12 @@ def row_of(case: Case) -> dict[str, Any]:
         "kernel": it.masked.kernel.describe(),
         "us": masked,
         "plain_us": plain,
-        "floor_us": floor,
+        "lower_bound_us": lower_bound,
         "times_plain": masked / plain,
-        "times_floor": masked / floor,
+        "times_bound": masked / lower_bound,
         "error": error,
         "too_slow": (case.times_plain and masked / plain > case.times_plain)
-        or (case.times_floor and masked / floor > case.times_floor),
+        or (case.times_bound and masked / lower_bound > case.times_bound),
     }
 
 

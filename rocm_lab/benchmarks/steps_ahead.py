@@ -20,7 +20,7 @@ import torch
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.models.config import ModelConfig
-from rocm_attn.step.protocols import Steps
+from rocm_attn.step.protocols import RunsSteps
 from rocm_lab.benchmarks.script import parser_of, write
 from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
 from rocm_serve.engine import Engine
@@ -48,12 +48,12 @@ SAMPLINGS = {"greedy": None, "temperature 0.8, top_p 0.9": (0.8, 0.9)}
 class Marked:
     """Steps of an engine, with an event before and after each."""
 
-    steps: Steps[torch.Tensor]
+    steps: RunsSteps[torch.Tensor]
     begun: list[torch.Event] = field(default_factory=list)
     ended: list[torch.Event] = field(default_factory=list)
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> torch.Tensor:
-        """Does the same as `Steps.run`."""
+        """Does the same as `RunsSteps.run`."""
         self.begun.append(event())
         return self.steps.run(batch, pad_to)
 

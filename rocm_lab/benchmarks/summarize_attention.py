@@ -1,9 +1,9 @@
-"""Turn a benchmark harness's raw results into a result file with floors and limits, and every peer's times.
+"""Turn a benchmark harness's raw results into a result file with lower bounds and limits, and every peer's times.
 
 python -m rocm_lab.benchmarks.summarize_attention --harness DIR --raw pass1.jsonl pass2.jsonl \\
     --out rocm_lab/benchmarks/results/attention_h200.json
 
-DIR holds the harness's cases.py; each raw file is a pass. "floor": streaming read of the same bytes in a graph, or the
+DIR holds the harness's cases.py; each raw file is a pass. "bound": streaming read of the same bytes in a graph, or the
 matrix-unit bound if that is larger. "limit": the same bytes at copy bandwidth, or the matrix-unit bound. Ceilings come
 from the same pass, and numbers of a row are means over passes.
 """
@@ -98,7 +98,7 @@ def row(case: Any, passes: Sequence[Pass]) -> dict[str, Any]:
     matrix = [case.flops() / each.ceilings["mma_TFs"] / 1e6 for each in passes]
     reads = [read_us(num_bytes, each.ceilings["read_curve"]) for each in passes]
     copies = [num_bytes / each.ceilings["copy_GBs"] / 1e3 for each in passes]
-    floor_us = mean(max(pair) for pair in zip(reads, matrix, strict=True))
+    lower_bound_us = mean(max(pair) for pair in zip(reads, matrix, strict=True))
     limit_us = mean(max(pair) for pair in zip(copies, matrix, strict=True))
     peers = peers_of(case.name, passes)
     paged = {name: peer_us for name, peer_us in peers.items() if not name.endswith(WITHOUT_PAGES)}
@@ -110,9 +110,9 @@ def row(case: Any, passes: Sequence[Pass]) -> dict[str, Any]:
         "bytes": num_bytes,
         "us": round(us, 1),
         "passes_us": [round(record["us"], 1) for record in ours],
-        "floor_us": round(floor_us, 1),
+        "lower_bound_us": round(lower_bound_us, 1),
         "limit_us": round(limit_us, 1),
-        "times_floor": round(us / floor_us, 3),
+        "times_bound": round(us / lower_bound_us, 3),
         "times_limit": round(us / limit_us, 3),
         "error": float(f"{max(record['err'] for record in ours):.2g}"),
         "error_in_graph": float(f"{max(record['err_graph_path'] for record in ours):.2g}"),

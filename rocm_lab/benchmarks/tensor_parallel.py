@@ -46,7 +46,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from rocm_lab.bench.clocks import microseconds_of
 from rocm_lab.benchmarks.script import parser_of, write
-from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.models.model import Model
 from rocm_serve.models.weights import LayerWeights, ModelWeights, expected_shapes, load_weights
@@ -194,7 +194,7 @@ def _prompts(config: ModelConfig, num_tokens: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class RunTimer:
     """Times runs on a device."""
 
     device: torch.device
@@ -212,7 +212,7 @@ class Clock:
         return float(statistics.median(rounds))
 
 
-def decode_row(served: Served, ranks: Ranks, clock: Clock, num_seqs: int, kv_len: int) -> dict[str, Any]:
+def decode_row(served: Served, ranks: Ranks, clock: RunTimer, num_seqs: int, kv_len: int) -> dict[str, Any]:
     """Returns microseconds of a decode step and of its parts."""
     attention = served.captured(attention_alone(served, num_seqs))
     served.admit()
@@ -277,7 +277,7 @@ def products(weights: ModelWeights, num_seqs: int) -> Callable[[], Tensor]:
 def _matrices(layer: LayerWeights) -> tuple[Tensor, ...]:
     """The matrices of a layer with heads and a dense MLP."""
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, HeadWeights)
+    assert isinstance(attention, KVHeadWeights)
     assert isinstance(mlp, DenseWeights)
     return attention.qkv, attention.out, mlp.gate_up, mlp.down
 
@@ -319,7 +319,7 @@ def on_rank(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     for num_seqs, kv_len in DECODES:
         give_memory_back()
         served = Served(big, weights, ranks, num_seqs=num_seqs, most=kv_len)
-        rows.append(decode_row(served, ranks, Clock(device, meet), num_seqs, kv_len))
+        rows.append(decode_row(served, ranks, RunTimer(device, meet), num_seqs, kv_len))
         del served
     return {
         "ranks": num_ranks,

@@ -10,7 +10,7 @@ import torch
 from rocm_attn.problem import Problem
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.clocks import GraphClock, Run, median_us
-from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.step_data import random_steps
 
 DEVICE = torch.device("cuda", 0)
@@ -33,10 +33,10 @@ def medians_in_turn(launches: Sequence[Sequence[Run]]) -> list[float]:
 def layer(problem: Problem, batch: str) -> list[Run]:
     """Returns the launches of a layer over each of SETS sets of random pages; the same ones for the same sizes."""
     steps = random_steps(problem, BatchSpec.parse(batch), SETS, DEVICE, seed=0)
-    return [Own("triton").prepare(step).run for step in steps]
+    return [OwnProvider("triton").prepare(step).run for step in steps]
 
 
-def floor_us(num_bytes: int) -> float:
+def lower_bound_us(num_bytes: int) -> float:
     """Returns the time of a plain read. Data that fit the L2 lie there, as for the kernels of such a case."""
     if num_bytes == 0:
         return 0.0

@@ -44,7 +44,7 @@ _WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 
 
 @dataclass(frozen=True)
-class Workload:
+class RequestLoad:
     """Requests that come at once. prompts: tokens of each one's prompt; new: tokens that each one generates"""
 
     name: str
@@ -52,13 +52,13 @@ class Workload:
     new: tuple[int, ...]
 
 
-def workloads(requests: int, longest: int, new: int) -> list[Workload]:
+def workloads(requests: int, longest: int, new: int) -> list[RequestLoad]:
     """Requests of a quarter of the longest length, and of lengths between a sixteenth of it and all of it."""
     draw = random.Random(1)
     ragged = tuple(round(longest * 2 ** draw.uniform(-4, 0)) for _ in range(requests))
     ends = tuple(round(new * 2 ** draw.uniform(-2, 0)) for _ in range(requests))
-    even = Workload("even", (longest // 4,) * requests, (new,) * requests)
-    return [even, Workload("ragged", ragged, ends)]
+    even = RequestLoad("even", (longest // 4,) * requests, (new,) * requests)
+    return [even, RequestLoad("ragged", ragged, ends)]
 
 
 class EngineProcess:
@@ -229,7 +229,7 @@ def generate(args: argparse.Namespace) -> None:
     Path(args.answer).write_text(json.dumps({name: of_turns([turn[name] for turn in turns]) for name in turns[0]}))
 
 
-def one_turn(engine: Any, asked: Sequence[Workload], vocabulary: int) -> dict[str, dict[str, Any]]:
+def one_turn(engine: Any, asked: Sequence[RequestLoad], vocabulary: int) -> dict[str, dict[str, Any]]:
     """Returns the results of timed() for each workload."""
     found = {}
     for workload in asked:
@@ -278,7 +278,7 @@ def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[in
     }
 
 
-def prompts_of(workload: Workload, vocabulary: int) -> list[dict[str, list[int]]]:
+def prompts_of(workload: RequestLoad, vocabulary: int) -> list[dict[str, list[int]]]:
     """Returns random tokens, the same in every process."""
     draw = random.Random(0)
     return [{"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(n)]} for n in workload.prompts]

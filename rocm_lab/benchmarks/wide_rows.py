@@ -29,8 +29,8 @@ from rocm_attn.providers.triton import TRITON
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.ceilings import Ceilings, measured_ceilings
 from rocm_lab.bench.clocks import GraphClock
-from rocm_lab.bench.contestants import Own
-from rocm_lab.bench.judge import Truth
+from rocm_lab.bench.contestants import OwnProvider
+from rocm_lab.bench.judge import ExpectedOutput
 from rocm_lab.bench.prepared import ints
 from rocm_lab.bench.step_data import random_pages, random_steps
 from rocm_lab.bench.work import work_of
@@ -69,7 +69,7 @@ TIMED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ModelLayerWork:
     """A published model's work around attention in a layer. turned: elements; normed: whether q and k are"""
 
     name: str
@@ -79,10 +79,10 @@ class Layer:
 
 
 LAYERS = (
-    Layer("llama 8b", problem_of((32, 8), (128, 128)), 128, False),
-    Layer("qwen3 8b", problem_of((32, 8), (128, 128)), 128, True),
-    Layer("qwen3.5, 64 of 256", problem_of((64, 4), (256, 256)), 64, True),
-    Layer("gemma 4, rows of 512", GEMMA_4, 512, True),
+    ModelLayerWork("llama 8b", problem_of((32, 8), (128, 128)), 128, False),
+    ModelLayerWork("qwen3 8b", problem_of((32, 8), (128, 128)), 128, True),
+    ModelLayerWork("qwen3.5, 64 of 256", problem_of((64, 4), (256, 256)), 64, True),
+    ModelLayerWork("gemma 4, rows of 512", GEMMA_4, 512, True),
 )
 TOKENS = 64, 2048
 REPEATS = 32  # of a launch in a graph
@@ -120,9 +120,9 @@ def _error(shape: tuple[int, tuple[int, int]], batch: str) -> tuple[str, float]:
     ratio, dims = shape
     problem = problem_of((2 * ratio, 2), dims)
     (data,) = random_steps(problem, BatchSpec.parse(batch), 1, DEVICE, seed=0)
-    launch = Own("triton").prepare(data)
+    launch = OwnProvider("triton").prepare(data)
     launch.run()
-    verdict = Truth.of(data).judge(launch.out())
+    verdict = ExpectedOutput.of(data).judge(launch.out())
     name = f"{data.kind.value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}"
     return name, verdict.error if verdict.is_right else float("inf")
 
@@ -135,11 +135,11 @@ def _step_us(name: str, problem: Problem, batch: str) -> float:
 
 def _timed(name: str, problem: Problem, batch: str, ceilings: Ceilings) -> dict[str, object]:
     us, work = _step_us(name, problem, batch), work_of(problem, BatchSpec.parse(batch))
-    limit_us = work.floor_us(bytes_per_s=ceilings.read_per_s, flops_per_s=ceilings.flops_per_s)
+    limit_us = work.lower_bound_us(bytes_per_s=ceilings.read_per_s, flops_per_s=ceilings.flops_per_s)
     return {"name": name, "us": us, "limit_us": limit_us, "times_limit": us / limit_us}
 
 
-def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
+def _row_work(layer: ModelLayerWork, num_tokens: int) -> tuple[str, dict[str, float]]:
     """Its name; microseconds of the fused store, of its parts as separate launches, and of a gate after attention."""
     problem = layer.problem
     generator = torch.Generator("cuda").manual_seed(0)

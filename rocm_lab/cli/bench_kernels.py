@@ -23,11 +23,11 @@ from rocm_lab.bench.clocks import clock_of
 from rocm_lab.bench.contestants import contestants
 from rocm_lab.bench.energy import meter_of
 from rocm_lab.bench.host_time import HostOptions, host_rows
-from rocm_lab.bench.kernels import OK, KernelOptions, Race, Row, compile_ahead
+from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions, Race, compile_ahead
 from rocm_lab.bench.layers import NAMED, LayerSizes
 from rocm_lab.bench.lengths_file import read_batch
 from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
-from rocm_lab.bench.suites import Case, suite
+from rocm_lab.bench.suites import SuiteCase, suite
 
 # A CPU takes milliseconds for work that takes a GPU microseconds.
 _ROUND_US_ON_CPU = 20_000.0
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     say(f"copies {ceilings.copied_per_s / 1e9:.0f} GB/s, reads {ceilings.read_per_s / 1e9:.0f} GB/s, "
         f"multiplies {ceilings.flops_per_s / 1e12:.1f} TFLOP/s")  # fmt: skip
     race = Race(race_of, device, ceilings, kernel_options, meter)
-    rows: list[Row] = []
+    rows: list[ContestantResult] = []
     failure: RuntimeError | None = None
     try:
         for found in race.rows(_begun(cases, options.max_seconds)):
@@ -115,7 +115,7 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
         raise WrongResults(f"{bad[0]}; wrong results have no time")
 
 
-def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
+def _begun(cases: Sequence[SuiteCase], max_seconds: float) -> Iterator[SuiteCase]:
     """Yields the cases until max_seconds are over."""
     begin = time.monotonic()
     for number, case in enumerate(cases):
@@ -125,7 +125,7 @@ def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
         yield case
 
 
-def _raise_for_wrong(rows: Sequence[Row]) -> None:
+def _raise_for_wrong(rows: Sequence[ContestantResult]) -> None:
     bad = [f"{row.provider} on {row.case.name}: {row.reason}" for row in rows if row.is_bad]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -145,7 +145,7 @@ def _providers_of(device: torch.device) -> tuple[str, ...]:
     return (*own, "fa3", "flashinfer", "vllm-triton", "sdpa")
 
 
-def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteCase]:
     """Yields the cases of the options. Raises BadSetting, BadProblem, BadModel."""
     if options.suite:
         if options.batch or options.layer or options.heads or options.config:
@@ -159,7 +159,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
         for word in options.batch:
             batch = read_batch(word[1:]) if word.startswith("@") else BatchSpec.parse(word)
             step = f"lengths of {word[1:]}" if word.startswith("@") else ""
-            yield Case(problem, batch, step=step)
+            yield SuiteCase(problem, batch, step=step)
 
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:

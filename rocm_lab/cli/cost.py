@@ -9,7 +9,7 @@ from typing import Any
 from rocm_attn.cli.explain import LayerKind, count_of, explained, lines_of
 from rocm_attn.providers.select import Selection
 from rocm_lab.cost.cost import Prediction, predictions
-from rocm_lab.cost.left_on_table import Choice, Left, left_of
+from rocm_lab.cost.unused_capabilities import Choice, UnusedCapability, unused_of
 
 
 def run(options: argparse.Namespace) -> None:
@@ -37,11 +37,11 @@ def _predicted(kind: LayerKind, choice: Choice) -> list[Prediction]:
     return list(predictions(kind.problem, choice.target, deterministic=choice.deterministic))
 
 
-def _faster(kind: LayerKind, choice: Choice) -> list[Left]:
-    return left_of(kind.outcome, choice) if isinstance(kind.outcome, Selection) else []
+def _faster(kind: LayerKind, choice: Choice) -> list[UnusedCapability]:
+    return unused_of(kind.outcome, choice) if isinstance(kind.outcome, Selection) else []
 
 
-def _lines(kind: LayerKind, predicted: list[Prediction], faster: list[Left]) -> list[str]:
+def _lines(kind: LayerKind, predicted: list[Prediction], faster: list[UnusedCapability]) -> list[str]:
     lines = ["", lines_of(kind)[0]]
     if predicted:
         lines.append("  predicted of one layer in Triton (sequences x cached + new tokens), never measured:")

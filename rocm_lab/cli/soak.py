@@ -12,7 +12,7 @@ from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.machine import describe_machine
-from rocm_lab.soak.soak import Finding, Soak, SoakFailed, SoakReport
+from rocm_lab.soak.soak import Soak, SoakFailed, SoakFault, SoakReport
 from rocm_lab.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
 
@@ -52,7 +52,7 @@ def _play(soak: Soak, options: argparse.Namespace) -> SoakReport:
     return soak.run(options.steps, say_steps)
 
 
-def _command(options: argparse.Namespace, finding: Finding, device: torch.device, dtype_name: str) -> str:
+def _command(options: argparse.Namespace, finding: SoakFault, device: torch.device, dtype_name: str) -> str:
     """The shortest soak command that reproduces the finding."""
     return (
         f"rocm-attn soak --steps {finding.step} --seed {options.seed} --device {device} "

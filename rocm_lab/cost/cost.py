@@ -118,7 +118,7 @@ _CLOCKS_PER_CYCLE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CostShape:
     """num_seqs sequences of kv_len tokens, q_len of them new."""
 
     num_seqs: int
@@ -134,7 +134,14 @@ class Shape:
         return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
 
 
-SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Shape(1, 2048, 2048), Shape(8, 4608, 512))
+SHAPES = (
+    CostShape(1, 8192),
+    CostShape(1, 65536),
+    CostShape(64, 4096),
+    CostShape(256, 2048),
+    CostShape(1, 2048, 2048),
+    CostShape(8, 4608, 512),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class Prediction:
     speed:   decode: bytes of K and V per second; extend: operations of products with visible keys per second
     """
 
-    shape: Shape
+    shape: CostShape
     kernel: str
     seconds: Range
     speed: Range
@@ -175,7 +182,7 @@ def predictions(problem: Problem, target: Target, *, deterministic: bool = False
             yield found
 
 
-def predicted(problem: Problem, target: Target, shape: Shape, *, deterministic: bool = False) -> Prediction | None:
+def predicted(problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False) -> Prediction | None:
     """Predicts the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
 
     None if there are no static figures for it, as in deterministic mode.
@@ -237,12 +244,12 @@ def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | 
 
 
 def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
-    """The busy cycles of the table's own row; None for other tiles."""
+    """The busy cycles of the table's own choice; None for other tiles."""
     layers = _layers(problem, arch, "extend")
     return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
 
 
-def decode_prediction(problem: Problem, target: Target, shape: Shape, loop: Loop) -> Prediction:
+def decode_prediction(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> Prediction:
     """The prediction for a kernel whose programs share out all keys."""
     gpu, units = GPUS[target.arch], target.compute_units
     keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
@@ -275,7 +282,7 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     return 1 + -(-parts // shape.parts)
 
 
-class Tiles(NamedTuple):
+class WorkCut(NamedTuple):
     """How an extend kernel cuts its work.
 
     num:      tiles of a step, each with its own start
@@ -288,15 +295,15 @@ class Tiles(NamedTuple):
     programs: int
 
 
-def _extend(problem: Problem, target: Target, shape: Shape, busy: Busy, kernel: TritonExtend) -> Prediction:
+def _extend(problem: Problem, target: Target, shape: CostShape, busy: Busy, kernel: TritonExtend) -> Prediction:
     ratio = problem.gqa_ratio
     tokens, kv_heads = kernel.tiles.tokens_per_block(ratio), problem.num_kv_heads // kernel.tiles.heads_per_row
     num = shape.num_seqs * -(-shape.q_len // tokens) * kv_heads * kernel.tiles.head_blocks(ratio)
-    tiles = Tiles(num, tokens, max(1, kernel.tiles.programs_per_cu))
+    tiles = WorkCut(num, tokens, max(1, kernel.tiles.programs_per_cu))
     return extend_prediction(problem, target, shape, fraction(target.arch, busy), tiles)
 
 
-def extend_prediction(problem: Problem, target: Target, shape: Shape, share: Range, tiles: Tiles) -> Prediction:
+def extend_prediction(problem: Problem, target: Target, shape: CostShape, share: Range, tiles: WorkCut) -> Prediction:
     """The prediction for a kernel that keeps all CUs busy. share: of the matrix units' peak, for its loop"""
     gpu = GPUS[target.arch]
     cached = shape.kv_len - shape.q_len

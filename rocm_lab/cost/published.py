@@ -29,11 +29,11 @@ from rocm_attn.problem import Problem
 from rocm_lab.cost.cost import (
     FIGURES,
     GPUS,
+    CostShape,
     Loop,
     Prediction,
     Range,
-    Shape,
-    Tiles,
+    WorkCut,
     decode_prediction,
     extend_prediction,
 )
@@ -119,7 +119,7 @@ def published_decodes() -> Iterator[Published]:
         (GPUS[arch].name, "triton#2281", _EARLIER),
     ):
         for (num_seqs, kv_len), speed in speeds.items():
-            found = decode_prediction(problem, known_target(arch), Shape(num_seqs, kv_len), loop)
+            found = decode_prediction(problem, known_target(arch), CostShape(num_seqs, kv_len), loop)
             yield Published("AITER in Gluon", gpu, source, problem, speed * 1e12, found)
 
 
@@ -128,15 +128,15 @@ def published_extends() -> Iterator[Published]:
     readme, sweep = "AITER", "attn-dsl-bench"
     for (num_seqs, heads, tokens), speeds in _ASSEMBLY.items():
         for arch, speed in zip(GPUS, speeds, strict=True):
-            yield _in_assembly(arch, readme, Problem(heads, 8, *_ROWS), Shape(num_seqs, tokens, tokens), speed)
+            yield _in_assembly(arch, readme, Problem(heads, 8, *_ROWS), CostShape(num_seqs, tokens, tokens), speed)
     for tokens, speed in _SWEEP.items():
-        yield _in_assembly("gfx942", sweep, Problem(16, 16, *_ROWS), Shape(16, tokens, tokens), speed)
+        yield _in_assembly("gfx942", sweep, Problem(16, 16, *_ROWS), CostShape(16, tokens, tokens), speed)
 
 
-def _in_assembly(arch: str, source: str, problem: Problem, shape: Shape, speed: float) -> Published:
+def _in_assembly(arch: str, source: str, problem: Problem, shape: CostShape, speed: float) -> Published:
     gpu = GPUS[arch]
     share = Range.between(*(flops / gpu.matrix_ops for flops in gpu.asm_flops))
     num = shape.num_seqs * problem.num_q_heads * -(-shape.q_len // _TOKENS_OF_A_TILE)
-    tiles = Tiles(num, _TOKENS_OF_A_TILE, programs=1)
+    tiles = WorkCut(num, _TOKENS_OF_A_TILE, programs=1)
     found = extend_prediction(problem, known_target(arch), shape, share, tiles)
     return Published("AITER in assembly", gpu.name, source, problem, speed * 1e12, found)

@@ -58,7 +58,7 @@ class Busy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TileCandidate:
     """Tiles that a row of the tuning table was chosen from. serves: True if the row has these tiles"""
 
     tiles: Tiles
@@ -67,7 +67,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerFigures:
     """Another kernel for the same layer. name: includes its tiles"""
 
     name: str
@@ -97,7 +97,7 @@ class LayerFigures:
     step:       "decode" or "extend"
     heads:      query heads and KV heads
     head_dim:   of K and of V
-    floor:      fewest clocks of a CU for a unit of work, by data sheets
+    lower_bound:      fewest clocks of a CU for a unit of work, by data sheets
     ranked:     the Triton and the LLVM that candidates were ranked with; empty: there is only the row that serves
     candidates: the best first
     busy:       busy cycles of the row that serves
@@ -111,11 +111,11 @@ class LayerFigures:
     heads: tuple[int, int]
     head_dim: int
     dtype: str
-    floor: float
+    lower_bound: float
     ranked: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TileCandidate, ...]
     busy: Busy
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerFigures, ...]
     cdna: tuple[CdnaFigures, ...]
     refused: dict[str, str]
 
@@ -125,7 +125,7 @@ class LayerFigures:
         return self.arch, self.step, self.heads, self.head_dim, self.dtype
 
     @property
-    def serving(self) -> Candidate:
+    def serving(self) -> TileCandidate:
         """The tiles that the tuning table gives the layer."""
         return next(candidate for candidate in self.candidates if candidate.serves)
 
@@ -171,14 +171,14 @@ class StaticFigures:
     @classmethod
     def read(cls) -> StaticFigures:
         """Reads FILE."""
-        told: dict[str, Any] = json.loads(FILE.read_text())
-        layers = tuple(map(_layer, told.pop("layers")))
+        given: dict[str, Any] = json.loads(FILE.read_text())
+        layers = tuple(map(_layer, given.pop("layers")))
         studies = tuple(
             Study(each["arch"], each["rows"], each["lazy"], KernelFigures(**each["figures"]), Busy(*each["busy"]))
-            for each in told.pop("studies")
+            for each in given.pop("studies")
         )
-        code_objects = {arch: Busy(*cycles) for arch, cycles in told.pop("code_objects").items()}
-        return cls(**told, code_objects=code_objects, layers=layers, studies=studies)
+        code_objects = {arch: Busy(*cycles) for arch, cycles in given.pop("code_objects").items()}
+        return cls(**given, code_objects=code_objects, layers=layers, studies=studies)
 
     def write(self) -> None:
         """Writes FILE, one kernel per line."""
@@ -197,7 +197,7 @@ def _layer_text(layer: LayerFigures) -> str:
             "heads": layer.heads,
             "head_dim": layer.head_dim,
             "dtype": layer.dtype,
-            "floor": layer.floor,
+            "lower_bound": layer.lower_bound,
             "ranked": layer.ranked,
             "busy": layer.busy,
             "refused": layer.refused,
@@ -230,14 +230,14 @@ def _without_defaults(tiles: Tiles) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _layer(told: dict[str, Any]) -> LayerFigures:
-    kind = _TILES[told["step"]]
+def _layer(given: dict[str, Any]) -> LayerFigures:
+    kind = _TILES[given["step"]]
     candidates = tuple(
-        Candidate(kind(**each["tiles"]), each["serves"], KernelFigures(**each["figures"]))
-        for each in told.pop("candidates")
+        TileCandidate(kind(**each["tiles"]), each["serves"], KernelFigures(**each["figures"]))
+        for each in given.pop("candidates")
     )
     peers = tuple(
-        Peer(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in told.pop("peers")
+        PeerFigures(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in given.pop("peers")
     )
     cdna = tuple(
         CdnaFigures(
@@ -247,7 +247,7 @@ def _layer(told: dict[str, Any]) -> LayerFigures:
             KernelFigures(**each["figures"]),
             Busy(*each["busy"]),
         )
-        for each in told.pop("cdna")
+        for each in given.pop("cdna")
     )
-    (q_heads, kv_heads), busy = told.pop("heads"), Busy(*told.pop("busy"))
-    return LayerFigures(**told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, cdna=cdna)
+    (q_heads, kv_heads), busy = given.pop("heads"), Busy(*given.pop("busy"))
+    return LayerFigures(**given, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, cdna=cdna)

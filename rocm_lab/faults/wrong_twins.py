@@ -282,7 +282,7 @@ class _ReadsDeadV:
 def unmasked_v(selection: Selection) -> Selection:
     """The same kernels without a mask on the V rows of a sequence's last page."""
     kernels = {
-        kind: LayerKernel(kernel.row, _ReadsDeadV(kernel.bound, selection.problem))
+        kind: LayerKernel(kernel.entry, _ReadsDeadV(kernel.bound, selection.problem))
         for kind, kernel in selection.kernels.items()
     }
     return replace(selection, kernels=kernels)
@@ -294,7 +294,7 @@ def cut_by_work(selection: Selection) -> Selection:
         return selection
     if selection.provider == "torch":
         kernels = {
-            kind: LayerKernel(kernel.row, _SharesOfTheStep(selection.problem))
+            kind: LayerKernel(kernel.entry, _SharesOfTheStep(selection.problem))
             for kind, kernel in selection.kernels.items()
         }
         return replace(selection, kernels=kernels)
@@ -370,10 +370,10 @@ def past_the_row(max_kv_len: int, kv_len: int) -> None:
 ANY_WRITERS = INT32_MAX
 
 
-class NoFloors(StoredTokens):
+class NoFirstWritable(StoredTokens):
     """A row and its forks store wherever their steps begin."""
 
-    def raise_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+    def raise_first_writable(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
         pass
 
 
@@ -505,7 +505,7 @@ WRONG_TWINS: Mapping[str, Any] = {
     "draft_lengths": lengths_of_the_first_step,
     "path_pages": paths_through_page_zero,
     "copy_on_write": ANY_WRITERS,
-    "shared_floor": NoFloors,
+    "shared_floor": NoFirstWritable,
     "kept_ids": whatever_is_kept_there,
     "stored_tokens": whatever_was_stored,
     "copy_sources": free_at_once,

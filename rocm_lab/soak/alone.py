@@ -20,10 +20,10 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_lab.soak.model import LayerTables, Mismatch, Outputs, PlayedStep, SequenceTruth, SoakModel
+from rocm_lab.soak.model import LayerTables, Mismatch, PlayedStep, SequenceTruth, SoakModel, StepOutputs
 
 
-class Alone(Protocol):
+class SoloCheck(Protocol):
     """Checks steps that passed the comparison with the reference. num_seqs: sequences that were checked."""
 
     num_seqs: int
@@ -80,7 +80,7 @@ class ServedAlone:
         self._runner = StepRunner(self._runtime, self._model.forward, None)
 
     def check(self, step: PlayedStep) -> Mismatch | None:
-        """Does the same as Alone.check."""
+        """Does the same as SoloCheck.check."""
         turn, rest = divmod(step.number, self._every)
         if rest or not step.sequences:
             return None
@@ -102,7 +102,7 @@ class ServedAlone:
                     return Mismatch(what, layer, seq, error)
         return None
 
-    def _serve(self, sequence: SequenceTruth) -> Outputs:
+    def _serve(self, sequence: SequenceTruth) -> StepOutputs:
         """Returns the outputs of all tokens of a sequence in one step."""
         table, kv_len = self._runtime.table, len(sequence.token_ids)
         row = table.admit()

@@ -89,7 +89,7 @@ class LayerTables:
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class StepOutputs:
     """The outputs of a step, on any device; T padded tokens.
 
     out:  per layer, [T, q_heads, v_head_dim]
@@ -101,9 +101,9 @@ class Outputs:
     lse: tuple[Tensor, ...]
     rows: Tensor
 
-    def on_cpu(self) -> Outputs:
+    def on_cpu(self) -> StepOutputs:
         """Returns a copy on the host."""
-        return Outputs(tuple(o.cpu() for o in self.out), tuple(x.cpu() for x in self.lse), self.rows.cpu())
+        return StepOutputs(tuple(o.cpu() for o in self.out), tuple(x.cpu() for x in self.lse), self.rows.cpu())
 
 
 class SoakModel:
@@ -121,7 +121,7 @@ class SoakModel:
         self._lse = [rows.q.new_empty(max_tokens, rows.q.shape[1], dtype=torch.float32) for rows in tables]
 
     def forward(self, step: Part) -> Tensor:
-        """Computes attention of every layer, and returns Outputs.rows of the padded sequences."""
+        """Computes attention of every layer, and returns StepOutputs.rows of the padded sequences."""
         entry = step.token_ids * self._max_kv_len + step.positions
         rows = []
         for layer, tables in enumerate(self._tables):
@@ -135,14 +135,14 @@ class SoakModel:
         for tensor in (*self._out, *self._lse):
             tensor.fill_(float("nan"))
 
-    def outputs(self, places: npt.NDArray[np.int64], rows: Tensor) -> Outputs:
+    def outputs(self, places: npt.NDArray[np.int64], rows: Tensor) -> StepOutputs:
         """Returns a copy of the last step's outputs, on the device.
 
         places: of the step's tokens among the padded ones, real tokens first
         rows:   the result of forward, real sequences only
         """
         order = torch.from_numpy(places).to(rows.device)
-        return Outputs(tuple(out[order] for out in self._out), tuple(lse[order] for lse in self._lse), rows.clone())
+        return StepOutputs(tuple(out[order] for out in self._out), tuple(lse[order] for lse in self._lse), rows.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class PlayedStep:
     shape: PaddedShape
     way: str
     sequences: tuple[SequenceTruth, ...]
-    outputs: Outputs
+    outputs: StepOutputs
     history: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -262,7 +262,7 @@ class Checker:
         return _check_rows(step, outputs)
 
     def _check_layer(
-        self, layer: int, step: PlayedStep, outputs: Outputs, seen: Sequence[tuple[Tensor, Tensor]]
+        self, layer: int, step: PlayedStep, outputs: StepOutputs, seen: Sequence[tuple[Tensor, Tensor]]
     ) -> Mismatch | None:
         bounds = BOUNDS[self._problems[layer].dtype]
         q_lens = [sequence.q_len for sequence in step.sequences]
@@ -311,7 +311,7 @@ class Checker:
         return attend_sequence(q, k, v, problem, self._weights[layer], *seen)
 
 
-def _check_rows(step: PlayedStep, outputs: Outputs) -> Mismatch | None:
+def _check_rows(step: PlayedStep, outputs: StepOutputs) -> Mismatch | None:
     """Compares forward's rows bitwise with the outputs of the last new tokens, which were checked before."""
     last = -1
     for seq, sequence in enumerate(step.sequences):

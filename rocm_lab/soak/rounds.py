@@ -21,7 +21,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.step import Series
-from rocm_lab.soak.model import LayerTables, Outputs
+from rocm_lab.soak.model import LayerTables, StepOutputs
 
 Ids = TypeVar("Ids", Int32Array, Tensor)
 
@@ -76,7 +76,7 @@ class SoakRounds:
         self._lse = [rows.q.new_empty(*shape, rows.q.shape[1], dtype=torch.float32) for rows in tables]
 
     def forward(self, round_: Series) -> Tensor:
-        """Computes attention of every layer in every draft step. Returns Outputs.rows of the padded sequences."""
+        """Computes attention of every layer in every draft step. Returns StepOutputs.rows of the padded sequences."""
         ids, branches = round_[0].token_ids, round_[0].branches
         branch = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device) % branches
         rows: list[Tensor] = []
@@ -96,13 +96,13 @@ class SoakRounds:
         for tensor in (*self._out, *self._lse):
             tensor.fill_(float("nan"))
 
-    def outputs(self, batch: StepBatch, shape: PaddedShape, rows: Tensor) -> Outputs:
+    def outputs(self, batch: StepBatch, shape: PaddedShape, rows: Tensor) -> StepOutputs:
         """Returns a copy of the last round's outputs: all drafts of a sequence, sequence after sequence, then padding.
 
         rows: the result of forward, real sequences only
         """
         order = torch.from_numpy(self._places(batch, shape)).to(rows.device)
-        return Outputs(
+        return StepOutputs(
             tuple(out.flatten(0, 1)[order] for out in self._out),
             tuple(lse.flatten(0, 1)[order] for lse in self._lse),
             rows.clone(),

@@ -33,7 +33,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.options import RuntimeOptions
-from rocm_lab.soak.alone import Alone, NoAloneCheck, ServedAlone
+from rocm_lab.soak.alone import NoAloneCheck, ServedAlone, SoloCheck
 from rocm_lab.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_lab.soak.rounds import SoakRounds
 from rocm_lab.soak.world import ROUNDS, Action, Scenario, World
@@ -48,7 +48,7 @@ _TOKENS_EVERY = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SoakFault:
     """The fault at which a soak stopped.
 
     step:    the step that shows it, counted from 1; a soak of that many steps shows it again
@@ -66,7 +66,7 @@ class Finding:
 class SoakFailed(RocmAttnError):
     """A soak found a fault; see finding."""
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: SoakFault) -> None:
         self.finding = finding
         super().__init__("\n    ".join((f"{finding.where}: {finding.what}", "before that:", *finding.history)))
 
@@ -223,7 +223,7 @@ class Soak:
             self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
         exact = [rows.to(dtype=torch.float64) for rows in tables]
         self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
-        self._alone: Alone = NoAloneCheck()
+        self._alone: SoloCheck = NoAloneCheck()
         if deterministic:
             self._alone = ServedAlone(
                 problems,
@@ -339,7 +339,7 @@ class Soak:
                     where += f", layer {mismatch.layer}"
                 if mismatch.seq is not None:
                     where += f", sequence {mismatch.seq} ({step.sequences[mismatch.seq]})"
-                raise SoakFailed(Finding(step.number, where, mismatch.what, step.history))
+                raise SoakFailed(SoakFault(step.number, where, mismatch.what, step.history))
         self._unchecked.clear()
 
     def _audit(self, number: int) -> None:
@@ -407,7 +407,7 @@ class Soak:
         return _MemoryUse(last.host_bytes - first.host_bytes, last.device_bytes - first.device_bytes)
 
     def _failure(self, number: int, where: str, what: str) -> SoakFailed:
-        return SoakFailed(Finding(number, where, what, tuple(self._world.history)))
+        return SoakFailed(SoakFault(number, where, what, tuple(self._world.history)))
 
     def _report(self, seconds: float) -> SoakReport:
         growth = self._growth()

@@ -200,7 +200,7 @@ class Scenario:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class HeldRequest:
     """A request that holds a row.
 
     token_ids:  known so far; a request that was preempted knows more than it has stored
@@ -250,13 +250,13 @@ class Turn:
     kept:    the new tokens that are kept after the step, in order; the others are taken back
     """
 
-    request: Request
+    request: HeldRequest
     q_len: int
     parents: Int32Array
     kept: tuple[int, ...]
 
     @classmethod
-    def of_chain(cls, request: Request, q_len: int) -> Turn:
+    def of_chain(cls, request: HeldRequest, q_len: int) -> Turn:
         """Returns a turn whose new tokens follow each other and are kept."""
         return cls(request, q_len, chain(q_len), tuple(range(q_len)))
 
@@ -331,7 +331,7 @@ class World:
 
     def __init__(self, scenario: Scenario, table: RequestTable, seed: int) -> None:
         self.scenario = scenario
-        self.requests: list[Request] = []
+        self.requests: list[HeldRequest] = []
         self.kept: list[KeptTokens] = []
         self.counts: Counter[Action] = Counter()
         self.history: deque[str] = deque(maxlen=12)
@@ -443,7 +443,7 @@ class World:
         self._happened(Action.DRAFT, f"{drafts} row:stored+new-rejected [{' '.join(map(str, turns))}], pad_to {pad_to}")
         return DrawnStep(Action.DRAFT, batch, pad_to, tuple(turns))
 
-    def _tree(self, request: Request, q_len: int) -> Turn:
+    def _tree(self, request: HeldRequest, q_len: int) -> Turn:
         """Draws a tree. Most drafts follow the one before; the others have any parent. Those of a path are kept."""
         parents = chain(q_len)
         for token in range(1, q_len):
@@ -456,7 +456,7 @@ class World:
             after = np.flatnonzero(parents == kept[-1]).tolist() if self._chance(0.8) else []
         return Turn(request, q_len, parents, tuple(kept))
 
-    def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
+    def _draw_sequences(self, action: Action) -> list[tuple[HeldRequest, int]]:
         """Draws some requests in random order, each with a number of new tokens that it has room for."""
         if action is Action.EMPTY or not self.requests:
             return []
@@ -481,14 +481,14 @@ class World:
             chunks += others[: wanted - len(chunks)] + [1] * (wanted - len(chunks) - len(others))
         return self._with_room(chosen, chunks)
 
-    def _families(self, new: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+    def _families(self, new: list[tuple[HeldRequest, int]]) -> list[list[tuple[HeldRequest, int]]]:
         """Groups the sequences of a step by their first page, in the order in which these come."""
-        families: dict[int, list[tuple[Request, int]]] = {}
+        families: dict[int, list[tuple[HeldRequest, int]]] = {}
         for request, q_len in new:
             families.setdefault(int(self._table.full.entries_host[request.row, 0]), []).append((request, q_len))
         return list(families.values())
 
-    def _group(self, family: list[tuple[Request, int]]) -> PrefixGroup:
+    def _group(self, family: list[tuple[HeldRequest, int]]) -> PrefixGroup:
         """Returns a group of sequences that share all of their common whole pages, or some of these."""
         rows = [request.row for request, _ in family]
         most = min(request.num_stored for request, _ in family) // self.scenario.page_size
@@ -497,14 +497,14 @@ class World:
         pages = common if self._chance(0.7) else self._below(common + 1)
         return PrefixGroup(len(family), pages * self.scenario.page_size)
 
-    def _with_room(self, chosen: list[Request], q_lens: list[int]) -> list[tuple[Request, int]]:
+    def _with_room(self, chosen: list[HeldRequest], q_lens: list[int]) -> list[tuple[HeldRequest, int]]:
         """Returns the requests with these numbers of new tokens, or with one token if there is no room for more."""
         return [
             (request, q_len if request.num_stored + q_len <= request.limit else 1)
             for request, q_len in zip(chosen, q_lens, strict=True)
         ]
 
-    def _reserve(self, new: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    def _reserve(self, new: list[tuple[HeldRequest, int]]) -> list[tuple[HeldRequest, int]]:
         """Reserves pages for the step. Frees the youngest requests and the oldest kept pages until they suffice.
 
         Freed requests leave the step.
@@ -543,7 +543,7 @@ class World:
 
     def _start(self, action: Action, token_ids: list[int]) -> None:
         if self._table.num_free_rows:
-            request = Request(self._table.admit(), token_ids, 0, 0, self._between(4, self.scenario.max_kv_len))
+            request = HeldRequest(self._table.admit(), token_ids, 0, 0, self._between(4, self.scenario.max_kv_len))
             self.requests.append(request)
             self._happened(action, f"row {request.row}, {len(token_ids)} tokens")
 
@@ -556,7 +556,7 @@ class World:
                 if self._chance(0.3):
                     self._reserve_ahead(family[self._below(len(family))])
 
-    def _fork(self, parent: Request) -> list[Request]:
+    def _fork(self, parent: HeldRequest) -> list[HeldRequest]:
         """Forks a request. Returns the child; empty if the parent has the full length of a request."""
         shared = parent.num_stored if self._chance(0.5) else self._below(parent.num_stored + 1)
         if shared == self.scenario.max_kv_len:
@@ -569,7 +569,9 @@ class World:
         limit = self._between(shared + 1, self.scenario.max_kv_len)
         # The child has the same kept part of its windows as its parent, and goes back no further.
         reached = max(shared, parent.reached)
-        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached, min(shared, parent.begun_over))
+        child = HeldRequest(
+            row, parent.token_ids[:shared], shared, shared, limit, reached, min(shared, parent.begun_over)
+        )
         self.requests.append(child)
         self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
         return [child]
@@ -604,7 +606,7 @@ class World:
         except BadBatch:  # its window is not kept; a refusal must change nothing
             return
         limit = self._between(kv_len + 1, self.scenario.max_kv_len)
-        self.requests.append(Request(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, kv_len, kv_len))
+        self.requests.append(HeldRequest(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, kv_len, kv_len))
         self._happened(Action.BEGIN, f"row {row} over {kv_len} kept tokens")
 
     def _any_like(self, kept: KeptTokens, page_no: int) -> int:
@@ -633,7 +635,7 @@ class World:
         for request in self._any_request():
             self._reserve_ahead(request)
 
-    def _reserve_ahead(self, request: Request) -> None:
+    def _reserve_ahead(self, request: HeldRequest) -> None:
         kv_len = min(request.num_stored + self._between(1, 2 * self.scenario.page_size), self.scenario.max_kv_len)
         # A refusal must change nothing.
         with suppress(OutOfPages):
@@ -651,7 +653,7 @@ class World:
             if self._chance(0.3):
                 self._truncate(request)
 
-    def _truncate(self, request: Request) -> None:
+    def _truncate(self, request: HeldRequest) -> None:
         """Drops the pages after the stored tokens, and the shares of other rows in them."""
         self._table.truncate(request.row, request.num_stored)
         request.num_shared = min(request.num_shared, request.num_stored)
@@ -665,12 +667,12 @@ class World:
         for request in self._any_request():
             self._preempt(request)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: HeldRequest) -> None:
         self._preempted.append(request.token_ids)
         self._free(request)
         self._happened(Action.PREEMPT, f"row {request.row}")
 
-    def _free(self, request: Request) -> None:
+    def _free(self, request: HeldRequest) -> None:
         self._table.free(request.row)
         self.requests.remove(request)
 
@@ -678,7 +680,7 @@ class World:
         self.counts[action] += 1
         self.history.append(f"{action.value} {what}")
 
-    def _any_request(self) -> list[Request]:
+    def _any_request(self) -> list[HeldRequest]:
         """Returns one request, or none if there is none."""
         return [self.requests[self._below(len(self.requests))]] if self.requests else []
 

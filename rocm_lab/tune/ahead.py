@@ -19,20 +19,20 @@ import torch
 
 from rocm_attn.kernels.tuning.measured import Tiles
 from rocm_attn.machine.target import Target
-from rocm_lab.tune.bench import Steps, kernel_of
-from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.bench import JobSteps, kernel_of
+from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.search import Bench, Judged, Times
 
-Asked = tuple[Job, Tiles]
+CompileTask = tuple[TuneJob, Tiles]
 
 
 @dataclass
 class _Worker:
-    """A process that compiles. asked: its present task; None while it waits"""
+    """A process that compiles. task: its present task; None while it waits"""
 
     process: BaseProcess
     ours: Connection
-    asked: Asked | None = None
+    task: CompileTask | None = None
 
 
 class CompiledAhead:
@@ -43,32 +43,32 @@ class CompiledAhead:
     steps:   the steps of a job that the bench makes
     """
 
-    def __init__(self, bench: Bench, target: Target, workers: int, steps: Steps) -> None:
+    def __init__(self, bench: Bench, target: Target, workers: int, steps: JobSteps) -> None:
         self._bench, self._target, self._steps = bench, target, steps
         self._context = multiprocessing.get_context("spawn")
         self._workers = [self._start() for _ in range(workers)]
-        self._queue: deque[Asked] = deque()
+        self._queue: deque[CompileTask] = deque()
         # Finished tasks, each with the reason why it failed, or "".
-        self._done: dict[Asked, str] = {}
+        self._done: dict[CompileTask, str] = {}
 
-    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
         """See `Bench.expect`. These replace candidates that were expected before and are not begun."""
-        at = {worker.asked for worker in self._workers}
+        at = {worker.task for worker in self._workers}
         self._queue = deque((job, each) for each in tiles if (job, each) not in self._done and (job, each) not in at)
         self._hand_out()
 
-    def judge(self, job: Job, tiles: Tiles) -> Judged:
+    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """See `Bench.judge`."""
-        asked = job, tiles
-        if asked not in self._done and asked not in {worker.asked for worker in self._workers}:
-            if asked in self._queue:
-                self._queue.remove(asked)
-            self._queue.appendleft(asked)
-        while asked not in self._done:
+        task = job, tiles
+        if task not in self._done and task not in {worker.task for worker in self._workers}:
+            if task in self._queue:
+                self._queue.remove(task)
+            self._queue.appendleft(task)
+        while task not in self._done:
             self._turn()
-        return Judged(self._done[asked]) if self._done[asked] else self._bench.judge(job, tiles)
+        return Judged(self._done[task]) if self._done[task] else self._bench.judge(job, tiles)
 
-    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """See `Bench.times`."""
         return self._bench.times(job, both, rounds)
 
@@ -89,41 +89,41 @@ class CompiledAhead:
 
     def _hand_out(self) -> None:
         for number, worker in enumerate(self._workers):
-            if worker.asked is None and self._queue:
-                worker.asked = self._queue.popleft()
+            if worker.task is None and self._queue:
+                worker.task = self._queue.popleft()
                 try:
-                    worker.ours.send(worker.asked)
+                    worker.ours.send(worker.task)
                 except OSError:
                     self._ended(number)
 
     def _turn(self) -> None:
         """Waits until a worker is done or has ended, and hands out the next tasks."""
         self._hand_out()
-        waiting = {id(worker.ours): number for number, worker in enumerate(self._workers) if worker.asked is not None}
+        waiting = {id(worker.ours): number for number, worker in enumerate(self._workers) if worker.task is not None}
         for connection in wait([self._workers[number].ours for number in waiting.values()]):
             number = waiting[id(connection)]
             worker = self._workers[number]
-            assert worker.asked is not None
+            assert worker.task is not None
             try:
                 worker.ours.recv()
             except (EOFError, OSError):
                 self._ended(number)
             else:
-                self._done[worker.asked] = ""
-                worker.asked = None
+                self._done[worker.task] = ""
+                worker.task = None
         self._hand_out()
 
     def _ended(self, number: int) -> None:
         """Replaces a worker whose process has ended during a task."""
         worker = self._workers[number]
-        assert worker.asked is not None
+        assert worker.task is not None
         worker.process.join()
-        self._done[worker.asked] = f"its compiler ended the process (exit code {worker.process.exitcode})"
+        self._done[worker.task] = f"its compiler ended the process (exit code {worker.process.exitcode})"
         worker.ours.close()
         self._workers[number] = self._start()
 
 
-def _compile_all(connection: Connection, target: Target, steps: Steps) -> None:
+def _compile_all(connection: Connection, target: Target, steps: JobSteps) -> None:
     """The loop of a process: compiles tasks until the other end is closed."""
     # Imported here, because it imports Triton.
     from rocm_attn.kernels.compile_only import AbsentGpu, compile_only
@@ -146,7 +146,7 @@ def _launch(launch: Callable[[], object]) -> None:
     launch()
 
 
-def compile_tiles(job: Job, tiles: Tiles, target: Target, steps: Steps) -> None:
+def compile_tiles(job: TuneJob, tiles: Tiles, target: Target, steps: JobSteps) -> None:
     """Launches a candidate's kernels on empty tensors of the CPU, with the launches that the GPU will run.
 
     A candidate that fails here also fails on the GPU, where its error is reported.

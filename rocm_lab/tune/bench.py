@@ -25,10 +25,10 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.select import select
-from rocm_lab.tune.data import Lengths, StepData
-from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.data import StepLengths, TuneData
+from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.search import Judged, SearchEnded, Times
-from rocm_lab.tune.timer import Sample, Timer, Work
+from rocm_lab.tune.timer import LayerLaunches, Sample, Timer
 
 # Twice the largest cache of a GPU apart from its memory: AMD's Infinity Cache of 256 MiB.
 _PAST_CACHES = 512 << 20
@@ -42,33 +42,33 @@ _ON_TRIAL = Provenance("on trial", "", 0, "", "", "", "", "", "", (), 0, 0.0, 0.
 class StepSizes:
     """A step that candidates run. sets: number of page sets; is_edge: True if it is only judged, with log-sum-exp"""
 
-    lengths: Lengths
+    lengths: StepLengths
     sets: int
     is_edge: bool
 
-    def random(self, problem: Problem, device: torch.device) -> StepData:
+    def random(self, problem: Problem, device: torch.device) -> TuneData:
         """The step with random data."""
-        return StepData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.is_edge)
+        return TuneData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.is_edge)
 
-    def empty(self, problem: Problem) -> StepData:
+    def empty(self, problem: Problem) -> TuneData:
         """The step without data, on the CPU."""
-        return StepData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.is_edge)
+        return TuneData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.is_edge)
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class JobSteps:
     """The steps of a job.
 
     edges: steps that every candidate is judged on, for any timed shapes
     apart: bytes of K and V that lie between two uses of a page of a timed step
     """
 
-    edges: Callable[[Job], list[Lengths]]
+    edges: Callable[[TuneJob], list[StepLengths]]
     apart: int = _PAST_CACHES
 
-    def of(self, job: Job) -> list[StepSizes]:
+    def of(self, job: TuneJob) -> list[StepSizes]:
         """The edges, then the timed steps."""
-        timed = [Lengths((each.kv_len,) * each.num_seqs, (each.q_len,) * each.num_seqs) for each in job.shapes]
+        timed = [StepLengths((each.kv_len,) * each.num_seqs, (each.q_len,) * each.num_seqs) for each in job.shapes]
         return [
             *(StepSizes(lengths, 1, is_edge=True) for lengths in self.edges(job)),
             *(StepSizes(each, sets_of(job, sum(each.kv_len), self.apart), is_edge=False) for each in timed),
@@ -78,17 +78,17 @@ class Steps:
 class LayerBench:
     """Judges and times candidates on a device. timer: takes samples there; steps: makes the steps of a job"""
 
-    def __init__(self, device: torch.device, target: Target, timer: Timer, steps: Steps) -> None:
+    def __init__(self, device: torch.device, target: Target, timer: Timer, steps: JobSteps) -> None:
         self._device, self._target, self._timer, self._steps = device, target, timer, steps
-        self._job: Job | None = None
-        self._edges: list[StepData] = []
-        self._timed: list[StepData] = []
+        self._job: TuneJob | None = None
+        self._edges: list[TuneData] = []
+        self._timed: list[TuneData] = []
         self._in_use: tuple[Tiles, list[Sample]] | None = None
 
-    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
         """See `Bench.expect`. Does nothing ahead."""
 
-    def judge(self, job: Job, tiles: Tiles) -> Judged:
+    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """See `Bench.judge`."""
         self._take(job)
         spilled = 0
@@ -101,7 +101,7 @@ class LayerBench:
                 return Judged(wrong, spilled)
         return Judged("", spilled)
 
-    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """See `Bench.times`."""
         self._take(job)
         in_use, tiles = both
@@ -111,7 +111,7 @@ class LayerBench:
         taken = [[[sample() for sample in samples] for samples in of_both] for _ in range(rounds)]
         return [of_round[0] for of_round in taken], [of_round[1] for of_round in taken]
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: TuneJob) -> None:
         """Makes the steps of a job, which replace those of another job."""
         if self._job == job:
             return
@@ -120,7 +120,7 @@ class LayerBench:
         for step in self._steps.of(job):
             (self._edges if step.is_edge else self._timed).append(step.random(job.problem, self._device))
 
-    def _run(self, job: Job, tiles: Tiles, data: StepData, seqs: Sequence[int]) -> tuple[str, int]:
+    def _run(self, job: TuneJob, tiles: Tiles, data: TuneData, seqs: Sequence[int]) -> tuple[str, int]:
         """Runs a candidate on a step. Returns what is wrong with it, and the number of registers that it spills."""
         kernel = kernel_of(job, tiles, data, self._target)
         if str(tiles) not in kernel.describe():
@@ -139,14 +139,14 @@ class LayerBench:
         spilled = max((getattr(launch.compiled, "n_spills", 0) or 0 for launch in notes.launches), default=0)
         return data.wrong(seqs), spilled
 
-    def _samples(self, job: Job, tiles: Tiles) -> Iterator[Sample]:
+    def _samples(self, job: TuneJob, tiles: Tiles) -> Iterator[Sample]:
         for data in self._timed:
             kernel = kernel_of(job, tiles, data, self._target)
             runs = data.runs(kernel)
 
             launch = partial(_attend_all, kernel, runs, data.bounds)
             launch()
-            yield self._timer.ready(Work(kernel.describe(), launch, len(runs)))
+            yield self._timer.ready(LayerLaunches(kernel.describe(), launch, len(runs)))
 
     def _wait(self) -> None:
         wait_for_device(self._device)
@@ -162,10 +162,10 @@ class LayerBench:
             ) from failure
 
 
-def kernel_of(job: Job, tiles: Tiles, data: StepData, target: Target) -> BoundKernel:
+def kernel_of(job: TuneJob, tiles: Tiles, data: TuneData, target: Target) -> BoundKernel:
     """The kernel that would serve a step of the layer if these tiles were measured."""
     problem = replace(job.problem, wants_lse=data.lse is not None)
-    selection = select(problem, replace(target, measured=(job.row(tiles, _ON_TRIAL),)), "triton")
+    selection = select(problem, replace(target, measured=(job.choice(tiles, _ON_TRIAL),)), "triton")
     bound = selection.kernel(data.lengths.kind).bound
     return bound.of_shape(data.bounds.shape) if isinstance(bound, KernelByTokens) else bound
 
@@ -176,22 +176,22 @@ def _attend_all(kernel: BoundKernel, runs: Sequence[tuple[AttendArgs, StepTensor
         kernel.attend(args, step, bounds)
 
 
-def edges_of(job: Job) -> list[Lengths]:
+def edges_of(job: TuneJob) -> list[StepLengths]:
     """Steps whose sequences end around the edges of pages and key blocks, of every kind that the row serves."""
     page = job.problem.page_size
     kv_len = (1, 2, page, page + 1, 63, 64, 65, 129, 300, 777)
-    decode = Lengths(kv_len, (1,) * len(kv_len))
+    decode = StepLengths(kv_len, (1,) * len(kv_len))
     # Enough new tokens that no step is one of those with fewer, which have rows of their own.
     least = 2 * min(_MOST_SHORT, *(shape.q_len for shape in job.shapes))
     longest = max(48, least) if job.max_rows == ANY_ROWS else max(2, job.max_rows // job.problem.gqa_ratio)
     new = tuple(max(2, longest - seq % 3) if seq % 4 else 2 for seq in range(len(kv_len)))
-    extend = Lengths(tuple(kv + n for kv, n in zip(kv_len, new, strict=True)), new)
-    only_new = Lengths((longest, 2, longest), (longest, 2, longest))
-    mixed = Lengths((*kv_len[2:6], *extend.kv_len[6:]), (*(1,) * 4, *new[6:]))
+    extend = StepLengths(tuple(kv + n for kv, n in zip(kv_len, new, strict=True)), new)
+    only_new = StepLengths((longest, 2, longest), (longest, 2, longest))
+    mixed = StepLengths((*kv_len[2:6], *extend.kv_len[6:]), (*(1,) * 4, *new[6:]))
     return [decode, mixed] if job.kind is StepKind.DECODE else [extend, only_new, mixed]
 
 
-def sets_of(job: Job, num_tokens: int, apart: int) -> int:
+def sets_of(job: TuneJob, num_tokens: int, apart: int) -> int:
     """Number of page sets of a step, so that a set has left the caches before it is read again."""
     problem = job.problem
     dims = problem.head_dim + (0 if "latent" in job.table.value else problem.v_head_dim)

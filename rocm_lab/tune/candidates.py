@@ -1,4 +1,4 @@
-"""The tiles that are tried in place of a table's row: those that differ from it in one field, then those in two.
+"""The tiles that are tried in place of a table's choice: those that differ from it in one field, then those in two.
 
 The effect of two changes together follows mostly from the effects of each alone. So pairs come later, and are left out
 if one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
-from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, Codes, DecodeTiles, ExtendTiles, next_power_of_2
+from rocm_attn.kernels.tuning.measured import Tiles, TileTable, refusal
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, CodeKind, DecodeTiles, ExtendTiles, next_power_of_2
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.tiles import codes_of, layer_of
-from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.jobs import TuneJob
 
 Change = tuple[str, object]
 Values = Mapping[str, tuple[object, ...]]
@@ -28,20 +28,20 @@ _WARPS, _STAGES, _KEYS = (1, 2, 4, 8), (1, 2, 3, 4), (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """Tiles, and their differences from the tiles of the table's row."""
+class CandidateTiles:
+    """Tiles, and their differences from the tiles of the table's choice."""
 
     tiles: Tiles
     changes: tuple[Change, ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.changes) or "the table's row"
+        return ", ".join(f"{name} {value}" for name, value in self.changes) or "the table's choice"
 
 
-def candidates(job: Job, target: Target) -> list[Candidate]:
-    """All candidates of a job, in order, without the row in use.
+def candidates(job: TuneJob, target: Target) -> list[CandidateTiles]:
+    """All candidates of a job, in order, without the choice in use.
 
-    If the row in use is another kernel's, the table's own row is the first candidate.
+    If the choice in use is another kernel's, the table's own choice is the first candidate.
     """
     values = _values(job, target)
     single: list[Change] = [
@@ -58,12 +58,12 @@ def candidates(job: Job, target: Target) -> list[Candidate]:
     ]
 
 
-def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> Candidate:
+def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> CandidateTiles:
     given: dict[str, Any] = dict(changes)
-    return Candidate(replace(tiles, **given), changes)
+    return CandidateTiles(replace(tiles, **given), changes)
 
 
-def _values(job: Job, target: Target) -> Values:
+def _values(job: TuneJob, target: Target) -> Values:
     """The values of each field that may be tried: only fields that change a kernel's time and not its results."""
     values = dict(_values_of(job))
     if target.is_amd:
@@ -76,7 +76,7 @@ def _values(job: Job, target: Target) -> Values:
     return {name: each for name, each in values.items() if name in known}
 
 
-def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _values_of(job: TuneJob) -> Iterator[tuple[str, tuple[object, ...]]]:
     tiles, problem = job.tiles, job.problem
     if isinstance(tiles, CdnaTiles):
         yield "num_stages", _STAGES
@@ -94,7 +94,7 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "row_cost", (1, 2, 4)
         yield "row_end", (0, 1)
         yield "side_by_side", (False, True)
-        if codes_of(problem) is not Codes.NONE:
+        if codes_of(problem) is not CodeKind.NONE:
             yield "paired", (False, True)
     elif isinstance(tiles, ExtendTiles):
         least = max(16, min(128, next_power_of_2(job.max_rows) // 2)) if job.max_rows <= 128 else 32
@@ -109,7 +109,7 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "query_rows", (16, 32, 64, 128)
         yield "wide", (False, True)
         yield "chains", (1, 2)
-        if job.table is Table.LATENT_DECODE:
+        if job.table is TileTable.LATENT_DECODE:
             yield "programs_per_cu", (1, 2, 3, 4)
             yield "row_cost", (1, 2, 4)
 

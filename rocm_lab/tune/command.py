@@ -20,8 +20,8 @@ import torch
 from rocm_attn.cli.arguments import described_model, device_named, page_choice
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTimes
-from rocm_attn.machine.measured_rows import OFF, default_place, place_of
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes
+from rocm_attn.machine.measured_choices import OFF, default_place, place_of
 from rocm_attn.machine.releases import UNKNOWN, triton_version
 from rocm_attn.machine.settings import TUNING, settings
 from rocm_attn.machine.target import Target, detect_target, target_elsewhere
@@ -30,9 +30,9 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_lab.tune.candidates import candidates
-from rocm_lab.tune.jobs import SHAPES, Job, jobs_of, shapes_named
+from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
-from rocm_lab.tune.search import TIMED, Bench, Found, Search, Tried, what_became
+from rocm_lab.tune.search import TIMED, Bench, FasterTiles, Search, Tried, what_became
 
 _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -55,10 +55,10 @@ def run(options: argparse.Namespace) -> None:
         raise BadSetting("the installed Triton's release is not known, and a row is for one release; install triton")
     # Imported here, because it captures graphs of a GPU.
     from rocm_lab.tune.ahead import CompiledAhead
-    from rocm_lab.tune.bench import LayerBench, Steps, edges_of
+    from rocm_lab.tune.bench import JobSteps, LayerBench, edges_of
     from rocm_lab.tune.timer import GraphTimer
 
-    steps = Steps(edges_of)
+    steps = JobSteps(edges_of)
     workers = options.jobs or max(1, len(os.sched_getaffinity(0)) - 1)
     with torch.cuda.device(device):
         ahead = CompiledAhead(LayerBench(device, target, GraphTimer(device), steps), target, workers, steps)
@@ -93,19 +93,23 @@ class _Run:
 
     def __init__(self, file: TuningFile, place: Path, facts: dict[str, str]) -> None:
         self._file, self._place, self._facts = file, place, facts
-        self._found: dict[str, MeasuredRow] = {}
+        self._found: dict[str, MeasuredTileChoice] = {}
         self._tried: list[Tried] = []
 
-    def kept(self, job: Job) -> MeasuredRow | None:
+    def kept(self, job: TuneJob) -> MeasuredTileChoice | None:
         """The row that an earlier search kept for the job, at the same shapes and with the same software, or None."""
-        for row in self._file.rows:
-            is_same = all(str(getattr(row.measured, name)) == fact for name, fact in self._facts.items())
-            shapes = tuple(times.shape for times in row.measured.shapes)
-            if is_same and row == job.row(row.tiles, row.measured) and shapes == tuple(map(str, job.shapes)):
-                return row
+        for choice in self._file.rows:
+            is_same = all(str(getattr(choice.measured, name)) == fact for name, fact in self._facts.items())
+            shapes = tuple(times.shape for times in choice.measured.shapes)
+            if (
+                is_same
+                and choice == job.choice(choice.tiles, choice.measured)
+                and shapes == tuple(map(str, job.shapes))
+            ):
+                return choice
         return None
 
-    def keep(self, job: Job, found: Found) -> None:
+    def keep(self, job: TuneJob, found: FasterTiles) -> None:
         """Writes a row into the file. Raises BadSetting."""
         times = zip(job.shapes, found.gain.in_use_us, found.gain.us, strict=True)
         facts: dict[str, Any] = {**self._facts, "compute_units": int(self._facts["compute_units"])}
@@ -119,11 +123,11 @@ class _Run:
             gain_high=round(1 - found.gain.low, 4),
             spilled=found.spilled,
         )
-        row = job.row(found.candidate.tiles, measured)
-        self._file = self._file.with_row(row)
+        choice = job.choice(found.candidate.tiles, measured)
+        self._file = self._file.with_choice(choice)
         self._file.write(self._place)
         # Rows of other kernels that this row replaces are not reported.
-        self._found = {name: old for name, old in self._found.items() if old in self._file.rows} | {str(job): row}
+        self._found = {name: old for name, old in self._found.items() if old in self._file.rows} | {str(job): choice}
 
     def took(self, tried: Tried) -> None:
         """Reports the trial of a candidate."""
@@ -137,7 +141,7 @@ class _Run:
         """Prints the findings on stdout."""
         failed = [tried for tried in self._tried if tried.trial.outcome != TIMED]
         if in_json:
-            rows = [as_json(row) for row in self._found.values()]
+            rows = [as_json(choice) for choice in self._found.values()]
             not_timed = [
                 {"job": str(each.job), "candidate": str(each.candidate), "why": what_became(each.trial)}
                 for each in failed
@@ -145,8 +149,8 @@ class _Run:
             said = {"file": str(self._place), "tried": len(self._tried), "not_timed": not_timed, "rows": rows}
             print(json.dumps({**self._facts, **said, "finished": was_enough}, indent=2))
             return
-        for job, row in self._found.items():
-            print(f"{job}\n  {row.tiles}\n  {row.origin()}")
+        for job, choice in self._found.items():
+            print(f"{job}\n  {choice.tiles}\n  {choice.origin()}")
         spilling = sum(bool(each.trial.spilled) for each in self._tried)
         print(
             f"{len(self._tried)} candidates, {len(failed)} of them without a time, {spilling} spill; "
@@ -222,19 +226,19 @@ def _shapes(options: argparse.Namespace) -> Sequence[Any]:
     return SHAPES if options.shapes is None else shapes_named(options.shapes)
 
 
-def _not_served(problems: Sequence[Problem], target: Target, provider: str, jobs: Sequence[Job]) -> list[str]:
+def _not_served(problems: Sequence[Problem], target: Target, provider: str, jobs: Sequence[TuneJob]) -> list[str]:
     """Sentences for steps whose kernels are not Triton's with this provider; their rows would serve with another."""
     said = []
     for problem in problems:
         kernels = select(problem, target, provider).kernels
         for kind in dict.fromkeys(job.kind for job in jobs if job.problem == problem):
-            if kernels[kind].row.provider != "triton":
-                name = kernels[kind].row.name
+            if kernels[kind].entry.provider != "triton":
+                name = kernels[kind].entry.name
                 said.append(f"{kind.value} steps run on {name} with provider {provider}, and rows are for triton")
     return said
 
 
-def _print_candidates(jobs: Sequence[Job], left_out: Sequence[str], target: Target, in_json: bool) -> None:
+def _print_candidates(jobs: Sequence[TuneJob], left_out: Sequence[str], target: Target, in_json: bool) -> None:
     listed = [(job, candidates(job, target)) for job in jobs]
     if in_json:
         said = [

@@ -12,7 +12,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.oracle.numerics import Bounds, bounds_of, error_parts
+from rocm_attn.oracle.numerics import ErrorBounds, bounds_of, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
@@ -29,7 +29,7 @@ _FACTORS = 0.5, 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class StepLengths:
     """kv_len and q_len of each sequence of a step."""
 
     kv_len: tuple[int, ...]
@@ -44,7 +44,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepData:
+class TuneData:
     """Inputs and outputs of steps of one shape, over several sets of pages of one pool.
 
     tables: int32 [sets, sequences, pages of the longest]
@@ -52,7 +52,7 @@ class StepData:
     """
 
     problem: Problem
-    lengths: Lengths
+    lengths: StepLengths
     step: StepTensors
     tables: Tensor
     pages: LayerPages
@@ -62,7 +62,7 @@ class StepData:
     lse: Tensor | None
 
     @classmethod
-    def empty(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
+    def empty(cls, problem: Problem, lengths: StepLengths, *, sets: int, device: torch.device, lse: bool) -> TuneData:
         """A step with the sizes of random(), without data: to compile for."""
         num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
         tables = torch.zeros(sets, len(num_pages), max(num_pages), dtype=torch.int32, device=device)
@@ -77,7 +77,7 @@ class StepData:
         return cls(problem, lengths, step, tables, pool.layers[0], weights, q, out, of_lse)
 
     @classmethod
-    def random(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
+    def random(cls, problem: Problem, lengths: StepLengths, *, sets: int, device: torch.device, lse: bool) -> TuneData:
         """A step of normal random numbers; pages hold NaN after the end of their sequence."""
         data = cls.empty(problem, lengths, sets=sets, device=device, lse=lse)
         generator = torch.Generator(device).manual_seed(0)
@@ -133,7 +133,7 @@ class StepData:
                     return f"wrong: a sequence of {lengths} is off by {worst:.1f} times the tolerance"
         return ""
 
-    def _worst(self, seq: int, head: int, bounds: Bounds) -> float:
+    def _worst(self, seq: int, head: int, bounds: ErrorBounds) -> float:
         """The error of a sequence's results in one KV head, relative to the bound; at most 1 is right."""
         problem, kv_len, q_len = self.problem, self.lengths.kv_len[seq], self.lengths.q_len[seq]
         end = sum(self.lengths.q_len[: seq + 1])

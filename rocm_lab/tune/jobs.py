@@ -10,7 +10,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
-from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, Table, Tiles
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, Tiles, TileTable
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, PoolKind, Problem
@@ -18,45 +18,51 @@ from rocm_attn.providers.by_tokens import likely_q_len
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import (
     decode_tiles_of,
-    extend_rows_of_table,
+    extend_choices_of_table,
     latent_decode_tiles_of_table,
     latent_extend_tiles_of_table,
     layer_of,
 )
 from rocm_attn.providers.triton_cdna import CdnaDecode
-from rocm_lab.cost.cost import Shape
+from rocm_lab.cost.cost import CostShape
 
 # Default shapes: decode of one long and of many sequences, a chunk of a prompt, many chunks, and verified drafts.
-SHAPES = (Shape(1, 16384), Shape(64, 4096), Shape(1, 8192, 2048), Shape(8, 4608, 512), Shape(64, 2053, 5))
+SHAPES = (
+    CostShape(1, 16384),
+    CostShape(64, 4096),
+    CostShape(1, 8192, 2048),
+    CostShape(8, 4608, 512),
+    CostShape(64, 2053, 5),
+)
 _SHAPE = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TuneJob:
     """The search for one row.
 
-    max_rows: see MeasuredRow
-    tiles:    tiles of the table's row, from which candidates differ
+    max_rows: see MeasuredTileChoice
+    tiles:    tiles of the table's choice, from which candidates differ
     in_use:   tiles that serve if nothing is measured, with which candidates are compared: `tiles`, or another table's
               if another kernel comes first
     """
 
-    table: Table
+    table: TileTable
     problem: Problem
     max_rows: int
     tiles: Tiles
     in_use: Tiles
-    shapes: tuple[Shape, ...]
+    shapes: tuple[CostShape, ...]
 
     @classmethod
-    def of(cls, table: Table, problem: Problem, tiles: Tiles, shapes: tuple[Shape, ...]) -> Job:
+    def of(cls, table: TileTable, problem: Problem, tiles: Tiles, shapes: tuple[CostShape, ...]) -> TuneJob:
         """A job for a row that serves by itself, in all steps."""
         return cls(table, problem, ANY_ROWS, tiles, tiles, shapes)
 
-    def row(self, tiles: Tiles, measured: Provenance) -> MeasuredRow:
+    def choice(self, tiles: Tiles, measured: Provenance) -> MeasuredTileChoice:
         """The row with these tiles, in this table or in the one that has tiles of this type."""
         table = next(table for table in self.table.rivals if type(tiles) is table.tiles)
-        return MeasuredRow(table, layer_of(self.problem), self.max_rows, tiles, measured)
+        return MeasuredTileChoice(table, layer_of(self.problem), self.max_rows, tiles, measured)
 
     @property
     def kind(self) -> StepKind:
@@ -68,7 +74,7 @@ class Job:
         return f"{self.table.value} of {layer_of(self.problem)}{rows}, at {', '.join(map(str, self.shapes))}"
 
 
-def shapes_named(text: str) -> tuple[Shape, ...]:
+def shapes_named(text: str) -> tuple[CostShape, ...]:
     """Parses shapes as SEQUENCESxCACHED+NEW, with k for 1024, separated by commas; +NEW is 1 if left out.
 
     Raises BadSetting.
@@ -81,13 +87,15 @@ def shapes_named(text: str) -> tuple[Shape, ...]:
         cached, new = int(match[2]) * (1024 if match[3] else 1), int(match[4] or 1)
         if not int(match[1]) or not new or max(int(match[1]) * new, cached + new) >= 1 << 24:
             raise BadSetting(f"shape {word!r} has no sequences or no new tokens, or more than 16 M tokens")
-        found.append(Shape(int(match[1]), cached + new, new))
+        found.append(CostShape(int(match[1]), cached + new, new))
     return tuple(dict.fromkeys(found))
 
 
-def jobs_of(problems: Iterable[Problem], target: Target, shapes: Sequence[Shape]) -> tuple[list[Job], list[str]]:
+def jobs_of(
+    problems: Iterable[Problem], target: Target, shapes: Sequence[CostShape]
+) -> tuple[list[TuneJob], list[str]]:
     """The searches for layers on a target, and a sentence for each kind of layer, or shape, that has none."""
-    jobs: list[Job] = []
+    jobs: list[TuneJob] = []
     left_out = []
     for problem in dict.fromkeys(problems):
         if problem.pool is PoolKind.VECTORIZED or not isinstance(problem.indexer, AllKeys):
@@ -106,38 +114,40 @@ def jobs_of(problems: Iterable[Problem], target: Target, shapes: Sequence[Shape]
     return jobs, left_out
 
 
-def _jobs_of(problem: Problem, target: Target, shapes: Sequence[Shape]) -> Iterator[Job]:
+def _jobs_of(problem: Problem, target: Target, shapes: Sequence[CostShape]) -> Iterator[TuneJob]:
     decodes = tuple(shape for shape in shapes if shape.q_len == 1)
     extends = tuple(shape for shape in shapes if shape.q_len > 1)
     if problem.pool is PoolKind.LATENT:
         if decodes:
-            yield Job.of(Table.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes)
+            yield TuneJob.of(
+                TileTable.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes
+            )
         longer = tuple(shape for shape in extends if shape.q_len > MOST_SPLIT_TOKENS)
         if longer:
-            yield Job.of(Table.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
+            yield TuneJob.of(TileTable.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
         return
     if decodes:
         yield from _decode_jobs(problem, replace(target, measured=()), decodes)
     left = list(extends)
-    for row in extend_rows_of_table(problem, target):
-        of_row = tuple(shape for shape in left if _rows(problem, shape) <= row.max_rows)
-        left = [shape for shape in left if shape not in of_row]
-        if of_row:
-            yield Job(Table.EXTEND, problem, row.max_rows, row.tiles, row.tiles, of_row)
+    for choice in extend_choices_of_table(problem, target):
+        of_choice = tuple(shape for shape in left if _choices(problem, shape) <= choice.max_rows)
+        left = [shape for shape in left if shape not in of_choice]
+        if of_choice:
+            yield TuneJob(TileTable.EXTEND, problem, choice.max_rows, choice.tiles, choice.tiles, of_choice)
 
 
-def _decode_jobs(problem: Problem, static: Target, shapes: tuple[Shape, ...]) -> Iterator[Job]:
+def _decode_jobs(problem: Problem, static: Target, shapes: tuple[CostShape, ...]) -> Iterator[TuneJob]:
     """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode."""
     tiles = decode_tiles_of(problem, static)
     bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
     if not isinstance(bound, CdnaDecode):
-        yield Job.of(Table.DECODE, problem, tiles, shapes)
+        yield TuneJob.of(TileTable.DECODE, problem, tiles, shapes)
         return
-    yield Job.of(Table.CDNA_DECODE, problem, bound.tiles, shapes)
-    yield Job(Table.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
+    yield TuneJob.of(TileTable.CDNA_DECODE, problem, bound.tiles, shapes)
+    yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
 
 
-def _rows(problem: Problem, shape: Shape) -> int:
+def _choices(problem: Problem, shape: CostShape) -> int:
     """New tokens times query heads per KV head, computed by a kernel from a step's shape."""
     step = PaddedShape(StepKind.EXTEND, shape.num_seqs, shape.num_seqs * shape.q_len)
     return likely_q_len(step) * problem.gqa_ratio

@@ -14,17 +14,17 @@ from typing import Any
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import Tiles
 from rocm_attn.providers.tiles import layer_of
-from rocm_lab.tune.candidates import Candidate
-from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.candidates import CandidateTiles
+from rocm_lab.tune.jobs import TuneJob
 
 BEGUN, INTERRUPTED = "begun", "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CandidateResult:
     """The result of a candidate.
 
-    ratio:   its time divided by that of the row in use, over all shapes; infinite if it has none
+    ratio:   its time divided by that of the choice in use, over all shapes; infinite if it has none
     outcome: "timed", BEGUN, INTERRUPTED, or why it has no time
     spilled: registers that the compiler keeps in memory
     """
@@ -44,7 +44,7 @@ class Journal:
 
     def __init__(self, place: Path, facts: dict[str, str]) -> None:
         self._place, self._facts = place, facts
-        self._trials: dict[str, Trial] = {}
+        self._trials: dict[str, CandidateResult] = {}
         try:
             lines = place.read_text(errors="replace").splitlines() if place.exists() else []
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -60,20 +60,20 @@ class Journal:
         try:
             said = json.loads(line)
             ratio = float(said["ratio"]) if said["ratio"] is not None else float("inf")
-            self._trials[str(said["key"])] = Trial(str(said["outcome"]), ratio, int(said["spilled"]))
+            self._trials[str(said["key"])] = CandidateResult(str(said["outcome"]), ratio, int(said["spilled"]))
         except (ValueError, TypeError, KeyError):
             return
 
-    def of(self, job: Job, tiles: Tiles) -> Trial | None:
+    def of(self, job: TuneJob, tiles: Tiles) -> CandidateResult | None:
         """The trial of these tiles, now or in an earlier search; None if they are still to be tried."""
         trial = self._trials.get(self._key(job, tiles))
         return None if trial is not None and trial.outcome == INTERRUPTED else trial
 
-    def begin(self, job: Job, candidate: Candidate) -> None:
+    def begin(self, job: TuneJob, candidate: CandidateTiles) -> None:
         """Records that a candidate is about to be compiled."""
-        self.end(job, candidate, Trial(BEGUN))
+        self.end(job, candidate, CandidateResult(BEGUN))
 
-    def end(self, job: Job, candidate: Candidate, trial: Trial) -> None:
+    def end(self, job: TuneJob, candidate: CandidateTiles, trial: CandidateResult) -> None:
         """Records the result of a candidate."""
         key = self._key(job, candidate.tiles)
         self._trials[key] = trial
@@ -87,7 +87,7 @@ class Journal:
         """Closes the file."""
         self._file.close()
 
-    def _key(self, job: Job, tiles: Tiles) -> str:
+    def _key(self, job: TuneJob, tiles: Tiles) -> str:
         """A key of a job and tiles, with all facts that their time depends on."""
         layer = asdict(layer_of(job.problem))
         names = [f"{type(each).__name__} {sorted(asdict(each).items())}" for each in (job.in_use, tiles)]

@@ -1,8 +1,8 @@
 """The search: candidates in order, each judged before it is timed, and the best one kept as soon as it is sure.
 
-Times are taken in turn with those of the row in use, and compared round by round, so that anything that slows the GPU
-for a while slows both. A candidate that looks faster is measured again over more rounds. It is kept if three of four of
-those rounds are faster than the best so far, and the median by more than noise.
+Times are taken in turn with those of the choice in use, and compared round by round, so that anything that slows the
+GPU for a while slows both. A candidate that looks faster is measured again over more rounds. It is kept if three of
+four of those rounds are faster than the best so far, and the median by more than noise.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rocm_attn.errors import RocmAttnError
-from rocm_attn.kernels.tuning.measured import MeasuredRow, Tiles
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles
 from rocm_attn.machine.target import Target
-from rocm_lab.tune.candidates import IN_USE, Candidate, Change, candidates
-from rocm_lab.tune.jobs import Job
-from rocm_lab.tune.journal import BEGUN, INTERRUPTED, Journal, Trial
+from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates
+from rocm_lab.tune.jobs import TuneJob
+from rocm_lab.tune.journal import BEGUN, INTERRUPTED, CandidateResult, Journal
 
 # Rounds of a first measurement, and of one that decides whether a candidate is kept.
 LOOK, CONFIRM = 3, 15
@@ -27,7 +27,7 @@ LOOK, CONFIRM = 3, 15
 LEAST_GAIN = 0.01
 # Largest ratio of a change alone that may be in a pair, and of two changes together.
 TOO_SLOW, UNLIKELY = 1.15, 1.1
-# A candidate that spills this many more registers than the row in use is not timed. Rows that spill a few have won.
+# A candidate that spills this many more registers than the choice in use is not timed. Rows that spill a few have won.
 MORE_SPILLED = 16
 TIMED = "timed"
 
@@ -50,22 +50,22 @@ class SearchEnded(RocmAttnError):
 class Bench(Protocol):
     """Judges and times candidates."""
 
-    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
         """Announces candidates that are likely to be judged next, in order."""
         ...
 
-    def judge(self, job: Job, tiles: Tiles) -> Judged:
+    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Compares a candidate with the reference. Raises SearchEnded if the device has stopped working."""
         ...
 
-    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Times two tiles, in turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A candidate's time divided by that of the row in use: median and quartiles of rounds, medians of each shape."""
+    """A candidate's time divided by that of the choice in use: median and quartiles of rounds, medians per shape."""
 
     rounds: int
     ratio: float
@@ -76,10 +76,10 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Tiles that are faster than the row in use."""
+class FasterTiles:
+    """Tiles that are faster than the choice in use."""
 
-    candidate: Candidate
+    candidate: CandidateTiles
     gain: Gain
     spilled: int
 
@@ -88,17 +88,17 @@ class Found:
 class Tried:
     """A candidate with its trial. was_known: True if the trial is from an earlier search"""
 
-    job: Job
+    job: TuneJob
     number: int
     of: int
-    candidate: Candidate
-    trial: Trial
+    candidate: CandidateTiles
+    trial: CandidateResult
     was_known: bool
 
 
 @dataclass
 class _Best:
-    """The lowest ratio that was kept, and the registers that the row in use spills."""
+    """The lowest ratio that was kept, and the registers that the choice in use spills."""
 
     ratio: float
     spilled: int
@@ -117,18 +117,18 @@ class Search:
     target: Target
     journal: Journal
     has_time: Callable[[], bool]
-    keep: Callable[[Job, Found], None]
-    kept: Callable[[Job], MeasuredRow | None]
+    keep: Callable[[TuneJob, FasterTiles], None]
+    kept: Callable[[TuneJob], MeasuredTileChoice | None]
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[Tried]:
+    def run(self, jobs: Sequence[TuneJob]) -> Iterator[Tried]:
         """Tries every candidate and yields it. Ends early when time is up. Raises SearchEnded."""
         for job in jobs:
             if not self.has_time():
                 return
             yield from self._job(job)
 
-    def _job(self, job: Job) -> Iterator[Tried]:
-        in_use = Candidate(job.in_use, (IN_USE,))
+    def _job(self, job: TuneJob) -> Iterator[Tried]:
+        in_use = CandidateTiles(job.in_use, (IN_USE,))
         every = candidates(job, self.target)
         singles = [each for each in every if len(each.changes) <= 1]
         self.bench.expect(job, [job.in_use, *(each.tiles for each in self._new(job, singles))])
@@ -136,11 +136,11 @@ class Search:
         if base.outcome != TIMED:
             yield Tried(job, 0, len(every), in_use, base, was_known=False)
             if job.tiles != job.in_use:
-                # The probe will find the other kernel wrong, too, so the table's own row serves then.
+                # The probe will find the other kernel wrong, too, so the table's own choice serves then.
                 yield from self._job(replace(job, in_use=job.tiles))
             return
-        row = self.kept(job)
-        best = _Best(1.0 if row is None else 1 - row.measured.gain, base.spilled)
+        choice = self.kept(job)
+        best = _Best(1.0 if choice is None else 1 - choice.measured.gain, base.spilled)
         ratios: dict[Change, float] = {}
         numbers = itertools.count(1)
         for tried in self._all(job, singles, best):
@@ -150,7 +150,7 @@ class Search:
         for tried in self._all(job, pairs, best):
             yield replace(tried, number=next(numbers), of=len(singles) + len(pairs))
 
-    def _all(self, job: Job, each: Sequence[Candidate], best: _Best) -> Iterator[Tried]:
+    def _all(self, job: TuneJob, each: Sequence[CandidateTiles], best: _Best) -> Iterator[Tried]:
         """Tries candidates in order, until time is up."""
         self.bench.expect(job, [candidate.tiles for candidate in self._new(job, each)])
         for candidate in each:
@@ -162,40 +162,40 @@ class Search:
                 trial = self._try(job, candidate, best)
             yield Tried(job, 0, 0, candidate, trial, was_known)
 
-    def _new(self, job: Job, each: Sequence[Candidate]) -> list[Candidate]:
+    def _new(self, job: TuneJob, each: Sequence[CandidateTiles]) -> list[CandidateTiles]:
         return [candidate for candidate in each if self.journal.of(job, candidate.tiles) is None]
 
-    def _judged(self, job: Job, candidate: Candidate) -> Trial:
+    def _judged(self, job: TuneJob, candidate: CandidateTiles) -> CandidateResult:
         judged = self.bench.judge(job, candidate.tiles)
-        return Trial(judged.wrong or TIMED, spilled=judged.spilled)
+        return CandidateResult(judged.wrong or TIMED, spilled=judged.spilled)
 
-    def _try(self, job: Job, candidate: Candidate, best: _Best) -> Trial:
+    def _try(self, job: TuneJob, candidate: CandidateTiles, best: _Best) -> CandidateResult:
         """Tries a candidate, and records it in the journal."""
         self.journal.begin(job, candidate)
         try:
             trial = self._timed(job, candidate, best)
         except KeyboardInterrupt:
-            self.journal.end(job, candidate, Trial(INTERRUPTED))
+            self.journal.end(job, candidate, CandidateResult(INTERRUPTED))
             raise
         self.journal.end(job, candidate, trial)
         return trial
 
-    def _timed(self, job: Job, candidate: Candidate, best: _Best) -> Trial:
+    def _timed(self, job: TuneJob, candidate: CandidateTiles, best: _Best) -> CandidateResult:
         trial = self._judged(job, candidate)
         if trial.outcome != TIMED:
             return trial
         if trial.spilled > best.spilled + MORE_SPILLED:
-            return Trial(f"not timed: the row in use spills {best.spilled}", spilled=trial.spilled)
+            return CandidateResult(f"not timed: the choice in use spills {best.spilled}", spilled=trial.spilled)
         gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), LOOK))
         if gain.ratio < best.ratio * (1 - LEAST_GAIN):
             gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), CONFIRM))
             if gain.ratio < best.ratio * (1 - LEAST_GAIN) and gain.high < best.ratio:
-                self.keep(job, Found(candidate, gain, trial.spilled))
+                self.keep(job, FasterTiles(candidate, gain, trial.spilled))
                 best.ratio = gain.ratio
-        return Trial(TIMED, gain.ratio, trial.spilled)
+        return CandidateResult(TIMED, gain.ratio, trial.spilled)
 
 
-def _likely(every: Sequence[Candidate], ratios: Mapping[Change, float]) -> list[Candidate]:
+def _likely(every: Sequence[CandidateTiles], ratios: Mapping[Change, float]) -> list[CandidateTiles]:
     """Pairs of changes, by the product of their ratios, likely ones first. Pairs with a bad change are left out."""
     infinite = float("inf")
     found = []
@@ -207,7 +207,7 @@ def _likely(every: Sequence[Candidate], ratios: Mapping[Change, float]) -> list[
 
 
 def gain_of(times: tuple[Times, Times]) -> Gain:
-    """The gain of two times taken in turn, the row in use first; all shapes have the same weight."""
+    """The gain of two times taken in turn, the choice in use first; all shapes have the same weight."""
     ratios = sorted(
         math.exp(statistics.fmean(math.log(new / old) for old, new in zip(*of_round, strict=True)))
         for of_round in zip(*times, strict=True)
@@ -217,11 +217,11 @@ def gain_of(times: tuple[Times, Times]) -> Gain:
     return Gain(len(ratios), statistics.median(ratios), ratios[quarter], ratios[-1 - quarter], in_use_us, us)
 
 
-def what_became(trial: Trial) -> str:
+def what_became(trial: CandidateResult) -> str:
     """A trial in words."""
     spills = f", {trial.spilled} registers spilled" if trial.spilled else ""
     if trial.outcome == TIMED:
-        return f"{trial.ratio:.3f} of the row in use{spills}"
+        return f"{trial.ratio:.3f} of the choice in use{spills}"
     if trial.outcome == BEGUN:
         return "skipped: an earlier search did not return from it"
     return f"{trial.outcome}{spills}"

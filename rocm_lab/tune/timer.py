@@ -15,7 +15,7 @@ _SAMPLE_US = 2000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerLaunches:
     """Launches of one layer over several sets of pages. what: the kernel's description; times: of the layer"""
 
     what: str
@@ -30,7 +30,7 @@ Sample = Callable[[], float]
 class Timer(Protocol):
     """Prepares work for timing."""
 
-    def ready(self, work: Work) -> Sample:
+    def ready(self, work: LayerLaunches) -> Sample:
         """Returns the function that takes a sample. The work has run once."""
         ...
 
@@ -41,7 +41,7 @@ class GraphTimer:
 
     device: torch.device
 
-    def ready(self, work: Work) -> Sample:
+    def ready(self, work: LayerLaunches) -> Sample:
         """See `Timer.ready`."""
         timed = GraphClock(self.device, _SAMPLE_US).timed((work.launch,))
         return lambda: timed.microseconds() / work.times

@@ -21,8 +21,8 @@ from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
-from rocm_serve.cli.asked import asked_of
 from rocm_serve.cli.options import ON_GENERATE
+from rocm_serve.cli.request_options import request_of
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel, ModelFiles, default_dtype, load_model, model_kind, open_model
 from rocm_serve.options import EngineOptions
@@ -110,14 +110,14 @@ def _in_unicode(number: int, prompt: str) -> str:
 
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
-    asked = asked_of(options)
+    requested = request_of(options)
     device = device_named(options.device)
     dtype = dtype_of(options.dtype, options.model, device)
     on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
     say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
     if options.tp == 1:
         loaded = load_model(options.model, dtype=dtype, device=device)
-        requests = [_request(options, asked, loaded, prompt) for prompt in prompts]
+        requests = [_request(options, requested, loaded, prompt) for prompt in prompts]
         engine = Engine(loaded, _engine_options(options, loaded, requests))
         if isinstance(engine.flight, FlightRecorder):
             dump_on_signal(engine.flight)
@@ -126,7 +126,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     if device.index is not None:
         raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
     files = open_model(options.model)
-    requests = [_request(options, asked, files, prompt) for prompt in prompts]
+    requests = [_request(options, requested, files, prompt) for prompt in prompts]
     with RankedEngine(
         partial(load_model, options.model, dtype=dtype),
         _engine_options(options, files, requests),
@@ -176,13 +176,13 @@ def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
     return default_dtype(model_kind(model), device.type)
 
 
-def _request(options: argparse.Namespace, asked: Request, model: LoadedModel | ModelFiles, prompt: str) -> Request:
+def _request(options: argparse.Namespace, requested: Request, model: LoadedModel | ModelFiles, prompt: str) -> Request:
     if model.tokenizer is None:
         raise BadModel(f"{options.model} has no tokenizer.json, which prompts need")
     if not prompt.strip():
         raise BadRequest("a prompt is empty; give at least one word")
     token_ids = model.tokenizer.encode(prompt) if options.raw else model.tokenizer.encode_chat(prompt)
-    return replace(asked, prompt_token_ids=tuple(token_ids))
+    return replace(requested, prompt_token_ids=tuple(token_ids))
 
 
 def _engine_options(
@@ -255,7 +255,7 @@ def _lines(report: Report) -> list[str]:
         report.memory_line(),
         *(["deterministic: a prompt's tokens do not depend on other prompts"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
-        *([f"rounds of draft tokens {report.rounds}"] if report.rounds else []),
+        *([f"rounds of draft tokens {report.speculative_steps}"] if report.speculative_steps else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
         *report.metrics.lines(),
     ]

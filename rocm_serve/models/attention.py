@@ -19,8 +19,8 @@ from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention_weights import (
     AttentionWeights,
     BlockIndexWeights,
-    HeadWeights,
     IndexWeights,
+    KVHeadWeights,
     LatentWeights,
 )
 
@@ -77,7 +77,7 @@ class OverHeads:
     number: int
     keeps_kv: bool
     heads: AttentionLayer
-    weights: HeadWeights
+    weights: KVHeadWeights
     arithmetic: Arithmetic
     rope: Rope
     work: QkvWork

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from rocm_attn.models.config import HeadProjections, LatentProjections
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_attn.models.shards import Shard, Span
-from rocm_attn.models.tensors import Piece, TensorReader
+from rocm_attn.models.shards import Shard, ShardRange
+from rocm_attn.models.tensors import TensorPart, TensorReader
 from rocm_attn.problem import Indexer
 from rocm_serve.models.mlp_weights import Named, with_bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadWeights:
+class KVHeadWeights:
     """Weights of a layer with K and V heads, or a rank's part of them: then the heads are the rank's.
 
     A matrix is [out, in]. A weight that the model lacks is None.
@@ -97,7 +97,7 @@ class LatentWeights:
     index: IndexWeights | None
 
 
-AttentionWeights = HeadWeights | LatentWeights
+AttentionWeights = KVHeadWeights | LatentWeights
 
 
 def head_shapes(attention: AttentionLayer, projections: HeadProjections, hidden: int, *, keeps_kv: bool) -> Named:
@@ -161,13 +161,13 @@ class OfAttention:
     prefix: str
     shard: Shard
 
-    def piece(self, name: str, *cut: Span) -> Piece:
+    def piece(self, name: str, *cut: ShardRange) -> TensorPart:
         """A tensor under its name within the layer's attention, or a part of it."""
-        return Piece(self.prefix + name, cut)
+        return TensorPart(self.prefix + name, cut)
 
-    def out(self, span: Span, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    def out(self, span: ShardRange, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
         """The output's matrix, with columns of a span, and its bias."""
-        hidden = Span.whole(self.reader.shapes[f"{self.prefix}o_proj.weight"][0])
+        hidden = ShardRange.whole(self.reader.shapes[f"{self.prefix}o_proj.weight"][0])
         bias = self.reader.join(self.piece("o_proj.bias")) if has_bias else None
         return self.reader.join(self.piece("o_proj.weight", hidden, span)), bias
 
@@ -179,7 +179,7 @@ def read_heads(
     norms: dict[str, Tensor],
     *,
     keeps_kv: bool,
-) -> HeadWeights:
+) -> KVHeadWeights:
     """Reads the weights of a layer over heads. Raises BadModel.
 
     attention: of the whole model
@@ -191,7 +191,7 @@ def read_heads(
     names = _projected(projections, keeps_kv=keeps_kv)
     qkv = [(f"{name}_proj", q if name == "q" else kv) for name in names]
     out, out_bias = tensors.out(q, has_bias=projections.out_bias)
-    return HeadWeights(
+    return KVHeadWeights(
         qkv=reader.join(*(piece(f"{name}.weight", span) for name, span in qkv)),
         qkv_bias=reader.join(*(piece(f"{name}.bias", span) for name, span in qkv)) if projections.qkv_bias else None,
         q_norm=norms.get("q_norm"),
@@ -204,7 +204,7 @@ def read_heads(
 
 
 def _read_block_index(
-    tensors: OfAttention, attention: AttentionLayer, kv: Span, norms: dict[str, Tensor]
+    tensors: OfAttention, attention: AttentionLayer, kv: ShardRange, norms: dict[str, Tensor]
 ) -> BlockIndexWeights:
     """kv: the KV heads of the rank"""
     indexer, piece = attention.indexer, tensors.piece
@@ -253,7 +253,7 @@ def _read_index(tensors: OfAttention, attention: AttentionLayer, projections: La
 
 
 def _before_rows(
-    tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections, heads: Span
+    tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections, heads: ShardRange
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """LatentWeights.first, first_bias, q_norm and q. heads: the rank's heads of q"""
     reader, piece, rope_dim = tensors.reader, tensors.piece, attention.head_dim - attention.latent_dim

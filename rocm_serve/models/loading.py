@@ -21,7 +21,7 @@ from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.tensors import TensorSource
 from rocm_attn.problem import DTYPES
 from rocm_serve.models.safetensors_file import SafetensorsFiles
-from rocm_serve.models.text_part import TextPart
+from rocm_serve.models.text_part import TextWeights
 from rocm_serve.models.weights import ModelWeights, load_weights
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.text.chat_template import template_of
@@ -158,7 +158,7 @@ def _open_directory(directory: Path) -> ModelFiles:
     config = replace(config, eos_token_ids=tuple(ends))
     files = SafetensorsFiles(directory)
     # with a text_config, the text model is one part of several
-    return ModelFiles(config, TextPart(files) if "text_config" in json else files, tokenizer)
+    return ModelFiles(config, TextWeights(files) if "text_config" in json else files, tokenizer)
 
 
 def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:

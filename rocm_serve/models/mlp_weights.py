@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp
-from rocm_attn.models.shards import Shard, Span
-from rocm_attn.models.tensors import Piece, Shape, TensorReader
+from rocm_attn.models.shards import Shard, ShardRange
+from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
 
 Named = Iterator[tuple[str, Shape]]
 
@@ -144,7 +144,7 @@ def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWe
     if isinstance(mlp, DenseMlp):
         return _read_dense(reader, mlp, f"{prefix}mlp.", shard)
     if isinstance(mlp, DenseAndExperts):
-        norms = (reader.join(Piece(f"{prefix}{name}.weight")) for name in _NORMS_OF_BOTH)
+        norms = (reader.join(TensorPart(f"{prefix}{name}.weight")) for name in _NORMS_OF_BOTH)
         dense_out_norm, experts_norm, experts_out_norm = norms
         return DenseAndExpertWeights(
             dense=_read_dense(reader, mlp.dense, f"{prefix}mlp.", shard),
@@ -166,12 +166,14 @@ def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, shard: Shard) 
     if mlp.is_joined:
         joined = f"{prefix}gate_up_proj"
         gate_up = [(joined, inner), (joined, inner.after(mlp.intermediate_size))]
-    hidden = Span.whole(reader.shapes[f"{down}.weight"][0])
+    hidden = ShardRange.whole(reader.shapes[f"{down}.weight"][0])
     return DenseWeights(
-        gate_up=reader.join(*(Piece(f"{name}.weight", (span,)) for name, span in gate_up)),
-        gate_up_bias=reader.join(*(Piece(f"{name}.bias", (span,)) for name, span in gate_up)) if mlp.has_bias else None,
-        down=reader.join(Piece(f"{down}.weight", (hidden, inner))),
-        down_bias=reader.join(Piece(f"{down}.bias")) if mlp.has_bias else None,
+        gate_up=reader.join(*(TensorPart(f"{name}.weight", (span,)) for name, span in gate_up)),
+        gate_up_bias=reader.join(*(TensorPart(f"{name}.bias", (span,)) for name, span in gate_up))
+        if mlp.has_bias
+        else None,
+        down=reader.join(TensorPart(f"{down}.weight", (hidden, inner))),
+        down_bias=reader.join(TensorPart(f"{down}.bias")) if mlp.has_bias else None,
     )
 
 
@@ -182,9 +184,9 @@ def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) 
     down = torch.empty(experts, hidden, inner.size, dtype=reader.dtype, device=reader.device)
     for expert in range(experts):
         name = f"{prefix}experts.{expert}."
-        reader.copy_into(gate_up[expert, 0], Piece(f"{name}gate_proj.weight", (inner,)))
-        reader.copy_into(gate_up[expert, 1], Piece(f"{name}up_proj.weight", (inner,)))
-        reader.copy_into(down[expert], Piece(f"{name}down_proj.weight", (Span.whole(hidden), inner)))
+        reader.copy_into(gate_up[expert, 0], TensorPart(f"{name}gate_proj.weight", (inner,)))
+        reader.copy_into(gate_up[expert, 1], TensorPart(f"{name}up_proj.weight", (inner,)))
+        reader.copy_into(down[expert], TensorPart(f"{name}down_proj.weight", (ShardRange.whole(hidden), inner)))
     return ExpertWeights(
         router=router.matrix,
         router_bias=None,
@@ -200,19 +202,19 @@ def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) 
 
 def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
     inner, (experts, hidden) = shard.span(mlp.intermediate_size), reader.shapes[f"{prefix}router.weight"]
-    every, pairs = Span.whole(experts), inner.of_elements(2)
-    gate_up = reader.join(Piece(f"{prefix}experts.gate_up_proj", (every, Span.whole(hidden), pairs)))
-    gate_up_bias = reader.join(Piece(f"{prefix}experts.gate_up_proj_bias", (every, pairs)))
-    down = reader.join(Piece(f"{prefix}experts.down_proj", (every, inner)))
+    every, pairs = ShardRange.whole(experts), inner.of_elements(2)
+    gate_up = reader.join(TensorPart(f"{prefix}experts.gate_up_proj", (every, ShardRange.whole(hidden), pairs)))
+    gate_up_bias = reader.join(TensorPart(f"{prefix}experts.gate_up_proj_bias", (every, pairs)))
+    down = reader.join(TensorPart(f"{prefix}experts.down_proj", (every, inner)))
     return ExpertWeights(
-        router=reader.join(Piece(f"{prefix}router.weight")),
-        router_bias=reader.join(Piece(f"{prefix}router.bias")),
+        router=reader.join(TensorPart(f"{prefix}router.weight")),
+        router_bias=reader.join(TensorPart(f"{prefix}router.bias")),
         correction=None,
         share_scale=None,
         gate_up=gate_up.view(experts, hidden, inner.size, 2).permute(0, 3, 2, 1).reshape(experts, -1, hidden),
         gate_up_bias=gate_up_bias.view(experts, inner.size, 2).transpose(1, 2).flatten(1),
         down=down.transpose(1, 2).contiguous(),
-        down_bias=reader.join(Piece(f"{prefix}experts.down_proj_bias")) if shard.rank == 0 else None,
+        down_bias=reader.join(TensorPart(f"{prefix}experts.down_proj_bias")) if shard.rank == 0 else None,
         shared=None,
     )
 
@@ -226,7 +228,7 @@ class _Router(NamedTuple):
 
 
 def _gate(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> _Router:
-    matrix, correction = Piece(f"{prefix}gate.weight"), Piece(f"{prefix}gate.e_score_correction_bias")
+    matrix, correction = TensorPart(f"{prefix}gate.weight"), TensorPart(f"{prefix}gate.e_score_correction_bias")
     return _Router(
         reader.in_float32(matrix) if mlp.routing.in_float32 else reader.join(matrix),
         reader.in_float32(correction) if mlp.routing.has_correction else None,
@@ -236,19 +238,19 @@ def _gate(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> _Router:
 
 def _router_beside_dense(reader: TensorReader, prefix: str) -> _Router:
     """A router whose input has a scale for each element, and one for all of them."""
-    matrix, scale = (reader.in_float32(Piece(f"{prefix}router.{name}")) for name in ("proj.weight", "scale"))
+    matrix, scale = (reader.in_float32(TensorPart(f"{prefix}router.{name}")) for name in ("proj.weight", "scale"))
     scaled = matrix * scale * matrix.shape[1] ** -0.5
-    return _Router(scaled.to(reader.dtype), None, reader.in_float32(Piece(f"{prefix}router.per_expert_scale")))
+    return _Router(scaled.to(reader.dtype), None, reader.in_float32(TensorPart(f"{prefix}router.per_expert_scale")))
 
 
 def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, router: _Router, shard: Shard) -> ExpertWeights:
     size, inner = mlp.intermediate_size, shard.span(mlp.intermediate_size)
     name = f"{prefix}experts.gate_up_proj"
     experts, _, hidden = reader.shapes[name]
-    every, up = Span.whole(experts), inner.after(size)
+    every, up = ShardRange.whole(experts), inner.after(size)
     gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
-    reader.copy_into(gate_up[:, 0], Piece(name, (every, inner)))
-    reader.copy_into(gate_up[:, 1], Piece(name, (every, up)))
+    reader.copy_into(gate_up[:, 0], TensorPart(name, (every, inner)))
+    reader.copy_into(gate_up[:, 1], TensorPart(name, (every, up)))
     return ExpertWeights(
         router=router.matrix,
         router_bias=None,
@@ -256,7 +258,7 @@ def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, router: _Rou
         share_scale=router.share_scale,
         gate_up=gate_up.flatten(1, 2),
         gate_up_bias=None,
-        down=reader.join(Piece(f"{prefix}experts.down_proj", (every, Span.whole(hidden), inner))),
+        down=reader.join(TensorPart(f"{prefix}experts.down_proj", (every, ShardRange.whole(hidden), inner))),
         down_bias=None,
         shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
     )

@@ -21,7 +21,7 @@ from rocm_attn.problem import Indexer
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention import Attention, layer_attention
-from rocm_serve.models.attention_weights import HeadWeights as AttentionHeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights as AttentionHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
 from rocm_serve.models.mlp import add_mlp
 from rocm_serve.models.weights import ModelWeights

@@ -1,4 +1,4 @@
-"""TextPart: the decoder of a model that also takes images, as a model of its own."""
+"""TextWeights: the decoder of a model that also takes images, as a model of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIXES = {
 }
 
 
-class TextPart:
+class TextWeights:
     """A TensorSource over another: only the decoder's tensors, under their names in a text model's file."""
 
     def __init__(self, whole: TensorSource) -> None:

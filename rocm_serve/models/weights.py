@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LatentProjections, ModelConfig
-from rocm_attn.models.shards import WHOLE, Shard, Span
-from rocm_attn.models.tensors import Piece, Shape, TensorReader, TensorSource
+from rocm_attn.models.shards import WHOLE, Shard, ShardRange
+from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_serve.models.attention_weights import (
     AttentionWeights,
     OfAttention,
@@ -28,7 +28,7 @@ from rocm_serve.models.attention_weights import (
     read_heads,
     read_latent,
 )
-from rocm_serve.models.kv_factors import KV_FACTORS, kv_factors
+from rocm_serve.models.kv_scales import KV_SCALES, kv_scale_values
 from rocm_serve.models.mlp_weights import MlpWeights, mlp_shapes, read_mlp
 
 # Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
@@ -70,7 +70,7 @@ class LayerWeights:
     attention_norm, mlp_norm: [hidden]; on the input of attention and MLP
     attention_out_norm, mlp_out_norm: [hidden]; on terms added to the residual
     factor: [1]; on the layer's sum
-    kv_factors: scales of K and of V in E4M3FN, from the model's file
+    kv_scale_values: scales of K and of V in E4M3FN, from the model's file
     """
 
     attention_norm: Tensor
@@ -81,7 +81,7 @@ class LayerWeights:
     mlp_out_norm: Tensor | None
     own_input: OwnInput | None
     factor: Tensor | None
-    kv_factors: tuple[float, float] | None
+    kv_scale_values: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,15 +194,15 @@ def load_weights(
     _check_shapes(source, config)
     reader = TensorReader(source, expected_shapes(config), dtype, device)
     rows, vocab = shard.span(config.vocab_size), config.vocab_size
-    held = Span(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
-    embedding = reader.join(Piece("model.embed_tokens.weight", (held,)))
+    held = ShardRange(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
+    embedding = reader.join(TensorPart("model.embed_tokens.weight", (held,)))
     return ModelWeights(
         embedding=embedding,
         layers=tuple(_layer(reader, config, number, shard) for number in range(config.num_layers)),
         final_norm=_norm(reader, config, "model.norm"),
         head=torch.split(embedding, rows.size)[shard.rank]
         if config.tied_embeddings
-        else reader.join(Piece("lm_head.weight", (rows,))),
+        else reader.join(TensorPart("lm_head.weight", (rows,))),
         own_inputs=_own_inputs(reader) if config.own_inputs.dim else None,
     )
 
@@ -231,7 +231,7 @@ def _may_be_ignored(config: ModelConfig, name: str) -> bool:
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
         if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.attention.keeps_kv(int(layer)):
             return True
-    return is_extra or name == "lm_head.weight" or name.endswith((*KV_FACTORS, "rotary_emb.inv_freq"))
+    return is_extra or name == "lm_head.weight" or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))
 
 
 def _some(names: list[str]) -> str:
@@ -249,24 +249,24 @@ def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard)
         mlp=read_mlp(reader, layer.mlp, prefix, shard),
         mlp_out_norm=norms.get("mlp_out_norm"),
         own_input=_own_input(reader, prefix) if config.own_inputs.dim else None,
-        factor=reader.join(Piece(f"{prefix}layer_scalar")) if config.has_layer_factors else None,
-        kv_factors=kv_factors(reader.source, f"{prefix}self_attn."),
+        factor=reader.join(TensorPart(f"{prefix}layer_scalar")) if config.has_layer_factors else None,
+        kv_scale_values=kv_scale_values(reader.source, f"{prefix}self_attn."),
     )
 
 
 def _own_input(reader: TensorReader, prefix: str) -> OwnInput:
     return OwnInput(
-        gate=reader.join(Piece(f"{prefix}per_layer_input_gate.weight")),
-        out=reader.join(Piece(f"{prefix}per_layer_projection.weight")),
-        out_norm=reader.join(Piece(f"{prefix}post_per_layer_input_norm.weight")),
+        gate=reader.join(TensorPart(f"{prefix}per_layer_input_gate.weight")),
+        out=reader.join(TensorPart(f"{prefix}per_layer_projection.weight")),
+        out_norm=reader.join(TensorPart(f"{prefix}post_per_layer_input_norm.weight")),
     )
 
 
 def _own_inputs(reader: TensorReader) -> OwnInputWeights:
     return OwnInputWeights(
-        embedding=reader.join(Piece("model.embed_tokens_per_layer.weight")),
-        projection=reader.join(Piece("model.per_layer_model_projection.weight")),
-        norm=reader.join(Piece("model.per_layer_projection_norm.weight")),
+        embedding=reader.join(TensorPart("model.embed_tokens_per_layer.weight")),
+        projection=reader.join(TensorPart("model.per_layer_model_projection.weight")),
+        norm=reader.join(TensorPart("model.per_layer_projection_norm.weight")),
     )
 
 
@@ -281,5 +281,5 @@ def _attention(reader: TensorReader, config: ModelConfig, number: int, shard: Sh
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:
     if not config.norm_offset:
-        return reader.join(Piece(f"{name}.weight"))
-    return reader.in_float32(Piece(f"{name}.weight")) + config.norm_offset
+        return reader.join(TensorPart(f"{name}.weight"))
+    return reader.in_float32(TensorPart(f"{name}.weight")) + config.norm_offset

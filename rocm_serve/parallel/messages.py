@@ -15,7 +15,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import Ranks
 
 
-class Loader(Protocol):
+class ModelLoader(Protocol):
     """Loads a rank's part of a model in its process: load_model with a path and dtype, or a function of a module."""
 
     def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel: ...
@@ -32,7 +32,7 @@ class RankSetup:
 
     rank: int
     num_ranks: int
-    load: Loader
+    load: ModelLoader
     options: EngineOptions
     device_type: str
     num_threads: int
@@ -55,7 +55,7 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class RankWaits:
     """A rank waits for the others although it had an error; reason: the error, empty: it waits no more."""
 
     reason: str

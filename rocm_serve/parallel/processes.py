@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.limits import RequestLimits
-from rocm_serve.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, Waits, in_words
+from rocm_serve.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, RankWaits, in_words
 from rocm_serve.parallel.rank_process import CLOSE, run_rank
 
 # Seconds until a rank that has not raised another rank's error counts as stuck.
@@ -50,7 +50,7 @@ class RankFailed(RocmAttnError, RuntimeError):
         super().__init__(sentence)
 
 
-Message = Progressed | Waits | Done | Raised
+Message = Progressed | RankWaits | Done | Raised
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +207,7 @@ class RankProcesses:
             message: Message = rank.commands.recv()
         except (EOFError, OSError):
             self._fail_of_dead(rank)
-        if isinstance(message, Waits):
+        if isinstance(message, RankWaits):
             self._troubled.pop(rank.number, None)
             if message.reason:
                 self._troubled[rank.number] = (message.reason, time.monotonic() + AGREE_SECONDS)

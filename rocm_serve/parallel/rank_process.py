@@ -31,7 +31,7 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.engine import Engine
 from rocm_serve.limits import RequestLimits
 from rocm_serve.options import EngineOptions
-from rocm_serve.parallel.messages import Command, Done, Progressed, Raised, RankSetup, Waits, sendable
+from rocm_serve.parallel.messages import Command, Done, Progressed, Raised, RankSetup, RankWaits, sendable
 from rocm_serve.ranks import RanksOfGroup
 
 CLOSE = Command("close")
@@ -59,7 +59,7 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
     engine: list[Engine] = []
 
     def build() -> RequestLimits:
-        engine.append(_engine(setup, lambda reason: commands.send(Waits(reason))))
+        engine.append(_engine(setup, lambda reason: commands.send(RankWaits(reason))))
         return engine[0].limits
 
     with suppress(EOFError, OSError):  # the front has closed the pipe

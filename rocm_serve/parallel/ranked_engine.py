@@ -11,7 +11,7 @@ import torch
 from rocm_attn.capture.graphs import CaptureReport, Progress
 from rocm_attn.errors import BadSetting
 from rocm_serve.options import EngineOptions
-from rocm_serve.parallel.messages import Loader, RankSetup
+from rocm_serve.parallel.messages import ModelLoader, RankSetup
 from rocm_serve.parallel.processes import RankProcesses
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, Request
@@ -36,7 +36,7 @@ class RankedEngine:
     """
 
     def __init__(
-        self, load: Loader, options: EngineOptions | None = None, *, num_ranks: int, device_type: str = "cpu"
+        self, load: ModelLoader, options: EngineOptions | None = None, *, num_ranks: int, device_type: str = "cpu"
     ) -> None:
         _check(num_ranks, device_type)
         self.options = options if options is not None else EngineOptions()

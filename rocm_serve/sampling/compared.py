@@ -11,7 +11,7 @@ from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.machine.agreement import Meetings
 
 
-class Compared:
+class RankComparison:
     """Lets ranks check that they got the same requests and picked the same tokens.
 
     meetings: of the ranks; with one rank nothing is recorded

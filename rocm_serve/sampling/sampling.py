@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
-from rocm_attn.kernels.sampling.found import ALL_ZERO, NONE_LEFT
+from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.step.host_ring import Fence, NoFence
@@ -82,7 +82,7 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.is_greedy = sampling.is_greedy
-        self._draws, self._guesses, self._accepts = (
+        self._draws, self._draft_numbers, self._accepts = (
             _Uniforms(seed) for seed in (sampling.seed, (sampling.seed, 1), (sampling.seed, 2))
         )
         self._next = 0
@@ -100,16 +100,16 @@ class Sampler:
         """float32 [end - first]: the numbers that decide draw() of these places, as terms_of() writes them."""
         return np.minimum(self._draws.between(first, end), _MOST_UNIFORM).astype(np.float32)
 
-    def guess_at(self, place: int) -> float:
+    def draft_number_at(self, place: int) -> float:
         """A uniform number that draws the draft token of that place."""
-        return self._guesses.at(place)
+        return self._draft_numbers.at(place)
 
     def accept_at(self, place: int) -> float:
         """A uniform number that decides whether the draft token of that place is accepted."""
         return self._accepts.at(place)
 
 
-class Found(NamedTuple):
+class PickedRows(NamedTuple):
     """The results per row, as the host reads them.
 
     token_ids: int32 [rows], or ALL_ZERO or NONE_LEFT
@@ -120,7 +120,7 @@ class Found(NamedTuple):
     best: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, found: Int32Array) -> Found:
+    def of(cls, found: Int32Array) -> PickedRows:
         """found: int32 [rows, 2]; see launch_pick_rows"""
         return cls(found[:, 0], found.view(np.float32)[:, 1])
 
@@ -134,7 +134,7 @@ class PickedTokens:
 
     __slots__ = ("_done", "found")
 
-    def __init__(self, found: Found, done: Fence) -> None:
+    def __init__(self, found: PickedRows, done: Fence) -> None:
         self.found, self._done = found, done
 
     def read(self) -> list[int | BadLogits]:
@@ -157,7 +157,7 @@ class _Rows(NamedTuple):
     terms: Tensor
     tokens: Tensor
     found: Tensor
-    on_host: Found
+    on_host: PickedRows
 
 
 class _HostMemory:
@@ -178,7 +178,7 @@ class _HostMemory:
         found = self._rows.get(rows)
         if found is None:
             views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
-            found = self._rows[rows] = _Rows(*views, Found.of(self._found.numpy()[:rows]))
+            found = self._rows[rows] = _Rows(*views, PickedRows.of(self._found.numpy()[:rows]))
         return found
 
 
@@ -246,9 +246,9 @@ def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLo
 def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
     """Draws a token for every row, with the device memory that AskingPicker needs if every row has every option."""
     rows, vocab = logits.shape
-    asked = [torch.empty(rows, vocab, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)]
+    requested = [torch.empty(rows, vocab, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)]
     _found(logits, dict.fromkeys(range(logits.shape[0]), Draw(1.0, 0.5, 0.5)), pick_rows)
-    del asked
+    del requested
 
 
 def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> list[int | BadLogits]:
@@ -258,7 +258,7 @@ def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> li
     _put_terms(terms, draws)
     tokens, found = (torch.empty(rows, *of_each, dtype=torch.int32, device=logits.device) for of_each in ((), (2,)))
     pick_rows(logits, terms.to(logits.device), tokens, found, num_drawing=len(draws))
-    return PickedTokens(Found.of(found.cpu().numpy()), NoFence()).read()
+    return PickedTokens(PickedRows.of(found.cpu().numpy()), NoFence()).read()
 
 
 def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:
@@ -286,7 +286,7 @@ NOTHING_LEFT = (
 
 
 def _bad_logits(token: int, best: float) -> BadLogits:
-    """Why no token is picked from a row. token, best: see Found"""
+    """Why no token is picked from a row. token, best: see PickedRows"""
     if token == NONE_LEFT:
         return BadLogits(NOTHING_LEFT)
     what = f"the largest logit of the next token is {best}" if best else "every logit of the next token is 0"

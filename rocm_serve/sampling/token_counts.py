@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.sampling.asked import IN_PROMPT
+from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_serve.sampling.sending import sent
 
 
@@ -25,13 +25,13 @@ class CountedText(NamedTuple):
     number:     of its request
     token_ids:  of the prompt and the text, as far as the host knows them
     num_prompt: of these, those of the prompt
-    unread_at:  place of the next token among the tokens that were picked last; -1: there is none
+    pending_at:  place of the next token among the tokens that were picked last; -1: there is none
     """
 
     number: int
     token_ids: Sequence[int]
     num_prompt: int
-    unread_at: int
+    pending_at: int
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class TokenCounts:
         ids: list[int] = []
         for text in texts:
             held = self._rows[text.number]
-            new = [*text.token_ids[held.num_counted :], *([~text.unread_at] if text.unread_at >= 0 else [])]
+            new = [*text.token_ids[held.num_counted :], *([~text.pending_at] if text.pending_at >= 0 else [])]
             rows += [held.row] * len(new)
             ids += new
             held.num_counted = _num_tokens(text)
@@ -116,4 +116,4 @@ class TokenCounts:
 
 
 def _num_tokens(text: CountedText) -> int:
-    return len(text.token_ids) + (text.unread_at >= 0)
+    return len(text.token_ids) + (text.pending_at >= 0)

@@ -19,8 +19,9 @@ from rocm_attn.errors import RocmAttnError
 from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.server.api_errors import ApiError, bad_request
 from rocm_serve.server.description import with_answers
+from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import EventStream, error_response
-from rocm_serve.server.gate import JOB, Gate
+from rocm_serve.server.gate import JOB, ServerGate
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.job import Job
 from rocm_serve.server.keys import ApiKeys
@@ -35,7 +36,6 @@ from rocm_serve.server.schema import (
 )
 from rocm_serve.server.scrape import Scrape
 from rocm_serve.server.served_model import ServedModel
-from rocm_serve.server.told_tokens import ToldTokens
 
 # The header with which a client sets a deadline, in seconds. The body's field timeout does the same.
 DEADLINE_HEADER = "x-request-timeout"
@@ -49,7 +49,7 @@ def build_app(generations: Generations, model: ServedModel, keys: ApiKeys) -> AS
     _add_generation(app, generations, model)
     _add_errors(app, generations)
     _document(app)
-    return Gate(app, generations, keys, model.options)
+    return ServerGate(app, generations, keys, model.options)
 
 
 def _add_status(app: FastAPI, generations: Generations, model: ServedModel) -> None:
@@ -93,7 +93,7 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
         echoed = model.echoed(body, requests) if body.echo else ()
-        replies = CompletionReplies(model.name, ToldTokens(model.tokenizer), echoed)
+        replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed)
         return await _answer(generations, job, requests, body, replies)
 
     @app.post("/v1/chat/completions")
@@ -101,7 +101,7 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Continues a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
-        replies = ChatReplies(model.name, ToldTokens(model.tokenizer), partial(model.reader_of, body))
+        replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), partial(model.reader_of, body))
         return await _answer(generations, job, requests, body, replies)
 
 

@@ -14,7 +14,7 @@ from rocm_serve.server.finite_json import FINITE_JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A call that a model asks for. arguments: as JSON"""
 
     name: str
@@ -25,20 +25,20 @@ class Call:
 class Reader(Protocol):
     """Reads the text of one choice."""
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[str | ToolCall]:
         """Takes the next text, and returns the parts that are decided now and were not returned yet."""
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[str | ToolCall]:
         """Returns the rest. The text has ended."""
 
 
 class TextReader:
     """The reader of a choice that has no calls."""
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[str | ToolCall]:
         return [text] if text else []
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[str | ToolCall]:
         return []
 
 
@@ -67,16 +67,16 @@ class CallReader:
         self._object = _JsonObject()
         self._has_called = False
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[str | ToolCall]:
         """Does the same as Reader.push."""
         self._held += text
-        found: list[str | Call] = []
+        found: list[str | ToolCall] = []
         steps = {_At.TEXT: self._text, _At.OBJECT: self._begin, _At.REST: self._rest, _At.CLOSE: self._close}
         while steps[self._at](found):
             pass
         return found
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[str | ToolCall]:
         """Does the same as Reader.finish."""
         left = self._before + self._held if self._at in (_At.OBJECT, _At.REST) else self._held
         if self._at is _At.CLOSE and self._closes.startswith(left.strip()):
@@ -84,11 +84,11 @@ class CallReader:
         self._held = self._before = ""
         return [left] if left and not (self._has_called and left.isspace()) else []
 
-    def _tell(self, found: list[str | Call], text: str) -> None:
+    def _tell(self, found: list[str | ToolCall], text: str) -> None:
         if text:
             found.append(text)
 
-    def _text(self, found: list[str | Call]) -> bool:
+    def _text(self, found: list[str | ToolCall]) -> bool:
         """Takes what it can of the held text, like the other steps. Returns whether the next step may run."""
         if not self._opens:
             self._tell(found, self._held)
@@ -105,7 +105,7 @@ class CallReader:
         self._held = self._held[known:]
         return False
 
-    def _begin(self, found: list[str | Call]) -> bool:
+    def _begin(self, found: list[str | ToolCall]) -> bool:
         stripped = self._held.lstrip()
         unmarked = stripped.removeprefix(self._mark).lstrip()
         if not unmarked or self._mark.startswith(stripped):  # the mark may be incomplete
@@ -120,7 +120,7 @@ class CallReader:
             self._before, self._at = "", _At.TEXT
         return True
 
-    def _rest(self, found: list[str | Call]) -> bool:
+    def _rest(self, found: list[str | ToolCall]) -> bool:
         end = self._object.end_in(self._held)
         if end < 0:
             return False
@@ -133,7 +133,7 @@ class CallReader:
         self._held, self._before, self._at = self._held[end:], "", _At.CLOSE if call is not None else _At.TEXT
         return True
 
-    def _close(self, found: list[str | Call]) -> bool:
+    def _close(self, found: list[str | ToolCall]) -> bool:
         stripped = self._held.lstrip()
         if stripped.startswith(self._closes) and (self._closes or stripped):
             self._held = stripped[len(self._closes) :]
@@ -142,7 +142,7 @@ class CallReader:
         self._at = _At.TEXT
         return True
 
-    def _call(self, text: str) -> Call | None:
+    def _call(self, text: str) -> ToolCall | None:
         try:
             members = _members(text)
         except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ class CallReader:
         arguments, written = members.get(self._arguments, ({}, "{}"))
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
-        return Call(name, written)
+        return ToolCall(name, written)
 
 
 _BLANKS = re.compile(r"[ \t\n\r]*")

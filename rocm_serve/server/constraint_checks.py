@@ -9,7 +9,7 @@ from threading import Lock
 
 from rocm_attn.errors import BadRequest, FitsLater
 from rocm_serve.text.constraint import Constraint
-from rocm_serve.text.constraint_trial import Trial
+from rocm_serve.text.constraint_trial import TrialProcess
 
 # The most constraints that are tried at the same time, and that wait for it.
 _AT_A_TIME, MOST_WAITING = 2, 64
@@ -23,15 +23,15 @@ class ConstraintChecks:
     begin: makes such a process; None if there is no tokenizer, and so no constraint
     """
 
-    def __init__(self, begin: Callable[[], Trial] | None) -> None:
+    def __init__(self, begin: Callable[[], TrialProcess] | None) -> None:
         self._begin = begin
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._num_waiting = 0
-        self._asked: dict[Constraint, asyncio.Future[BadRequest | None]] = {}  # being tried, or waiting for it
+        self._requested: dict[Constraint, asyncio.Future[BadRequest | None]] = {}  # being tried, or waiting for it
         self._known: dict[Constraint, None] = {}  # the most recently used is last
         self._lock = Lock()  # guards the state shared by the threads that wait for processes
-        self._idle: list[Trial] = []
-        self._busy: set[Trial] = set()
+        self._idle: list[TrialProcess] = []
+        self._busy: set[TrialProcess] = set()
         self._is_closed = False
 
     async def check(self, constraint: Constraint) -> None:
@@ -40,18 +40,18 @@ class ConstraintChecks:
         Raises BadRequest for another one, and FitsLater if the most constraints that may wait do so already.
         """
         while constraint not in self._known:
-            asked = self._asked.get(constraint)
-            if asked is None:
+            requested = self._requested.get(constraint)
+            if requested is None:
                 await self._try_for_all(constraint)
                 break
-            refused = await asyncio.shield(asked)
+            refused = await asyncio.shield(requested)
             if refused is not None:
                 raise refused
         self._know(constraint)
 
     async def _try_for_all(self, constraint: Constraint) -> None:
         """Tries a constraint. Others that ask for it meanwhile get the result, or ask again if this is cancelled."""
-        asked = self._asked[constraint] = asyncio.get_running_loop().create_future()
+        requested = self._requested[constraint] = asyncio.get_running_loop().create_future()
         refused = None
         try:
             await self._try(constraint)
@@ -59,8 +59,8 @@ class ConstraintChecks:
             refused = error
             raise
         finally:
-            del self._asked[constraint]
-            asked.set_result(refused)
+            del self._requested[constraint]
+            requested.set_result(refused)
 
     def _know(self, constraint: Constraint) -> None:
         self._known.pop(constraint, None)
@@ -105,7 +105,7 @@ class ConstraintChecks:
                 trial.close()
             self._idle.clear()
 
-    def _try_in(self, begin: Callable[[], Trial], constraint: Constraint) -> None:
+    def _try_in(self, begin: Callable[[], TrialProcess], constraint: Constraint) -> None:
         """Tries a constraint in a thread. Raises BadRequest."""
         trial = self._taken(begin)
         try:
@@ -119,7 +119,7 @@ class ConstraintChecks:
                 else:
                     self._idle.append(trial)
 
-    def _taken(self, begin: Callable[[], Trial]) -> Trial:
+    def _taken(self, begin: Callable[[], TrialProcess]) -> TrialProcess:
         """Returns an idle process, or a new one. Raises BadRequest when the server ends."""
         with self._lock:
             idle = self._idle.pop() if self._idle else None

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import RocmAttnError
-from rocm_serve.request_stream import Piece
+from rocm_serve.request_stream import OutputChunk
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_serve.server.generation import Generation, Generations
 from rocm_serve.server.replies import Replies, Usage, as_event
@@ -70,7 +70,7 @@ class EventStream(Response):
             self._generation.job.end(reader_late(self._generations.max_unread_tokens))
             task.cancel()
 
-    async def _send_chunks(self, events: _Events, pieces: AsyncIterator[tuple[int, Piece]]) -> None:
+    async def _send_chunks(self, events: _Events, pieces: AsyncIterator[tuple[int, OutputChunk]]) -> None:
         replies, opened, num_tokens = self._replies, set[int](), 0
         more = {"usage": None} if self._has_usage else {}
         async for place, piece in pieces:

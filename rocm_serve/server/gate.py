@@ -35,7 +35,7 @@ _REFUSED_FOR = {
 JOB = "rocm_attn.job"
 
 
-class Gate:
+class ServerGate:
     """An ASGI application around another one."""
 
     def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:

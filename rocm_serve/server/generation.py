@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rocm_attn.errors import FitsLater, RocmAttnError
 from rocm_serve.async_engine import AsyncEngine, TooManyRequests
 from rocm_serve.request import Completion, Request
-from rocm_serve.request_stream import Piece, RequestStream
+from rocm_serve.request_stream import OutputChunk, RequestStream
 from rocm_serve.server.api_errors import ApiError, api_error
 from rocm_serve.server.constraint_checks import ConstraintChecks
 from rocm_serve.server.http_metrics import HttpMetrics
@@ -33,7 +33,7 @@ class Generation:
         self.note(sum(len(each.token_ids) for each in completions))
         return completions
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk]]:
         """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().
 
         A slow reader gets several tokens in a piece, because the stream keeps all that was not read yet as one piece.
@@ -42,7 +42,7 @@ class Generation:
             async for piece in self.streams[0]:
                 yield 0, piece
             return
-        read: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(maxsize=1)
+        read: asyncio.Queue[tuple[int, OutputChunk | BaseException | None]] = asyncio.Queue(maxsize=1)
         readers = [asyncio.ensure_future(_read(place, stream, read)) for place, stream in enumerate(self.streams)]
         try:
             num_left = len(readers)
@@ -114,7 +114,7 @@ class Generations:
 
 
 async def _read(
-    place: int, stream: RequestStream, into: asyncio.Queue[tuple[int, Piece | BaseException | None]]
+    place: int, stream: RequestStream, into: asyncio.Queue[tuple[int, OutputChunk | BaseException | None]]
 ) -> None:
     try:
         async for piece in stream:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rocm_serve.request import Completion, FinishReason, Request
-from rocm_serve.request_stream import Piece
+from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import TokenLogprobs
-from rocm_serve.server.call_reader import Call, Reader
-from rocm_serve.server.told_tokens import Json, ToldTokens
+from rocm_serve.server.call_reader import Reader, ToolCall
+from rocm_serve.server.emitted_tokens import EmittedTokens, Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Replies(Protocol):
     def opening(self, index: int) -> Json | None:
         """Returns the chunk before a choice's first piece, or None."""
 
-    def chunk(self, index: int, piece: Piece) -> Json | None:
+    def chunk(self, index: int, piece: OutputChunk) -> Json | None:
         """Returns the chunk of a choice's piece, or None if it waits for the next one."""
 
     def counts(self, usage: Usage) -> Json:
@@ -57,13 +57,13 @@ class Replies(Protocol):
 class CompletionReplies:
     """Answers of /v1/completions.
 
-    told:     writes logprobs
+    emitted:     writes logprobs
     echoed:   text before each choice's own; empty if the prompts are not asked for
     _offsets: index of a choice -> characters of the tokens whose logprobs were sent
     """
 
     model: str
-    told: ToldTokens
+    emitted: EmittedTokens
     echoed: Sequence[str] = ()
     _offsets: dict[int, int] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
@@ -80,9 +80,9 @@ class CompletionReplies:
         """Returns the chunk before a choice's first piece: its prompt, if that is asked for; else None."""
         if not self.echoed:
             return None
-        return {**self._head(), "choices": [self._choice(index, Piece((), self.echoed[index], None))]}
+        return {**self._head(), "choices": [self._choice(index, OutputChunk((), self.echoed[index], None))]}
 
-    def chunk(self, index: int, piece: Piece) -> Json:
+    def chunk(self, index: int, piece: OutputChunk) -> Json:
         """Returns the chunk of a choice's piece."""
         return {**self._head(), "choices": [self._choice(index, piece)]}
 
@@ -90,10 +90,10 @@ class CompletionReplies:
         """Returns the last chunk, with the usage."""
         return {**self._head(), "choices": [], "usage": usage.as_dict()}
 
-    def _choice(self, index: int, said: Completion | Piece) -> Json:
+    def _choice(self, index: int, said: Completion | OutputChunk) -> Json:
         logprobs, offset = None, self._offsets.get(index, 0)
         if said.logprobs:
-            logprobs, self._offsets[index] = self.told.beside_text(said.logprobs, offset)
+            logprobs, self._offsets[index] = self.emitted.beside_text(said.logprobs, offset)
         return {"index": index, "text": said.text, "logprobs": logprobs, "finish_reason": said.finish_reason}
 
     def _head(self) -> Json:
@@ -107,12 +107,12 @@ class _Read:
     reader: Reader
     num_calls: int = 0
 
-    def take(self, said: Completion | Piece) -> tuple[str, list[Call]]:
+    def take(self, said: Completion | OutputChunk) -> tuple[str, list[ToolCall]]:
         """Reads a piece. Returns the text and the calls that are decided now."""
         found = self.reader.push(said.text)
         if said.finish_reason is not None:
             found += self.reader.finish()
-        calls = [each for each in found if isinstance(each, Call)]
+        calls = [each for each in found if isinstance(each, ToolCall)]
         self.num_calls += len(calls)
         return "".join(each for each in found if isinstance(each, str)), calls
 
@@ -121,7 +121,7 @@ class _Read:
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
-def _as_json(call: Call) -> Json:
+def _as_json(call: ToolCall) -> Json:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -129,13 +129,13 @@ def _as_json(call: Call) -> Json:
 class ChatReplies:
     """Answers of /v1/chat/completions.
 
-    told:     writes logprobs
+    emitted:     writes logprobs
     reader:   makes the reader of a choice's text
     _readers: index of a choice -> the reader of its text, with the number of calls so far
     """
 
     model: str
-    told: ToldTokens
+    emitted: EmittedTokens
     reader: Callable[[], Reader]
     _readers: dict[int, _Read] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
@@ -150,7 +150,7 @@ class ChatReplies:
         """Returns the chunk before a choice's first piece, which has the role."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None, ())
 
-    def chunk(self, index: int, piece: Piece) -> Json | None:
+    def chunk(self, index: int, piece: OutputChunk) -> Json | None:
         """Returns the chunk of a choice's piece, or None if all of it may become a function call."""
         read = self._readers.get(index)
         if read is None:
@@ -174,14 +174,19 @@ class ChatReplies:
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = list(map(_as_json, calls))
-        told = self.told.in_messages(done.logprobs)
-        return {"index": index, "message": message, "logprobs": told, "finish_reason": read.reason(done.finish_reason)}
+        emitted = self.emitted.in_messages(done.logprobs)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": emitted,
+            "finish_reason": read.reason(done.finish_reason),
+        }
 
     def _chunk(
         self, index: int, delta: Mapping[str, object], reason: str | None, logprobs: Sequence[TokenLogprobs]
     ) -> Json:
-        told = self.told.in_messages(logprobs)
-        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}
+        emitted = self.emitted.in_messages(logprobs)
+        choice = {"index": index, "delta": delta, "logprobs": emitted, "finish_reason": reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> Json:

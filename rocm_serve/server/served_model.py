@@ -22,7 +22,7 @@ from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
 from rocm_serve.server.tools import NamedTool
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.constraint import Constraint
-from rocm_serve.text.constraint_trial import Tokens, Trial
+from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
 
 # OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
@@ -66,12 +66,12 @@ class ServedModel:
         }
 
     @property
-    def trial_of_constraints(self) -> Callable[[], Trial] | None:
+    def trial_of_constraints(self) -> Callable[[], TrialProcess] | None:
         """A function that begins a process that tries constraints; None if the model has no tokenizer."""
         if self.tokenizer is None:
             return None
-        tokens = Tokens(self.tokenizer.backend.to_str(), self.limits.vocab_size)
-        return partial(Trial, tokens, self.options.constraint_seconds)
+        tokens = TrialTokens(self.tokenizer.backend.to_str(), self.limits.vocab_size)
+        return partial(TrialProcess, tokens, self.options.constraint_seconds)
 
     def require(self, name: str) -> None:
         """Raises ApiError for a model that is not this one."""
@@ -88,7 +88,7 @@ class ServedModel:
         prompts = body.prompts
         if not prompts:
             raise bad_request("the list of prompts is empty; give at least one", "prompt")
-        self._check_asked(len(prompts), body)
+        self._check_options(len(prompts), body)
         tokens = [await self._tokens(prompt) for prompt in prompts]
         most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
         return await self._requests(body, tokens, most, salt, body.constraint)
@@ -108,7 +108,7 @@ class ServedModel:
 
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """Returns the requests of a body: n for its conversation. Raises ApiError, BadRequest, BadModel."""
-        self._check_asked(1, body)
+        self._check_options(1, body)
         if self.tokenizer is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
         messages, tools = [each.as_template for each in body.messages], body.tools_as_template
@@ -149,12 +149,12 @@ class ServedModel:
             return await asyncio.to_thread(self.tokenizer.encode, prompt)
         return self.tokenizer.encode(prompt)
 
-    def _check_asked(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
+    def _check_options(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
         """Checks the numbers of answers, stops and logprobs, before anything is tokenised. Raises ApiError."""
-        asked, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
-        if asked > most:
+        requested, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
+        if requested > most:
             raise bad_request(
-                f"the request asks for {asked} answers ({num_prompts} prompts, n is {body.n or 1}) and this server "
+                f"the request asks for {requested} answers ({num_prompts} prompts, n is {body.n or 1}) and this server "
                 f"allows at most {most}; split it",
                 "n",
             )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_serve.speculation.drafts import LAST_TOKEN, NOT_DRAWN, Drafts
+from rocm_serve.speculation.drafts import LAST_TOKEN, NOT_DRAWN, DraftTree
 
 _WORDS = 3  # words of a draft on its way to the host
 
@@ -107,7 +107,7 @@ class Level(NamedTuple):
         return torch.stack((self.token_ids, self.branches, self.scores.view(torch.int32)), 1)
 
 
-class Found:
+class BeamLevels:
     """All levels of some sequences, read by the host. words: int32 [S, levels, 3, K]; see Level.words"""
 
     def __init__(self, words: Tensor) -> None:
@@ -126,24 +126,24 @@ class Found:
             # The sort is stable: of two equal ones the first stays first, so a parent goes before its child.
             self._best = np.argsort(-scores, axis=1, kind="stable")
 
-    def drafts(self, seq: int, most: int, place: int) -> Drafts:
-        """A sequence's likeliest drafts; if drafts were drawn, the first ones. place: of Drafts"""
+    def drafts(self, seq: int, most: int, place: int) -> DraftTree:
+        """A sequence's likeliest drafts; if drafts were drawn, the first ones. place: of DraftTree"""
         if self._is_chain:
-            return replace(Drafts.chain(tuple(self._token_ids[seq, :most].tolist())), place=place)
+            return replace(DraftTree.chain(tuple(self._token_ids[seq, :most].tolist())), place=place)
         if place != NOT_DRAWN:
             return self._drawn(seq, most, place)
-        taken = np.sort(self._best[seq, :most])
-        number_of = {LAST_TOKEN: LAST_TOKEN} | {place: number for number, place in enumerate(taken.tolist())}
-        parents = tuple(number_of[parent] for parent in self._parents[seq, taken].tolist())
-        return Drafts(tuple(self._token_ids[seq, taken].tolist()), parents)
+        appended = np.sort(self._best[seq, :most])
+        number_of = {LAST_TOKEN: LAST_TOKEN} | {place: number for number, place in enumerate(appended.tolist())}
+        parents = tuple(number_of[parent] for parent in self._parents[seq, appended].tolist())
+        return DraftTree(tuple(self._token_ids[seq, appended].tolist()), parents)
 
-    def _drawn(self, seq: int, most: int, place: int) -> Drafts:
+    def _drawn(self, seq: int, most: int, place: int) -> DraftTree:
         """The first branch as far as there is room, then the others level by level: by place, not by token."""
         others = range(1, int(self._num_drawn[seq]))
         nodes = [(level, 0) for level in range(self._num_levels)]
         nodes = [*nodes, *((level, branch) for level in range(self._num_levels) for branch in others)][:most]
         number_of = {node: number for number, node in enumerate(nodes)}
-        return Drafts(
+        return DraftTree(
             tuple(int(self._token_ids[seq, level * self._num_branches + branch]) for level, branch in nodes),
             tuple(number_of.get((level - 1, branch), LAST_TOKEN) for level, branch in nodes),
             place,

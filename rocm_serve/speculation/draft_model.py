@@ -19,14 +19,14 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import DeviceFault, FitsLater
 from rocm_attn.paging.request_table import RequestTable
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.beams import Found
+from rocm_serve.speculation.beams import BeamLevels
+from rocm_serve.speculation.device_trees import DraftTokens
 from rocm_serve.speculation.draft_runners import DraftRunners
-from rocm_serve.speculation.drafts import Drafts
-from rocm_serve.speculation.round_drafts import DraftsAhead, Place
-from rocm_serve.speculation.round_trees import Guessed
-from rocm_serve.taking import Taken
+from rocm_serve.speculation.draft_tokens import DraftPosition, DraftsAhead
+from rocm_serve.speculation.drafts import DraftTree
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,8 @@ class _Follower:
     def go_back(self, token_ids: Many[int]) -> None:
         """Forgets tokens that are no longer right, and the last token, which the next step takes."""
         most = min(len(self.token_ids), len(token_ids) - 1)
-        guessed = range(min(self.num_right, most), most)
-        self.num_right = next((at for at in guessed if self.token_ids[at] != token_ids[at]), most)
+        drafted = range(min(self.num_right, most), most)
+        self.num_right = next((at for at in drafted if self.token_ids[at] != token_ids[at]), most)
         del self.token_ids[self.num_right :]
 
 
@@ -66,7 +66,7 @@ class ModelDrafter:
         self._followers: dict[int, _Follower] = {}
         self._ahead = DraftsAhead()
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Like Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets no drafts.
 
         After a fault of the device there are none either, and the model starts anew: no request needs drafts.
@@ -84,7 +84,7 @@ class ModelDrafter:
         """Like Drafter.looks_up."""
         return False
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Drafter.follow: draft() finds new tokens by itself."""
 
     @property
@@ -96,17 +96,17 @@ class ModelDrafter:
         """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
-    def place_of(self, sequence: Sequence) -> Place | None:
+    def place_of(self, sequence: Sequence) -> DraftPosition | None:
         """Like Following.place_of."""
         follower = self._followers.get(sequence.number)
         if follower is None or follower.num_right < len(sequence.token_ids):
             return None
-        return Place(follower.row, 0)
+        return DraftPosition(follower.row, 0)
 
-    def hand_over(self, guessed: Guessed) -> None:
+    def hand_over(self, drafted: DraftTokens) -> None:
         """Like Following.hand_over: the model reads only tokens."""
 
-    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+    def went_on(self, sequence: Sequence, drafts: DraftTree) -> None:
         """Like Following.went_on."""
         follower = self._followers[sequence.number]
         follower.token_ids, follower.num_right = list(sequence.token_ids), len(sequence.token_ids)
@@ -118,7 +118,7 @@ class ModelDrafter:
         if follower is not None:
             self.table.free(follower.row)
 
-    def _draft(self, decoding: Many[tuple[Sequence, int]], ahead: Set[int]) -> dict[int, Drafts]:
+    def _draft(self, decoding: Many[tuple[Sequence, int]], ahead: Set[int]) -> dict[int, DraftTree]:
         """ahead: numbers of sequences that have drafts"""
         decode = {sequence.number for sequence, _ in decoding}
         for number in self._followers.keys() - decode:
@@ -164,7 +164,7 @@ class ModelDrafter:
             return False
         return True
 
-    def _found(self, drafting: list[Sequence]) -> Found:
+    def _found(self, drafting: list[Sequence]) -> BeamLevels:
         """The model's drafts for some sequences."""
         self._catch_up(drafting)
         followers = [self._followers[sequence.number] for sequence in drafting]

@@ -23,7 +23,7 @@ from rocm_attn.step.gate import RanStep
 from rocm_attn.step.step import Part, Series
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence as DraftedFor
-from rocm_serve.speculation.beams import Found, Level
+from rocm_serve.speculation.beams import BeamLevels, Level
 from rocm_serve.speculation.drafts import NOT_DRAWN
 from rocm_serve.speculation.drafts_again import Around
 from rocm_serve.speculation.drawn import drawn_level, samples, terms_of_drafts
@@ -102,7 +102,7 @@ class DraftRunners:
             self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
             # int32 [S]: the number of new tokens that count of each sequence of a step, if not all do.
             self._all_count = True
-            self.taken = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
+            self.appended = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
             # float32 [S, 1 + (levels - 1) * K, vocab], by place of the sequence: the probabilities that its first
             # drafts were drawn by, and those that the drafts after each draft were drawn by, level by level.
             self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
@@ -116,7 +116,7 @@ class DraftRunners:
         )
         self._runtime = runtime
         self.recorder = recorder_for(runtime.device) if options.graphs else None
-        self._taken_in_last: RanStep | None = None
+        self._read_in_last: RanStep | None = None
 
     @property
     def runtime(self) -> AttentionRuntime:
@@ -158,7 +158,7 @@ class DraftRunners:
         """
         self._put_terms(terms)
         if not self._all_count:
-            self.taken.fill_(INT32_MAX)
+            self.appended.fill_(INT32_MAX)
             self._all_count = True
         level = cast(Level, self._runner.run(batch))
         if list(whole) == list(range(len(whole))):
@@ -170,7 +170,7 @@ class DraftRunners:
         if self._draws:
             self._terms[: len(terms)].copy_(torch.from_numpy(terms))
 
-    def found(self, rows: Int32Array, num_stored: Int32Array, terms: npt.NDArray[np.float32]) -> Found:
+    def found(self, rows: Int32Array, num_stored: Int32Array, terms: npt.NDArray[np.float32]) -> BeamLevels:
         """All drafts of the sequences that were taken in, in the order of their places.
 
         rows:       int32 [num_seqs], of the request table, with room for the round
@@ -181,12 +181,12 @@ class DraftRunners:
         first = self._first_level.of(len(rows))
         if not isinstance(self._drafts, Drafts):
             self.probabilities[: len(rows), :1].copy_(first.drawn_by)
-            return Found(first.words()[:, None])
+            return BeamLevels(first.words()[:, None])
         inputs = DeviceInputs(token_ids=first.token_ids.flatten())
-        return Found(cast(Tensor, self._runner.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs))))
+        return BeamLevels(cast(Tensor, self._runner.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs))))
 
     def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
-        """Takes in the first `taken` new tokens of each sequence, and drafts; int32 [num_seqs, levels, 3, K].
+        """Takes in the first `appended` new tokens of each sequence, and drafts; int32 [num_seqs, levels, 3, K].
 
         The host knows only bounds of lengths. For rounds without drawn drafts.
 
@@ -200,10 +200,10 @@ class DraftRunners:
         ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
         taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
         level = cast(Level, self._runner.run(StepBatch(rows, ends, q_len, inputs=taking_in)))
-        self._taken_in_last = self._runtime.gate.last
+        self._read_in_last = self._runtime.gate.last
         first = self._first_level.of(len(rows))
         first.put_first(level.of(len(rows)))
-        stored += self.taken[: len(rows)]
+        stored += self.appended[: len(rows)]
         if not isinstance(self._drafts, Drafts):
             return first.words()[:, None]
         drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
@@ -214,22 +214,22 @@ class DraftRunners:
 
         stored: see go_on(); few: its width
         """
-        first, drafts = self._taken_in_last, self._drafts
+        first, drafts = self._read_in_last, self._drafts
         of_first = self._runner.graph_of(first.plan) if first is not None else None
-        of_round = self._runner.graph_of_last
-        if first is None or of_first is None or of_round is None or not isinstance(drafts, Drafts):
+        of_speculative_step = self._runner.graph_of_last
+        if first is None or of_first is None or of_speculative_step is None or not isinstance(drafts, Drafts):
             return None
-        first_level, words = cast(Level, of_first.outputs), cast(Tensor, of_round.outputs)
+        first_level, words = cast(Level, of_first.outputs), cast(Tensor, of_speculative_step.outputs)
         num_seqs, level, to = len(stored), self._first_level.of(len(stored)), self._runtime.core.memory
 
         def between() -> Tensor:
             level.put_first(first_level.of(num_seqs))
-            stored.add_(self.taken[:num_seqs])
+            stored.add_(self.appended[:num_seqs])
             return level.token_ids.flatten()
 
         def are_there() -> bool:
-            runner, last = self._runner, self._taken_in_last
-            is_last = last is not None and last.plan is of_first.plan and runner.graph_of_last is of_round
+            runner, last = self._runner, self._read_in_last
+            is_last = last is not None and last.plan is of_first.plan and runner.graph_of_last is of_speculative_step
             return is_last and runner.graph_of(of_first.plan) is of_first
 
         return Around(
@@ -237,11 +237,11 @@ class DraftRunners:
             of_first,
             few,
             between,
-            to.device_steps(of_round.plan)[0].spaces[0],
+            to.device_steps(of_speculative_step.plan)[0].spaces[0],
             drafts.branches,
-            of_round,
+            of_speculative_step,
             words[:num_seqs],
-            min(of_first.plan.key.max_kv_len, of_round.plan.key.max_kv_len),
+            min(of_first.plan.key.max_kv_len, of_speculative_step.plan.key.max_kv_len),
             drafts.tokens,
             stored,
             self.faults,
@@ -254,7 +254,7 @@ class DraftRunners:
         self._runner.metrics.replays += 2
 
     def _taken_in(self, step: Part) -> Level:
-        step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
+        step = replace(step, last_token_of_seq=last_accepted(step, self.appended[: step.row_of_seq.shape[0]]))
         logits, carried = self._model.taken_in(step)
         return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
 

@@ -14,7 +14,7 @@ NOT_DRAWN = -1
 
 # Not frozen: each text has drafts in each step, and setting the fields of a frozen class takes three times as long.
 @dataclass(slots=True, unsafe_hash=True)
-class Drafts:
+class DraftTree:
     """A tree of tokens after a sequence's last one. A chain is a tree without branches. Not to be changed.
 
     token_ids: of the drafts
@@ -36,7 +36,7 @@ class Drafts:
         self.is_chain = is_chain
 
     @classmethod
-    def chain(cls, token_ids: tuple[int, ...]) -> Drafts:
+    def chain(cls, token_ids: tuple[int, ...]) -> DraftTree:
         """Drafts of which each comes after the one before it."""
         made = cls.__new__(cls)  # the checks of parents hold for these
         made.token_ids, made.parents, made.place = token_ids, _one_after_another(len(token_ids)), NOT_DRAWN
@@ -61,9 +61,9 @@ class Drafts:
             num += parent == LAST_TOKEN
         return branches
 
-    def first(self, num: int) -> Drafts:
+    def first(self, num: int) -> DraftTree:
         """The first `num` of them, which are a tree too."""
-        return self if num == len(self.token_ids) else Drafts(self.token_ids[:num], self.parents[:num], self.place)
+        return self if num == len(self.token_ids) else DraftTree(self.token_ids[:num], self.parents[:num], self.place)
 
     def after(self, draft: int, token_id: int) -> int | None:
         """The first draft of this token that comes after a draft, or after LAST_TOKEN; None if there is none."""
@@ -73,7 +73,7 @@ class Drafts:
         return None
 
     @classmethod
-    def tree(cls, branches: Sequence[Sequence[int]], most: int) -> Drafts:
+    def tree(cls, branches: Sequence[Sequence[int]], most: int) -> DraftTree:
         """At most `most` drafts of branches that all begin after the last token; equal beginnings are merged.
 
         The first branch is whole, as far as `most` allows, and comes first; the likeliest one belongs there.
@@ -101,4 +101,4 @@ def _one_after_another(num: int) -> tuple[int, ...]:
     return tuple(range(LAST_TOKEN, num - 1))
 
 
-NO_DRAFTS = Drafts((), ())
+NO_DRAFTS = DraftTree((), ())

@@ -31,7 +31,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.gate import RanStep
 from rocm_serve.sampling.sending import sent
-from rocm_serve.speculation.round_trees import Guessed
+from rocm_serve.speculation.device_trees import DraftTokens
 
 
 class DeviceSlot:
@@ -53,7 +53,7 @@ class DeviceSlot:
         header = slot_header(self._num_seqs, self._num_seqs * self._q_len, number, False, number)
         words[: parts.rows.start] = np.frombuffer(header, np.int32)
         words[parts.rows], words[parts.kv_len], words[parts.q_len] = rows, most, self._q_len
-        words[parts.floor] = self._runtime.table.checks.floors(rows)
+        words[parts.first_writable] = self._runtime.table.checks.first_writable_of(rows)
         # The step's lengths are computed from the stored tokens, so there can be no gap.
         words[parts.stored] = most
         self.words.copy_(sent(words, self._runtime.device))
@@ -67,7 +67,9 @@ class DeviceSlot:
         faults:    int32 [1], gets the error bits of the step before
         """
         words, parts, ops = self.words, self._parts, self._runtime.core.ops
-        given = GivenInputs(stored, words[parts.q_len], token_ids, words[parts.floor], words[parts.stored], self._q_len)
+        given = GivenInputs(
+            stored, words[parts.q_len], token_ids, words[parts.first_writable], words[parts.stored], self._q_len
+        )
         with on_device(self._runtime.device):
             ops.publish(words, before.counts, self._to)
             faults.bitwise_or_(words[ECHO : ECHO + 1])
@@ -114,7 +116,7 @@ class DraftsAgain:
 
     around:    the parts that they are made of
     hand_over: makes the model read the rows that a round has left for it
-    guessed:   of these rounds
+    drafted:   of these rounds
     rows:      int32 [n], of the request table
     most:      int32 [n], tokens that these have room for
 
@@ -126,10 +128,10 @@ class DraftsAgain:
         runtime: AttentionRuntime,
         recorder: Recorder,
         around: Around,
-        hand_over: Callable[[Guessed], None],
-        guessed: Guessed,
+        hand_over: Callable[[DraftTokens], None],
+        drafted: DraftTokens,
     ) -> None:
-        self._runtime, self._around, self.guessed = runtime, around, guessed
+        self._runtime, self._around, self.drafted = runtime, around, drafted
         num_seqs, of_first, faults = len(around.stored), around.first.inputs, around.faults
         self._seal_number = runtime.seals.number
         self._followed: RanStep | None = None
@@ -138,18 +140,18 @@ class DraftsAgain:
         self._slots = first_slot, drafts_slot
 
         def before() -> None:
-            hand_over(guessed)
-            first_slot.publish(around.drafts, around.stored, guessed.new_tokens(), faults)
+            hand_over(drafted)
+            first_slot.publish(around.drafts, around.stored, drafted.new_tokens(), faults)
 
         def between() -> None:
             drafts_slot.publish(of_first, around.stored, around.between(), faults)
 
         def after() -> None:
-            guessed.put(around.words)
+            drafted.put(around.words)
 
         # The recorded launches read no pages, so slots without sequences are enough.
         runtime.faults.report()
-        changed = (around.stored, *guessed.changed())
+        changed = (around.stored, *drafted.changed())
         held = [tensor.clone() for tensor in changed]
         try:
             made = [recorder.record(fn)[0] for fn in (before, between, after)]
@@ -167,9 +169,9 @@ class DraftsAgain:
         """True if the graphs are those of the draft model's last steps."""
         return self._around.are_there()
 
-    def is_next(self, guessed: Guessed) -> bool:
-        """True if these are the drafts for a round's `guessed`, made after those that were made last."""
-        if guessed is not self.guessed or self._seal_number != self._runtime.seals.number:
+    def is_next(self, drafted: DraftTokens) -> bool:
+        """True if these are the drafts for a round's `drafted`, made after those that were made last."""
+        if drafted is not self.drafted or self._seal_number != self._runtime.seals.number:
             return False
         return self._followed is not None and self._runtime.gate.may_go_again is self._followed and self.are_there()
 

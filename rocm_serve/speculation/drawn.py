@@ -42,7 +42,7 @@ _LEAST_LEFT = 2**-16
 
 def samples(sequence: Sequence) -> bool:
     """True if a sequence's drafts may be drawn: its tokens are, and it asks for nothing else."""
-    return not sequence.sampler.is_greedy and sequence.asks is None
+    return not sequence.sampler.is_greedy and sequence.parameters is None
 
 
 def terms_of_drafts(sequences: Many[Sequence], num_levels: int, num_branches: int) -> npt.NDArray[np.float32]:
@@ -56,7 +56,7 @@ def terms_of_drafts(sequences: Many[Sequence], num_levels: int, num_branches: in
         if samples(sequence):
             line[0] = max(sequence.sampler.sampling.temperature, _COLDEST)
             first = sequence.num_new * num_branches
-            line[1:] = [sequence.sampler.guess_at(first + term) for term in range(num_terms)]
+            line[1:] = [sequence.sampler.draft_number_at(first + term) for term in range(num_terms)]
     return terms
 
 
@@ -135,11 +135,11 @@ class NothingDrawn:
         return self
 
     def read(self) -> Mapping[int, AcceptedDrafts]:
-        """Like Accepted.read."""
+        """Like AcceptedOnHost.read."""
         return {}
 
 
-class Accepted:
+class AcceptedOnHost:
     """The accepted drafts, on their way to the host. words: int32 [trees, 1 + 2 W]; seqs: tree -> sequence"""
 
     def __init__(self, seqs: Many[int], words: Tensor, done: Fence) -> None:
@@ -174,7 +174,7 @@ class Rejection:
     def __init__(self, probabilities: Tensor, num_branches: int) -> None:
         self._probabilities, self._num_branches = probabilities, num_branches
 
-    def pick(self, step: ScheduledStep, logits: Tensor) -> Accepted | NothingDrawn:
+    def pick(self, step: ScheduledStep, logits: Tensor) -> AcceptedOnHost | NothingDrawn:
         """Accepts drawn drafts of a step's sequences. logits: [num_seqs, rows, vocab]; see Speculation.pick"""
         seqs = [seq for seq in range(step.num_picks) if step.drafts.get(seq, NO_DRAFTS).place != NOT_DRAWN]
         if not seqs:
@@ -197,7 +197,7 @@ class Rejection:
         words = coming(torch.cat((accepted.num_accepted[:, None], accepted.token_ids, accepted.path[:, 1:]), 1))
         done: Fence = torch.Event(device) if device.type != "cpu" else NoFence()
         done.record()
-        return Accepted(seqs, words, done)
+        return AcceptedOnHost(seqs, words, done)
 
 
 def _nodes_of(step: ScheduledStep, seqs: Many[int], num_rows: int, num_branches: int) -> _Nodes:

@@ -24,14 +24,14 @@ from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import DeviceFault, FitsLater
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.sending import sent
 from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.device_trees import DraftTokens
 from rocm_serve.speculation.draft_runners import DraftRunners
-from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
-from rocm_serve.speculation.round_drafts import DraftsAhead, Place
-from rocm_serve.speculation.round_trees import Guessed
-from rocm_serve.taking import Taken
+from rocm_serve.speculation.draft_tokens import DraftPosition, DraftsAhead
+from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class EagleDrafter:
         """Like Drafter.looks_up."""
         return False
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Drafter.follow."""
         first = 0
         kv_len, q_len = step.batch.kv_len.tolist(), step.batch.q_len.tolist()
@@ -97,11 +97,11 @@ class EagleDrafter:
                 known = q_len[seq] - len(drafts)
                 places = list(range(first, first + known))
                 if len(drafts):
-                    places += [first + known + draft for draft in _accepted(drafts, taken[seq].token_ids)]
+                    places += [first + known + draft for draft in _accepted(drafts, appended[seq].token_ids)]
                 self._new[sequence.number] = _New(sequence, kv_len[seq] - q_len[seq], places)
             first += q_len[seq]
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Like Drafter.draft, for the sequences of the last step.
 
         After a fault of the device there are none, and the head starts anew: no request needs drafts.
@@ -126,18 +126,18 @@ class EagleDrafter:
         """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
-    def place_of(self, sequence: Sequence) -> Place | None:
+    def place_of(self, sequence: Sequence) -> DraftPosition | None:
         """Like Following.place_of."""
         held = self._rows.get(sequence.number)
         if held is None or held.end < len(sequence.token_ids) - 1:
             return None
-        return Place(held.row, held.first + 1)
+        return DraftPosition(held.row, held.first + 1)
 
-    def hand_over(self, guessed: Guessed) -> None:
+    def hand_over(self, drafted: DraftTokens) -> None:
         """Like Following.hand_over."""
-        guessed.hand_over(self._handed, self._features)
+        drafted.hand_over(self._handed, self._features)
 
-    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+    def went_on(self, sequence: Sequence, drafts: DraftTree) -> None:
         """Like Following.went_on."""
         self._rows[sequence.number].end = len(sequence.token_ids) - 1
         self._ahead.put(sequence, drafts)
@@ -148,14 +148,14 @@ class EagleDrafter:
         if held is not None:
             self.table.free(held.row)
 
-    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> dict[int, Drafts]:
+    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> dict[int, DraftTree]:
         wanted = {sequence.number: most for sequence, most in decoding}
-        taking = [each for number, each in new.items() if self._has_room(each, number in wanted)]
-        drafting = [each for each in taking if each.sequence.number in wanted]
+        pending = [each for number, each in new.items() if self._has_room(each, number in wanted)]
+        drafting = [each for each in pending if each.sequence.number in wanted]
         place_of = {each.sequence.number: place for place, each in enumerate(drafting)}
         few = [each for each in drafting if len(each.places) <= self._few]
         many = [each for each in drafting if len(each.places) > self._few]
-        many += [each for each in taking if each.sequence.number not in wanted]
+        many += [each for each in pending if each.sequence.number not in wanted]
         for part in (few, many):
             if part:
                 whole = [place_of[each.sequence.number] for each in part if each.sequence.number in place_of]
@@ -212,7 +212,7 @@ class EagleDrafter:
         return StepBatch(rows, kv_len, q_len, token_ids)
 
 
-def _accepted(drafts: Drafts, token_ids: tuple[int, ...]) -> list[int]:
+def _accepted(drafts: DraftTree, token_ids: tuple[int, ...]) -> list[int]:
     """The drafts that were accepted, in order. token_ids: these, and one token more"""
     path: list[int] = []
     for token in token_ids[:-1]:

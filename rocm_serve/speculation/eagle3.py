@@ -26,13 +26,13 @@ from rocm_attn.models.config import HeadProjections, ModelConfig
 from rocm_attn.models.fields import Fields, read_json
 from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.shards import WHOLE
-from rocm_attn.models.tensors import Piece, Shape, TensorReader, TensorSource
+from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention import layer_attention
-from rocm_serve.models.attention_weights import HeadWeights, head_shapes
+from rocm_serve.models.attention_weights import KVHeadWeights, head_shapes
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp import add_mlp
@@ -250,35 +250,35 @@ def _weights(
     token_of = _tokens_known(differences, num_known, config.vocab_size, source.name)
     reader = TensorReader(source, shapes, of_large.dtype, of_large.device)
     layer = LayerWeights(
-        attention_norm=reader.join(Piece(f"{_LAYER}input_layernorm.weight")),
-        attention=HeadWeights(
-            qkv=reader.join(*map(Piece, _QKV)),
+        attention_norm=reader.join(TensorPart(f"{_LAYER}input_layernorm.weight")),
+        attention=KVHeadWeights(
+            qkv=reader.join(*map(TensorPart, _QKV)),
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
             sinks=None,
-            out=reader.join(Piece(f"{_LAYER}self_attn.o_proj.weight")),
+            out=reader.join(TensorPart(f"{_LAYER}self_attn.o_proj.weight")),
             out_bias=None,
             index=None,
         ),
         attention_out_norm=None,
-        mlp_norm=reader.join(Piece(f"{_LAYER}post_attention_layernorm.weight")),
+        mlp_norm=reader.join(TensorPart(f"{_LAYER}post_attention_layernorm.weight")),
         mlp=read_mlp(reader, config.layers[0].mlp, _LAYER, WHOLE),
         mlp_out_norm=None,
         own_input=None,
         factor=None,
-        kv_factors=None,
+        kv_scale_values=None,
     )
     weights = ModelWeights(
-        embedding=reader.join(Piece("embed_tokens.weight")) if own_embedding else of_large.embedding,
+        embedding=reader.join(TensorPart("embed_tokens.weight")) if own_embedding else of_large.embedding,
         layers=(layer,),
-        final_norm=reader.join(Piece("norm.weight")),
-        head=reader.join(Piece("lm_head.weight")),
+        final_norm=reader.join(TensorPart("norm.weight")),
+        head=reader.join(TensorPart("lm_head.weight")),
     )
     return Eagle3Weights(
         LoadedModel(config, weights, None, ONE_RANK),
-        reader.join(Piece(FC)),
-        reader.join(Piece(f"{_LAYER}hidden_norm.weight")),
+        reader.join(TensorPart(FC)),
+        reader.join(TensorPart(f"{_LAYER}hidden_norm.weight")),
         token_of.to(torch.int32).to(of_large.device),
         layers,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LayerConfig, ModelConfig, OwnInputs
-from rocm_attn.models.tensors import Piece, Shape, TensorReader, TensorSource
+from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
@@ -81,7 +81,7 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
     reader = TensorReader(source, {FC: shape}, weights.dtype, weights.device)
     of_head = replace(of_head, embedding=weights.embedding, final_norm=weights.final_norm, head=weights.head)
     config = replace(config, vocab_size=large.config.vocab_size)
-    return EagleWeights(LoadedModel(config, of_head, None, ONE_RANK), reader.join(Piece(FC)))
+    return EagleWeights(LoadedModel(config, of_head, None, ONE_RANK), reader.join(TensorPart(FC)))
 
 
 class EagleHead:

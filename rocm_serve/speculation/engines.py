@@ -19,6 +19,7 @@ from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.draft_runners import DraftRunners, drafts_of, num_levels
+from rocm_serve.speculation.draft_tokens import DraftTokenMaker, LookedUp, ModelDraftTokens
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, Eagle3Weights, is_eagle3, load_head3, seeded_head3
@@ -26,7 +27,6 @@ from rocm_serve.speculation.eagle_head import EagleHead, EagleWeights, load_head
 from rocm_serve.speculation.last_rows import HandingOver
 from rocm_serve.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3
 from rocm_serve.speculation.ngrams import NgramDrafter
-from rocm_serve.speculation.round_drafts import Guesses, LookedUp, ModelGuesses
 from rocm_serve.speculation.speculation import NOTHING_DRAWN, Drafter
 
 
@@ -97,10 +97,10 @@ def drafter_of(
     return NgramDrafter(options.topk)
 
 
-def guesses_of(drafter: Drafter, options: EngineOptions, runtime: AttentionRuntime) -> Guesses:
+def draft_tokens_of(drafter: Drafter, options: EngineOptions, runtime: AttentionRuntime) -> DraftTokenMaker:
     """Makes the draft tokens of rounds on the device, for an engine that has such rounds."""
     if isinstance(drafter, ModelDrafter | EagleDrafter):
-        return ModelGuesses(drafter, runtime, options.draft_tokens)
+        return ModelDraftTokens(drafter, runtime, options.draft_tokens)
     return LookedUp(options.max_batch_size, runtime.device)
 
 

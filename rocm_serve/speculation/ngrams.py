@@ -12,10 +12,10 @@ from collections.abc import Sequence as Many
 from itertools import pairwise
 
 from rocm_attn.capture.graphs import Progress
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.drafts import Drafts
-from rocm_serve.taking import Taken
+from rocm_serve.speculation.drafts import DraftTree
 
 # The last two tokens are looked up: one is too little evidence. Places with the most equal tokens before them are
 # taken, counted up to this number.
@@ -31,13 +31,13 @@ class NgramDrafter:
         self._num_branches = num_branches
         self._texts: dict[int, _Text] = {}
 
-    def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Set[int]) -> dict[int, Drafts]:
+    def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Set[int]) -> dict[int, DraftTree]:
         """Like Drafter.draft."""
         texts = self._texts
         if not texts.keys() <= alive:
             for number in texts.keys() - alive:
                 del texts[number]
-        found: dict[int, Drafts] = {}
+        found: dict[int, DraftTree] = {}
         for sequence, most in decoding:
             number = sequence.number
             text = texts.get(number)
@@ -46,11 +46,11 @@ class NgramDrafter:
             if self._num_branches == 1:
                 chain = text.continuation(sequence.token_ids, most)
                 if chain:
-                    found[number] = Drafts.chain(tuple(chain))
+                    found[number] = DraftTree.chain(tuple(chain))
                 continue
             branches = text.continuations(sequence.token_ids, most, self._num_branches)
             if branches:
-                found[number] = Drafts.tree(branches, most)
+                found[number] = DraftTree.tree(branches, most)
         return found
 
     @property
@@ -58,7 +58,7 @@ class NgramDrafter:
         """Like Drafter.looks_up."""
         return self._num_branches == 1
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Drafter.follow: draft() finds new tokens by itself."""
 
     def capture_all(self, progress: Progress) -> None:
@@ -71,24 +71,24 @@ class _Text:
     One entry per token: a long prompt is indexed in the step after it, and must not delay the other sequences.
     """
 
-    __slots__ = ("_num_guessed", "_num_seen", "_place", "_places")
+    __slots__ = ("_num_drafted", "_num_seen", "_place", "_places")
 
     def __init__(self) -> None:
         self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._num_seen = 1
         self._place = 0  # found by the last continuation(); 0: nothing
-        self._num_guessed = 0  # tokens that there were then
+        self._num_drafted = 0  # tokens that there were then
 
     def continuation(self, token_ids: list[int], most: int) -> list[int]:
         """The tokens after an earlier occurrence of the last ones. A text that followed its drafts continues there.
 
         Among several places, the last one with the most equal tokens before it is used.
         """
-        before, num = self._place, self._num_guessed
+        before, num = self._place, self._num_drafted
         place = before + len(token_ids) - num
         if not before or token_ids[num:] != token_ids[before:place]:
             place = self._found(token_ids)
-        self._place, self._num_guessed = place, len(token_ids)
+        self._place, self._num_drafted = place, len(token_ids)
         return _copied(token_ids, place, most) if place else []
 
     def _found(self, token_ids: list[int]) -> int:

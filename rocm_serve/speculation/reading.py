@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.kernels.sampling.row_results import ALL_ZERO
 from rocm_serve.request import Sequence
-from rocm_serve.sampling.sampling import Found
+from rocm_serve.sampling.sampling import PickedRows
 
 # Rounds that are launched and not read when the next one is: as many as the device runs in this time, within these
 # bounds. Tokens wait about as long to be returned, and new requests to begin.
@@ -30,9 +30,9 @@ class Pace:
     def __init__(self) -> None:
         self.num_ahead = FEWEST_AHEAD
 
-    def note(self, seconds: float, num_rounds: int) -> None:
-        """Notes that num_rounds rounds were read in that time."""
-        wanted = int(AHEAD_SECONDS * num_rounds / seconds) if seconds > 0 else MOST_AHEAD
+    def note(self, seconds: float, num_speculative_steps: int) -> None:
+        """Notes that num_speculative_steps rounds were read in that time."""
+        wanted = int(AHEAD_SECONDS * num_speculative_steps / seconds) if seconds > 0 else MOST_AHEAD
         self.num_ahead = min(max(wanted, FEWEST_AHEAD), MOST_AHEAD)
 
     @property
@@ -70,44 +70,44 @@ class Together(NamedTuple):
     token_ids:  per sequence, of all these rounds
     num_tokens: of all sequences
     kv_len:     int32 [n] of the round after them
-    told:       by the last one, see GuessedRound
+    emitted:       by the last one, see GuessedRound
     """
 
     number: int
-    num_rounds: int
+    num_speculative_steps: int
     first: list[int]
     token_ids: list[list[int]]
     num_tokens: int
     kv_len: Int32Array
-    told: Int32Array
+    emitted: Int32Array
 
 
-def are_picked(found: Found) -> bool:
+def are_picked(found: PickedRows) -> bool:
     """True if a token was picked in every row."""
     ids, best = found
     # The largest logit of a row with NaN is NaN.
     return not (ids == ALL_ZERO).any() and bool(np.logical_and.reduce(np.isfinite(best)))
 
 
-def is_clean(told: Int32Array, found: Found, *, may_fault: bool) -> bool:
+def is_clean(emitted: Int32Array, found: PickedRows, *, may_fault: bool) -> bool:
     """True if a token was picked in every row of a round, and it reported no fault or may_fault is set.
 
-    told: see GuessedRound
+    emitted: see GuessedRound
     """
-    return (may_fault or not told[:, 2].any()) and are_picked(found)
+    return (may_fault or not emitted[:, 2].any()) and are_picked(found)
 
 
-def put_together(token_ids: Many[Int32Array], taken: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:
+def put_together(token_ids: Many[Int32Array], appended: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:
     """The tokens that sequences take of rounds, flat, and per sequence.
 
     token_ids: per round, int32 [n, W]
-    taken:     likewise, int32 [n], the number of them
+    appended:     likewise, int32 [n], the number of them
     """
-    if all((num == token_ids[0].shape[1]).all() for num in taken):  # texts that follow all their drafts
+    if all((num == token_ids[0].shape[1]).all() for num in appended):  # texts that follow all their drafts
         whole = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids, 1)
         return whole.reshape(-1), whole.tolist()
     ids = token_ids[0] if len(token_ids) == 1 else np.stack(token_ids, 1)
-    num = taken[0] if len(taken) == 1 else np.stack(taken, 1)
+    num = appended[0] if len(appended) == 1 else np.stack(appended, 1)
     flat: Int32Array = ids[np.arange(ids.shape[-1], dtype=np.int32) < num[..., None]]
     in_all = num if num.ndim == 1 else num.sum(1)
     tokens, ends = flat.tolist(), in_all.cumsum().tolist()

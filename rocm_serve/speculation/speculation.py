@@ -27,17 +27,17 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.recent_steps import NO_ROUND
-from rocm_serve.request import Asking, Sequence
-from rocm_serve.sampling.asking_picker import AskedTokens, AskingPicker, RowAsk
+from rocm_serve.request import Sequence, SequenceParameters
 from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters, TokensWithLogprobs
 from rocm_serve.sampling.sampling import Draw, PickedTokens
 from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep
-from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
-from rocm_serve.speculation.drawn import Accepted as AcceptedDrawn
+from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
+from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
 from rocm_serve.speculation.reading import Together
-from rocm_serve.taking import Taken
 
 Picks = list[Many[int] | BadLogits]
 # The logprobs of steps in which no request asks for any.
@@ -50,7 +50,7 @@ Decoding = Callable[[int], list[tuple[Sequence, int]]]
 class Drafter(Protocol):
     """Makes draft tokens."""
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Drafts of some sequences, by their requests' numbers.
 
         decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
@@ -63,10 +63,10 @@ class Drafter(Protocol):
         """True if all drafts come from the sequence's own text, as chains without branches."""
         ...
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
 
-        taken: of each of step.picking
+        appended: of each of step.picking
         """
         ...
 
@@ -88,12 +88,12 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def round_number(self) -> int:
+    def speculative_step_number(self) -> int:
         """Its number among rounds that follow from each other; NO_ROUND: it is none of these."""
         ...
 
     @property
-    def tokens(self) -> PickedTokens | AskedTokens | None:
+    def tokens(self) -> PickedTokens | TokensWithLogprobs | None:
         """The tokens after all drafts of a step, if no request asks for logprobs."""
         ...
 
@@ -105,12 +105,12 @@ class StepPicks(Protocol):
 class NoSpeculation:
     """Steps that bring each sequence one token."""
 
-    has_rounds = False
+    has_speculative_steps = False
 
-    def __init__(self, picker: AskingPicker) -> None:
+    def __init__(self, picker: ParameterPicker) -> None:
         self._picker = picker
 
-    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
+    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, DraftTree]:
         """Like Speculation.drafts."""
         return NO_SEQUENCE
 
@@ -120,23 +120,26 @@ class NoSpeculation:
 
     def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
         """Like Speculation.pick. logits: [num_seqs, vocab]"""
-        asking = _asking(step, settle)
+        with_parameters = _with_parameters(step, settle)
         draws = {
             row: step.sequences[row].sampler.draw(step.sequences[row].num_new)
-            for row in step.asking
+            for row in step.with_parameters
             if not step.sequences[row].sampler.is_greedy
         }
         rows = logits[: step.num_picks]
-        if not asking:
+        if not with_parameters:
             return _OneEach(self._picker.plain.pick(rows, draws))
-        asks = {row: asks.of(step.sequences[row], step.sequences[row].num_new) for row, asks in asking.items()}
-        return _OneEachAsked(self._picker.pick(rows, draws, asks))
+        parameters = {
+            row: parameters.of(step.sequences[row], step.sequences[row].num_new)
+            for row, parameters in with_parameters.items()
+        }
+        return _OneEachWithLogprobs(self._picker.pick(rows, draws, parameters))
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens], *, is_followed: bool) -> None:
         """Like Speculation.follow."""
 
-    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
-        """Like Speculation.count_rounds."""
+    def count_speculative_steps(self, step: ScheduledStep, together: Together) -> None:
+        """Like Speculation.count_speculative_steps."""
 
     def capture_all(self, progress: Progress) -> None:
         """Like Speculation.capture_all."""
@@ -150,7 +153,7 @@ class Speculation:
     num_drafts: most drafts per sequence and step
     metrics:    receive counts of drafts
     rejection:  accepts drawn drafts
-    has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
+    has_speculative_steps: whether steps in which all sequences have drafts may go on without the host (device_steps.py)
     branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
     """
 
@@ -158,15 +161,15 @@ class Speculation:
         self,
         drafter: Drafter,
         runtime: AttentionRuntime,
-        picker: AskingPicker,
+        picker: ParameterPicker,
         num_drafts: int,
         metrics: Metrics,
         rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
         *,
-        has_rounds: bool = False,
+        has_speculative_steps: bool = False,
         branches: bool = False,
     ) -> None:
-        self.has_rounds, self._branches = has_rounds, branches
+        self.has_speculative_steps, self._branches = has_speculative_steps, branches
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -178,7 +181,7 @@ class Speculation:
         """Like Drafter.capture_all."""
         self._drafter.capture_all(progress)
 
-    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
+    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, DraftTree]:
         """Drafts for the next step; the tokens of all steps were read.
 
         decoding: Scheduler.decoding
@@ -188,14 +191,14 @@ class Speculation:
         found = self._drafter.draft(sequences, alive)
         if self.looks_up and len(found) < len(sequences) <= 2 * len(found):
             # Steps in which all have drafts can go on without the host; drafts added for the others cost little.
-            guesses = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
-            found = {number: found.get(number, Drafts.chain(ids)) for number, ids in guesses.items()}
+            draft_tokens = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
+            found = {number: found.get(number, DraftTree.chain(ids)) for number, ids in draft_tokens.items()}
         return found
 
     @property
     def looks_up(self) -> bool:
         """Like Drafter.looks_up, if rounds may also follow from each other."""
-        return self.has_rounds and self._drafter.looks_up
+        return self.has_speculative_steps and self._drafter.looks_up
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees if it has any."""
@@ -209,45 +212,45 @@ class Speculation:
         logits: [num_seqs, rows, vocab], of the last tokens of each sequence; in a decode step rows is 1
         settle: reads the tokens of all steps before this one; called if a token depends on them on the host
         """
-        num_rows, asking = logits.shape[1], _asking(step, settle)
+        num_rows, with_parameters = logits.shape[1], _with_parameters(step, settle)
         draws: dict[int, Draw] = {}
-        asks: dict[int, RowAsk] = {}
-        for seq in step.asking:
+        parameters: dict[int, RowParameters] = {}
+        for seq in step.with_parameters:
             sequence = step.sequences[seq]
             depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
             for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
                 if not sequence.sampler.is_greedy:
                     draws[row] = sequence.sampler.draw(sequence.num_new + depth)
-                if seq in asking:
-                    asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
+                if seq in with_parameters:
+                    parameters[row] = with_parameters[seq].of(sequence, sequence.num_new + depth)
         rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, 1)
-        picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
+        picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens], *, is_followed: bool) -> None:
         """Counts a step's drafts and accepted ones, and passes the step to the drafter.
 
-        taken:       of each of step.picking
+        appended:       of each of step.picking
         is_followed: see StepPicks
         """
         if not is_followed:
-            self._drafter.follow(step, taken)
+            self._drafter.follow(step, appended)
         # Nothing was verified of a sequence that has ended since the step was launched.
-        verified = num_drafts = num_taken = 0
+        verified = num_drafts = num_appended = 0
         for seq, drafts in step.drafts.items():
-            token_ids = taken[seq].token_ids
+            token_ids = appended[seq].token_ids
             if token_ids:
                 verified += 1
                 num_drafts += len(drafts.token_ids)
-                num_taken += len(token_ids)
+                num_appended += len(token_ids)
         metrics = self._metrics
         metrics.verifications += verified
         metrics.drafts += num_drafts
-        metrics.accepted_drafts += num_taken - verified
+        metrics.accepted_drafts += num_appended - verified
 
-    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+    def count_speculative_steps(self, step: ScheduledStep, together: Together) -> None:
         """Like follow(), for rounds that were read together. The drafter needs no call for them."""
-        verified = together.num_rounds * step.num_picks
+        verified = together.num_speculative_steps * step.num_picks
         metrics = self._metrics
         metrics.verifications += verified
         metrics.drafts += verified * self._num_drafts
@@ -257,7 +260,7 @@ class Speculation:
 class _OneEach:
     """Picks of one token per sequence."""
 
-    is_followed, round_number = False, NO_ROUND
+    is_followed, speculative_step_number = False, NO_ROUND
     tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
@@ -272,13 +275,13 @@ class _OneEach:
         return NO_LOGPROBS_OF
 
 
-class _OneEachAsked:
+class _OneEachWithLogprobs:
     """Picks of one token per sequence, some with logprobs or shaped rows."""
 
-    is_followed, round_number = False, NO_ROUND
+    is_followed, speculative_step_number = False, NO_ROUND
     tokens = None
 
-    def __init__(self, picked: AskedTokens) -> None:
+    def __init__(self, picked: TokensWithLogprobs) -> None:
         self._picked = picked
         self._found: list[int | BadLogits] = []
 
@@ -289,7 +292,7 @@ class _OneEachAsked:
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """Like StepPicks.logprobs."""
-        return {row: (told,) for row, told in self._picked.logprobs(self._found).items()}
+        return {row: (emitted,) for row, emitted in self._picked.logprobs(self._found).items()}
 
 
 class _Verified:
@@ -300,11 +303,11 @@ class _Verified:
     drawn:    acceptance of drawn drafts
     """
 
-    is_followed, round_number = False, NO_ROUND
+    is_followed, speculative_step_number = False, NO_ROUND
 
     def __init__(
         self,
-        picked: PickedTokens | AskedTokens,
+        picked: PickedTokens | TokensWithLogprobs,
         step: ScheduledStep,
         num_rows: int,
         runtime: AttentionRuntime,
@@ -317,7 +320,7 @@ class _Verified:
         self._may_have_moved = False
 
     @property
-    def tokens(self) -> PickedTokens | AskedTokens | None:
+    def tokens(self) -> PickedTokens | TokensWithLogprobs | None:
         """Like StepPicks.tokens."""
         picked = self._picked
         return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
@@ -360,11 +363,11 @@ class _Verified:
         """Like StepPicks.logprobs."""
         if isinstance(self._picked, PickedTokens):
             return NO_LOGPROBS_OF
-        told, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
+        emitted, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
         for seq, path in enumerate(self._paths):
             first = (seq + 1) * self._num_rows - 1 - len(self._step.drafts.get(seq, NO_DRAFTS))
-            if first in told:
-                found[seq] = [told[first], *(told[first + 1 + draft] for draft in path)]
+            if first in emitted:
+                found[seq] = [emitted[first], *(emitted[first + 1 + draft] for draft in path)]
         return found
 
     def _move(self, paths: Mapping[int, Many[int]]) -> None:
@@ -381,16 +384,20 @@ class _Verified:
         self._runtime.move_accepted(accepted, seqs)
 
 
-def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:
-    """Place among step.picking -> the Asking of its sequence. settle: see Speculation.pick"""
-    if not step.asking:
+def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SequenceParameters]:
+    """Place among step.picking -> the SequenceParameters of its sequence. settle: see Speculation.pick"""
+    if not step.with_parameters:
         return {}
-    asking = {seq: asks for seq in step.asking if (asks := step.sequences[seq].asks) is not None}
-    if asking and any(asks.needs_tokens for asks in asking.values()):
+    with_parameters = {
+        seq: parameters for seq in step.with_parameters if (parameters := step.sequences[seq].parameters) is not None
+    }
+    if with_parameters and any(parameters.needs_tokens for parameters in with_parameters.values()):
         settle()  # the step itself runs on the device meanwhile
         # A sequence that has ended with the step before takes nothing of this one.
-        asking = {seq: asks for seq, asks in asking.items() if step.sequences[seq].row != RESERVED_ROW}
-    return asking
+        with_parameters = {
+            seq: parameters for seq, parameters in with_parameters.items() if step.sequences[seq].row != RESERVED_ROW
+        }
+    return with_parameters
 
 
 def _parents(step: ScheduledStep) -> Int32Array:
@@ -411,7 +418,7 @@ def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tup
     return first if isinstance(first, BadLogits) else BadLogits("no token can be sampled: no probability is left"), []
 
 
-def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, Many[int]]:
+def _found_right(rows: Many[int | BadLogits], drafts: DraftTree) -> tuple[Many[int] | BadLogits, Many[int]]:
     """The tokens from a sequence's last one on, and the drafts of all but the last of them.
 
     rows: the picks after the last token, and after each draft
@@ -420,11 +427,11 @@ def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int]
     tokens: list[int] = []
     path: list[int] = []
     if drafts.is_chain:
-        guessed = drafts.token_ids
-        num = len(guessed)
-        if guessed != tuple(rows[:num]):  # no draft is BadLogits
+        drafted = drafts.token_ids
+        num = len(drafted)
+        if drafted != tuple(rows[:num]):  # no draft is BadLogits
             num = 0
-            while guessed[num] == rows[num]:
+            while drafted[num] == rows[num]:
                 num += 1
         last = rows[num]
         if not isinstance(last, BadLogits):

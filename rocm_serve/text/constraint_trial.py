@@ -3,7 +3,8 @@
 A few short constraints take minutes, or gigabytes, to compile, and a thread that compiles one cannot be ended. The
 kernel ends this process if a constraint takes too much. The server then starts another one.
 
-It reads lines of JSON, first a Tokens and then one Constraint after another, and answers each constraint with a line.
+It reads lines of JSON, first a TrialTokens and then one Constraint after another, and answers each constraint with a
+line.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GIB = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TrialTokens:
     """The tokens that constraints are tried on.
 
     tokenizer:  as tokenizers.Tokenizer.to_str() writes it
@@ -38,13 +39,13 @@ class Tokens:
     vocab_size: int
 
 
-class Trial:
+class TrialProcess:
     """The process, as its owner sees it. One thread at a time may use it.
 
     seconds: of a core, that a constraint may take
     """
 
-    def __init__(self, tokens: Tokens, seconds: int) -> None:
+    def __init__(self, tokens: TrialTokens, seconds: int) -> None:
         self._seconds = seconds
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run; run()"]
         # A session of its own: Ctrl-C goes to all processes of a terminal, and the owner still answers its clients.
@@ -53,7 +54,10 @@ class Trial:
         self._send(asdict(tokens))
 
     def check(self, constraint: Constraint) -> None:
-        """Raises BadRequest if a constraint cannot be used. If has_ended is True afterwards, make another Trial."""
+        """Raises BadRequest if a constraint cannot be used.
+
+        If has_ended is True afterwards, make another TrialProcess.
+        """
         self._send({"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds})
         answer = _of(self._process.stdout).readline()
         if not answer:
@@ -113,10 +117,10 @@ def run() -> None:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _lower(resource.RLIMIT_AS, taken + (_GIB << 30))
     for line in sys.stdin:
-        asked = json.loads(line)
+        requested = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + asked["seconds"])
-        answer = why or _why_not(tokens, Constraint(asked["kind"], asked["text"]))
+        _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + requested["seconds"])
+        answer = why or _why_not(tokens, Constraint(requested["kind"], requested["text"]))
         print(json.dumps(answer), flush=True)
 
 

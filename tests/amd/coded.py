@@ -19,8 +19,8 @@ def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
     largest = torch.finfo(dtype).max
     rows = rows.float().nan_to_num(0.0, 0.0, 0.0)
     if problem.kv_scales is Scales.TOKEN:
-        factor = torch.maximum(rows.abs().amax(-1, keepdim=True) * (1 / largest), torch.tensor(2.0**-100))
+        scale_value = torch.maximum(rows.abs().amax(-1, keepdim=True) * (1 / largest), torch.tensor(2.0**-100))
     else:
         assert scale is not None
-        factor = scale.expand(rows.shape[1])[:, None]
-    return (rows * factor.reciprocal()).clamp(-largest, largest).to(dtype).float() * factor
+        scale_value = scale.expand(rows.shape[1])[:, None]
+    return (rows * scale_value.reciprocal()).clamp(-largest, largest).to(dtype).float() * scale_value

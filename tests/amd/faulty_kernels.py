@@ -47,6 +47,6 @@ def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged) -> Guard
 
 def faulty(fault: Fault, selection: Selection) -> Selection:
     kernels = {
-        kind: LayerKernel(kernel.row, FaultyKernel(kernel.bound, fault)) for kind, kernel in selection.kernels.items()
+        kind: LayerKernel(kernel.entry, FaultyKernel(kernel.bound, fault)) for kind, kernel in selection.kernels.items()
     }
     return replace(selection, kernels=kernels)

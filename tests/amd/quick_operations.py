@@ -34,16 +34,16 @@ def remember_types() -> None:
         return types[key]
 
     def checked(self: Any, one: Any, other: Any, *options: Any, **named: Any) -> Any:
-        asked = *options, *named.items()
+        requested = *options, *named.items()
         if type(one) is core.tensor and type(other) is core.tensor:
-            pair = one.dtype.name, other.dtype.name, asked
+            pair = one.dtype.name, other.dtype.name, requested
             if stays.get(pair):
                 return self.broadcast_impl_value(one, other)
             made = check(self, one, other, *options, **named)
             stays[pair] = all(was.dtype == now.dtype for was, now in zip((one, other), made, strict=True))
             return made
         if type(one) is core.tensor and type(other) in _NUMBERS:
-            key = _key(other), one.dtype.name, id(one.shape), asked, True
+            key = _key(other), one.dtype.name, id(one.shape), requested, True
             if key in beside.known:
                 return one, beside.known[key]
             made = check(self, one, other, *options, **named)
@@ -51,7 +51,7 @@ def remember_types() -> None:
                 beside.keep(key, made[1])
             return made
         if type(other) is core.tensor and type(one) in _NUMBERS:
-            key = _key(one), other.dtype.name, id(other.shape), asked, False
+            key = _key(one), other.dtype.name, id(other.shape), requested, False
             if key in beside.known:
                 return beside.known[key], other
             made = check(self, one, other, *options, **named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
 
 DISTRIBUTION = "amd-aiter"
@@ -24,7 +24,7 @@ _AMD_ONLY = "no AMD GPU and no torch for ROCm"
 _NO_AITER = "AITER is not installed; Triton's kernels are used"
 
 
-def _package(machine: Machine) -> Verdict:
+def _package(machine: Machine) -> Diagnosis:
     copy = machine.imported_aiter
     stranger = machine.versions_of(STRANGER)
     if (copy is not None and not copy.is_amds) or (stranger and copy is None):
@@ -45,7 +45,7 @@ def _package(machine: Machine) -> Verdict:
     return ok(f"amd-aiter {versions[0]}" if versions else f"AITER from source in {copy.path}")
 
 
-def _copies(machine: Machine) -> Verdict:
+def _copies(machine: Machine) -> Diagnosis:
     ours = [copy.path for copy in machine.aiter if copy.is_amds]
     if len(ours) < 2:
         return ok("one AITER") if ours else skipped(_NO_AITER)
@@ -55,7 +55,7 @@ def _copies(machine: Machine) -> Verdict:
     )
 
 
-def _release(machine: Machine) -> Verdict:
+def _release(machine: Machine) -> Diagnosis:
     versions = machine.versions_of(DISTRIBUTION)
     if not versions:
         return skipped("amd-aiter is not installed as a distribution")
@@ -86,7 +86,7 @@ def _dotted(name: str) -> Release:
     return (int(name[:length]), *(int(digit) for digit in name[length:]))
 
 
-def _requirements(machine: Machine) -> Verdict:
+def _requirements(machine: Machine) -> Diagnosis:
     (*_, aiter) = [None, *(found for found in machine.distributions if found.name == DISTRIBUTION)]
     if aiter is None:
         return skipped("amd-aiter is not installed as a distribution")
@@ -100,7 +100,7 @@ def _requirements(machine: Machine) -> Verdict:
     return ok("all dependencies of amd-aiter are installed")
 
 
-def _modules_load(machine: Machine) -> Verdict:
+def _modules_load(machine: Machine) -> Diagnosis:
     modules = _all_modules(machine)
     broken = [module for module in modules if module.error]
     if not modules:
@@ -116,7 +116,7 @@ def _modules_load(machine: Machine) -> Verdict:
     return ok(f"all {len(modules)} compiled modules of AITER can be loaded")
 
 
-def _entry_points(machine: Machine) -> Verdict:
+def _entry_points(machine: Machine) -> Diagnosis:
     copy = _amds(machine)
     if copy is None:
         return skipped(_NO_AITER)
@@ -128,14 +128,14 @@ def _entry_points(machine: Machine) -> Verdict:
     return ok("every attention function that may be called is defined")
 
 
-def _archs(machine: Machine) -> Verdict:
+def _archs(machine: Machine) -> Diagnosis:
     if _amds(machine) is None or not machine.amd_gpus:
         return skipped(_NO_AITER if machine.amd_gpus else _AMD_ONLY)
-    asked = machine.environment.get("GPU_ARCHS", "native").replace(" ", "").split(";")
-    lacking = [arch for arch in dict.fromkeys(machine.amd_gpus) if "native" not in asked and arch not in asked]
+    requested = machine.environment.get("GPU_ARCHS", "native").replace(" ", "").split(";")
+    lacking = [arch for arch in dict.fromkeys(machine.amd_gpus) if "native" not in requested and arch not in requested]
     if lacking:
         return problem(
-            f"GPU_ARCHS is {';'.join(asked)!r} and the GPU is {', '.join(lacking)}: AITER compiles for another GPU",
+            f"GPU_ARCHS is {';'.join(requested)!r} and the GPU is {', '.join(lacking)}: AITER compiles for another GPU",
             "unset GPU_ARCHS, or name the GPU in it",
         )
     others = [m for m in _all_modules(machine) if m.archs and not set(machine.amd_gpus) <= set(m.archs)]
@@ -148,7 +148,7 @@ def _archs(machine: Machine) -> Verdict:
     return ok("AITER compiles for this machine's GPU")
 
 
-def _stale(machine: Machine) -> Verdict:
+def _stale(machine: Machine) -> Diagnosis:
     copy = _amds(machine)
     if copy is None or not machine.aiter_jit:
         return skipped("AITER has compiled nothing on this machine")
@@ -161,7 +161,7 @@ def _stale(machine: Machine) -> Verdict:
     return ok(f"the {len(machine.aiter_jit)} modules in AITER's cache are newer than AITER")
 
 
-def _prebuilt(machine: Machine) -> Verdict:
+def _prebuilt(machine: Machine) -> Diagnosis:
     if _amds(machine) is None or not machine.is_amd:
         return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
     modules = _all_modules(machine)
@@ -173,7 +173,7 @@ def _prebuilt(machine: Machine) -> Verdict:
     return ok(f"{len(modules)} modules of AITER are compiled")
 
 
-def _jit_dir(machine: Machine) -> Verdict:
+def _jit_dir(machine: Machine) -> Diagnosis:
     copy, chosen = _amds(machine), machine.environment.get("AITER_JIT_DIR", "")
     if copy is None:
         return skipped(_NO_AITER)
@@ -196,7 +196,7 @@ def _jit_dir(machine: Machine) -> Verdict:
     return ok(f"AITER's modules are in {chosen}")
 
 
-def _compiler(machine: Machine) -> Verdict:
+def _compiler(machine: Machine) -> Diagnosis:
     if _amds(machine) is None or not machine.is_amd:
         return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
     if machine.hipcc:
@@ -207,7 +207,7 @@ def _compiler(machine: Machine) -> Verdict:
     )
 
 
-def _locks(machine: Machine) -> Verdict:
+def _locks(machine: Machine) -> Diagnosis:
     if not machine.leftover_locks:
         return ok("no build lock was left over")
     return problem(
@@ -227,30 +227,30 @@ def _all_modules(machine: Machine) -> tuple[AiterModule, ...]:
 
 
 CHECKS = (
-    Check("aiter-package", "is the package aiter AMD's?", "Hyperloom#1508", True, _package),
-    Check("aiter-copies", "is AITER installed once?", "aiter#4437", True, _copies),
-    Check(
+    MachineCheck("aiter-package", "is the package aiter AMD's?", "Hyperloom#1508", True, _package),
+    MachineCheck("aiter-copies", "is AITER installed once?", "aiter#4437", True, _copies),
+    MachineCheck(
         "aiter-release",
         "AITER's release, and the ROCm release that it is built for",
         "vllm#39485, flashinfer-amd#277",
         True,
         _release,
     ),
-    Check("aiter-requirements", "AITER's dependencies", "ATOM#13, flashinfer-amd#277", True, _requirements),
-    Check(
+    MachineCheck("aiter-requirements", "AITER's dependencies", "ATOM#13, flashinfer-amd#277", True, _requirements),
+    MachineCheck(
         "aiter-modules",
         "can AITER's compiled modules be loaded?",
         "aiter#2864, aiter#2870, aiter#5312",
         True,
         _modules_load,
     ),
-    Check(
+    MachineCheck(
         "aiter-entry-points", "does AITER have its attention functions?", "aiter#3049, aiter#3219", True, _entry_points
     ),
-    Check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
-    Check("aiter-stale", "modules older than the installed AITER", "aiter#4437", True, _stale),
-    Check("aiter-prebuilt", "are AITER's modules compiled?", "sglang#34586, aiter#3706", False, _prebuilt),
-    Check("aiter-jit-dir", "can AITER load its compiled modules?", "aiter#887", True, _jit_dir),
-    Check("aiter-compiler", "can AITER compile?", "aiter#5264", True, _compiler),
-    Check("aiter-locks", "locks of killed builds", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
+    MachineCheck("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
+    MachineCheck("aiter-stale", "modules older than the installed AITER", "aiter#4437", True, _stale),
+    MachineCheck("aiter-prebuilt", "are AITER's modules compiled?", "sglang#34586, aiter#3706", False, _prebuilt),
+    MachineCheck("aiter-jit-dir", "can AITER load its compiled modules?", "aiter#887", True, _jit_dir),
+    MachineCheck("aiter-compiler", "can AITER compile?", "aiter#5264", True, _compiler),
+    MachineCheck("aiter-locks", "locks of killed builds", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
 )

@@ -19,7 +19,7 @@ class Severity(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """The verdict of one check on a machine, in sentences.
 
     found: what the check found
@@ -35,28 +35,28 @@ class Verdict:
         assert bad == bool(self.fix), f"a verdict names a fix exactly where something is wrong: {self}"
 
 
-def ok(found: str) -> Verdict:
+def ok(found: str) -> Diagnosis:
     """A verdict: nothing is wrong."""
-    return Verdict(Severity.OK, found)
+    return Diagnosis(Severity.OK, found)
 
 
-def skipped(why: str) -> Verdict:
+def skipped(why: str) -> Diagnosis:
     """A verdict: the check does not apply to this machine."""
-    return Verdict(Severity.SKIPPED, why)
+    return Diagnosis(Severity.SKIPPED, why)
 
 
-def warning(found: str, fix: str) -> Verdict:
+def warning(found: str, fix: str) -> Diagnosis:
     """A verdict: something costs time or may become a problem later."""
-    return Verdict(Severity.WARNING, found, fix)
+    return Diagnosis(Severity.WARNING, found, fix)
 
 
-def problem(found: str, fix: str) -> Verdict:
+def problem(found: str, fix: str) -> Diagnosis:
     """A verdict: something makes wrong results, a crash or a hang likely."""
-    return Verdict(Severity.PROBLEM, found, fix)
+    return Diagnosis(Severity.PROBLEM, found, fix)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class MachineCheck:
     """A check for one known fault.
 
     looks_at:   what it checks, in words
@@ -69,15 +69,15 @@ class Check:
     looks_at: str
     report: str
     at_build: bool
-    examine: Callable[[Machine], Verdict]
+    examine: Callable[[Machine], Diagnosis]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A check's verdict on a machine."""
 
-    check: Check
-    verdict: Verdict
+    check: MachineCheck
+    verdict: Diagnosis
 
     @property
     def severity(self) -> Severity:

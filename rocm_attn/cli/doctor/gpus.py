@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Machine, TorchBuild
 
 KFD = "/dev/kfd"
@@ -14,7 +14,7 @@ _NO_AMD_GPU = "the kernel lists no AMD GPU"
 _HIP, _CUDA, _ROCR = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
-def _nodes(machine: Machine) -> Verdict:
+def _nodes(machine: Machine) -> Diagnosis:
     if not machine.amd_gpus:
         return skipped(_NO_AMD_GPU)
     paths = {node.path for node in machine.nodes}
@@ -36,7 +36,7 @@ def _nodes(machine: Machine) -> Verdict:
     return ok(f"{KFD} and {len(paths) - 1} render nodes can be used")
 
 
-def _visible(machine: Machine) -> Verdict:
+def _visible(machine: Machine) -> Diagnosis:
     if not machine.has_gpu:
         return skipped("no GPU is visible")
     given = {name: machine.environment[name] for name in (_HIP, _CUDA, _ROCR) if name in machine.environment}
@@ -74,7 +74,7 @@ def _beyond_rocr(given: Mapping[str, str]) -> str:
     return ""
 
 
-def _counted(machine: Machine) -> Verdict:
+def _counted(machine: Machine) -> Diagnosis:
     if not isinstance(machine.torch, TorchBuild) or not machine.has_gpu:
         return skipped("there is no GPU, or no torch to count them")
     if any(name in machine.environment for name in (_HIP, _CUDA, _ROCR)):
@@ -92,7 +92,7 @@ def _counted(machine: Machine) -> Verdict:
     )
 
 
-def _arch(machine: Machine) -> Verdict:
+def _arch(machine: Machine) -> Diagnosis:
     if not machine.amd_gpus:
         return skipped(_NO_AMD_GPU)
     pretended = machine.environment.get("HSA_OVERRIDE_GFX_VERSION")
@@ -115,8 +115,8 @@ def _arch(machine: Machine) -> Verdict:
 
 
 CHECKS = (
-    Check("gpu-nodes", "access to the device files of AMD GPUs", "sglang#9603, aiter#4800", False, _nodes),
-    Check("visible-devices", "variables that select GPUs", "vllm's refusal of clashing values", False, _visible),
-    Check("gpu-count", "does torch see the GPUs?", "legacy-rocm-build#5656", False, _counted),
-    Check("gpu-arch", "the GPUs' archs", "TheRock#8151, aiter#1436, vllm#22795", False, _arch),
+    MachineCheck("gpu-nodes", "access to the device files of AMD GPUs", "sglang#9603, aiter#4800", False, _nodes),
+    MachineCheck("visible-devices", "variables that select GPUs", "vllm's refusal of clashing values", False, _visible),
+    MachineCheck("gpu-count", "does torch see the GPUs?", "legacy-rocm-build#5656", False, _counted),
+    MachineCheck("gpu-arch", "the GPUs' archs", "TheRock#8151, aiter#1436, vllm#22795", False, _arch),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Folder, Machine
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import DISABLE_GUARDS, read_settings
@@ -28,7 +28,7 @@ _DEBUG = {
 _ENGINE_SWITCHES = {"vllm": "VLLM_ROCM_USE_AITER", "sglang": "SGLANG_USE_AITER"}
 
 
-def _caches(machine: Machine) -> Verdict:
+def _caches(machine: Machine) -> Diagnosis:
     closed = [folder for folder in machine.folders if not folder.writable]
     if closed:
         folder = closed[0]
@@ -41,7 +41,7 @@ def _caches(machine: Machine) -> Verdict:
     return ok(f"{_named(machine.folders)} are writable")
 
 
-def _cache_filesystem(machine: Machine) -> Verdict:
+def _cache_filesystem(machine: Machine) -> Diagnosis:
     remote = [folder for folder in machine.folders if folder.filesystem.startswith(_NETWORK_FILESYSTEMS)]
     if remote:
         return warning(
@@ -52,7 +52,7 @@ def _cache_filesystem(machine: Machine) -> Verdict:
     return ok("caches are on local disks")
 
 
-def _cache_space(machine: Machine) -> Verdict:
+def _cache_space(machine: Machine) -> Diagnosis:
     full = [folder for folder in machine.folders if folder.free_bytes < _MIN_FREE_BYTES]
     if full:
         return warning(
@@ -62,7 +62,7 @@ def _cache_space(machine: Machine) -> Verdict:
     return ok(f"the caches have at least {_MIN_FREE_BYTES >> 30} GiB free")
 
 
-def _allocator(machine: Machine) -> Verdict:
+def _allocator(machine: Machine) -> Diagnosis:
     if not machine.is_amd:
         return skipped(_NO_AMD)
     for name in _ALLOCATOR:
@@ -76,7 +76,7 @@ def _allocator(machine: Machine) -> Verdict:
     return ok("the allocator does not use expandable segments")
 
 
-def _numa_balancing(machine: Machine) -> Verdict:
+def _numa_balancing(machine: Machine) -> Diagnosis:
     if not machine.is_amd:
         return skipped(_NO_AMD)
     if machine.numa_balancing in ("", "0"):
@@ -88,7 +88,7 @@ def _numa_balancing(machine: Machine) -> Verdict:
     )
 
 
-def _shared_memory(machine: Machine) -> Verdict:
+def _shared_memory(machine: Machine) -> Diagnosis:
     if not machine.is_amd:
         return skipped(_NO_AMD)
     if machine.shm_bytes >= _MIN_SHM_BYTES:
@@ -99,7 +99,7 @@ def _shared_memory(machine: Machine) -> Verdict:
     )
 
 
-def _debug_switches(machine: Machine) -> Verdict:
+def _debug_switches(machine: Machine) -> Diagnosis:
     environment = machine.environment
     on = [f"{name}={environment[name]}" for name, off in _DEBUG.items() if environment.get(name, off) not in ("", off)]
     if on:
@@ -108,7 +108,7 @@ def _debug_switches(machine: Machine) -> Verdict:
     return ok("no debugging variable is set")
 
 
-def _settings(machine: Machine) -> Verdict:
+def _settings(machine: Machine) -> Diagnosis:
     try:
         settings = read_settings(machine.environment)
     except BadSetting as error:
@@ -120,7 +120,7 @@ def _settings(machine: Machine) -> Verdict:
     return ok("all safeguards are on")
 
 
-def _engine_switches(machine: Machine) -> Verdict:
+def _engine_switches(machine: Machine) -> Diagnosis:
     copy = machine.imported_aiter
     if copy is None or not copy.is_amds or not machine.is_amd:
         return skipped("AITER is not installed, or there is no AMD GPU")
@@ -142,13 +142,15 @@ def _named(folders: tuple[Folder, ...]) -> str:
 
 
 CHECKS = (
-    Check("caches", "are the caches of compiled code writable?", "aiter#4800", True, _caches),
-    Check("cache-filesystem", "are caches on a network file system?", "flashinfer#993", False, _cache_filesystem),
-    Check("cache-space", "free space for compiled code", "aiter#2843", False, _cache_space),
-    Check("allocator", "torch's allocator", "pytorch#179930, aiter#4621", True, _allocator),
-    Check("numa-balancing", "the kernel's NUMA balancing", "vllm#32902", False, _numa_balancing),
-    Check("shared-memory", "the size of /dev/shm", "ROCm's run flags", False, _shared_memory),
-    Check("debug-switches", "variables that slow everything down", "aiter#5264", True, _debug_switches),
-    Check("safeguards", "this project's own variables", "docs/guards.md", True, _settings),
-    Check("engine-switches", "do engines use AITER?", "vllm#56945, vllm#46596", True, _engine_switches),
+    MachineCheck("caches", "are the caches of compiled code writable?", "aiter#4800", True, _caches),
+    MachineCheck(
+        "cache-filesystem", "are caches on a network file system?", "flashinfer#993", False, _cache_filesystem
+    ),
+    MachineCheck("cache-space", "free space for compiled code", "aiter#2843", False, _cache_space),
+    MachineCheck("allocator", "torch's allocator", "pytorch#179930, aiter#4621", True, _allocator),
+    MachineCheck("numa-balancing", "the kernel's NUMA balancing", "vllm#32902", False, _numa_balancing),
+    MachineCheck("shared-memory", "the size of /dev/shm", "ROCm's run flags", False, _shared_memory),
+    MachineCheck("debug-switches", "variables that slow everything down", "aiter#5264", True, _debug_switches),
+    MachineCheck("safeguards", "this project's own variables", "docs/guards.md", True, _settings),
+    MachineCheck("engine-switches", "do engines use AITER?", "vllm#56945, vllm#46596", True, _engine_switches),
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rocm_attn.cli.doctor import aiter_install, gpus, host, rocm_libraries, rocm_release, triton_install
-from rocm_attn.cli.doctor.finding import Check, Finding
+from rocm_attn.cli.doctor.finding import Finding, MachineCheck
 from rocm_attn.cli.doctor.machine import Machine
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[MachineCheck, ...] = (
     *gpus.CHECKS,
     *rocm_release.CHECKS,
     *rocm_libraries.CHECKS,

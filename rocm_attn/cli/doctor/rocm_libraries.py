@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.loaded_libraries import installation_of
 from rocm_attn.cli.doctor.machine import (
     ImportFailure,
@@ -23,7 +23,7 @@ _ONE_RELEASE = (
 )
 
 
-def _loaded_release(machine: Machine) -> Verdict:
+def _loaded_release(machine: Machine) -> Diagnosis:
     torch = machine.torch
     if not isinstance(torch, TorchBuild) or not torch.hip:
         return skipped("torch is not built for ROCm, or cannot be imported")
@@ -52,7 +52,7 @@ def _loaded_release(machine: Machine) -> Verdict:
     return ok(f"{_list(machine.loaded)}{driver}")
 
 
-def _one_installation(machine: Machine) -> Verdict:
+def _one_installation(machine: Machine) -> Diagnosis:
     loaded = () if isinstance(machine.loaded, ImportFailure) else machine.loaded
     if not loaded:
         return skipped("torch has loaded no ROCm library that rocm-attn knows")
@@ -73,7 +73,7 @@ def _one_installation(machine: Machine) -> Verdict:
     )
 
 
-def _triton_hip(machine: Machine) -> Verdict:
+def _triton_hip(machine: Machine) -> Diagnosis:
     named = machine.environment.get("TRITON_LIBHIP_PATH", "")
     if not named:
         return skipped("TRITON_LIBHIP_PATH is not set; Triton uses the HIP runtime that torch has loaded")
@@ -119,19 +119,19 @@ def _place(installation: str) -> str:
 
 
 CHECKS = (
-    Check(
+    MachineCheck(
         "rocm-loaded",
         "the versions of the ROCm libraries that torch loads",
         "rocBLAS#1386, pytorch-builder#1468",
         True,
         _loaded_release,
     ),
-    Check(
+    MachineCheck(
         "rocm-places",
         "are torch's ROCm libraries from one installation?",
         "ROCm/pytorch#1340, rocm-aic#149",
         True,
         _one_installation,
     ),
-    Check("triton-hip", "does Triton use torch's HIP runtime?", "triton#3403, triton#11492", True, _triton_hip),
+    MachineCheck("triton-hip", "does Triton use torch's HIP runtime?", "triton#3403, triton#11492", True, _triton_hip),
 )

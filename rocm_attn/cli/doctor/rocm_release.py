@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor.finding import Check, Severity, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, Severity, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, Release, TorchBuild, release_name
 
 # Aborted captures: sglang#24011, aiter#2941. The first release after the last that is affected.
@@ -15,7 +15,7 @@ _REPORTS_CAPTURE_ERRORS: Release = (7, 14)
 _GOOD_RELEASE = "7.2.4"
 
 
-def _torch_imports(machine: Machine) -> Verdict:
+def _torch_imports(machine: Machine) -> Diagnosis:
     match machine.torch:
         case NotInstalled():
             return problem("torch is not installed", "install the torch that is built for this machine's GPU")
@@ -30,7 +30,7 @@ def _torch_imports(machine: Machine) -> Verdict:
             return ok(f"torch {version}, built for {built}")
 
 
-def _torch_fits_gpus(machine: Machine) -> Verdict:
+def _torch_fits_gpus(machine: Machine) -> Diagnosis:
     torch = machine.torch
     if not isinstance(torch, TorchBuild):
         return skipped("torch cannot be imported")
@@ -51,7 +51,7 @@ def _torch_fits_gpus(machine: Machine) -> Verdict:
     return ok(f"torch is built for this machine's GPUs: {_distinct(machine.amd_gpus or machine.nvidia_gpus)}")
 
 
-def _cuda_leftovers(machine: Machine) -> Verdict:
+def _cuda_leftovers(machine: Machine) -> Diagnosis:
     if not machine.torch_rocm:
         return skipped("torch is not built for ROCm")
     found = sorted({d.name for d in machine.distributions if d.name.startswith("nvidia-") and "cu1" in d.name})
@@ -64,7 +64,7 @@ def _cuda_leftovers(machine: Machine) -> Verdict:
     return ok("no CUDA libraries next to torch for ROCm")
 
 
-def _rocm_release(machine: Machine) -> Verdict:
+def _rocm_release(machine: Machine) -> Diagnosis:
     release = _full_release(machine)
     if not release:
         return skipped("neither a ROCm release nor a torch for ROCm is installed")
@@ -86,7 +86,7 @@ def _rocm_release(machine: Machine) -> Verdict:
         said.append("illegal calls during a capture give no error, so new graphs are compared with eager runs")
     found = f"ROCm {name}" + (f": {'; '.join(said)}" if said else "")
     fix = f"use ROCm {_GOOD_RELEASE} or later, or serve without graphs"
-    return Verdict(severity, found, "" if severity is Severity.OK else fix)
+    return Diagnosis(severity, found, "" if severity is Severity.OK else fix)
 
 
 def _full_release(machine: Machine) -> Release:
@@ -97,7 +97,7 @@ def _full_release(machine: Machine) -> Release:
     return torch
 
 
-def _rocm_releases_match(machine: Machine) -> Verdict:
+def _rocm_releases_match(machine: Machine) -> Diagnosis:
     torch, system = machine.torch_rocm, machine.rocm
     if not torch or not system:
         return skipped("torch is not built for ROCm, or the system has no ROCm of its own")
@@ -115,11 +115,11 @@ def _distinct(names: tuple[str, ...]) -> str:
 
 
 CHECKS = (
-    Check("torch-import", "can torch be imported?", "vllm#39485, sglang#30562", True, _torch_imports),
-    Check("torch-gpus", "is torch built for this machine's GPUs?", "sglang#9603", False, _torch_fits_gpus),
-    Check("cuda-leftovers", "CUDA libraries next to torch for ROCm", "sglang#26345", True, _cuda_leftovers),
-    Check("rocm-release", "known defects of the ROCm release", "sglang#24011, clr#279", True, _rocm_release),
-    Check(
+    MachineCheck("torch-import", "can torch be imported?", "vllm#39485, sglang#30562", True, _torch_imports),
+    MachineCheck("torch-gpus", "is torch built for this machine's GPUs?", "sglang#9603", False, _torch_fits_gpus),
+    MachineCheck("cuda-leftovers", "CUDA libraries next to torch for ROCm", "sglang#26345", True, _cuda_leftovers),
+    MachineCheck("rocm-release", "known defects of the ROCm release", "sglang#24011, clr#279", True, _rocm_release),
+    MachineCheck(
         "rocm-match",
         "do torch and the system have the same ROCm release?",
         "flashinfer-amd#268",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
@@ -10,7 +10,7 @@ _OLDEST = (3, 6)
 _COMES_WITH_TORCH = "install the Triton that your torch requires; torch for ROCm brings its own"
 
 
-def _imports(machine: Machine) -> Verdict:
+def _imports(machine: Machine) -> Diagnosis:
     match machine.triton:
         case TritonBuild(version, backends):
             needed = {"amd"} if machine.amd_gpus else {"nvidia"} if machine.nvidia_gpus else set()
@@ -33,7 +33,7 @@ def _imports(machine: Machine) -> Verdict:
             return skipped("triton is not installed; CPUs work without it")
 
 
-def _copies(machine: Machine) -> Verdict:
+def _copies(machine: Machine) -> Diagnosis:
     found = [d for d in machine.distributions if d.name in TRITON_DISTRIBUTIONS]
     names = ", ".join(f"{d.name} {d.version}" for d in found)
     if len(found) < 2:
@@ -44,7 +44,7 @@ def _copies(machine: Machine) -> Verdict:
     )
 
 
-def _interpreter(machine: Machine) -> Verdict:
+def _interpreter(machine: Machine) -> Diagnosis:
     value = machine.environment.get("TRITON_INTERPRET", "0")
     if value in ("", "0"):
         return ok("Triton compiles its kernels")
@@ -56,7 +56,7 @@ def _interpreter(machine: Machine) -> Verdict:
     )
 
 
-def _c_compiler(machine: Machine) -> Verdict:
+def _c_compiler(machine: Machine) -> Diagnosis:
     if not (machine.has_gpu or machine.torch_rocm):
         return skipped("no GPU: Triton compiles no launcher")
     missing = [
@@ -73,14 +73,14 @@ def _c_compiler(machine: Machine) -> Verdict:
 
 
 CHECKS = (
-    Check(
+    MachineCheck(
         "triton-import",
         "is Triton installed, and does it compile for the GPU?",
         "sglang#34741, triton#10654",
         True,
         _imports,
     ),
-    Check("triton-copies", "is Triton installed once?", "mamba#595, ROCm/triton#626", True, _copies),
-    Check("triton-interpreter", "are kernels compiled?", "this project's tests", True, _interpreter),
-    Check("c-compiler", "the compiler and headers that Triton needs", "sglang#9603", True, _c_compiler),
+    MachineCheck("triton-copies", "is Triton installed once?", "mamba#595, ROCm/triton#626", True, _copies),
+    MachineCheck("triton-interpreter", "are kernels compiled?", "this project's tests", True, _interpreter),
+    MachineCheck("c-compiler", "the compiler and headers that Triton needs", "sglang#9603", True, _c_compiler),
 )

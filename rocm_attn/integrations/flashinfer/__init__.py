@@ -5,7 +5,6 @@ that are not served raise Unsupported with a reason. docs/flashinfer.md lists th
 """
 
 from rocm_attn.integrations.flashinfer import cascade, decode, mla, page, prefill
-from rocm_attn.integrations.flashinfer.asked import use_provider
 from rocm_attn.integrations.flashinfer.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -32,6 +31,7 @@ from rocm_attn.integrations.flashinfer.prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from rocm_attn.integrations.flashinfer.requests import use_provider
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

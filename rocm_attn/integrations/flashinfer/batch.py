@@ -9,13 +9,13 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks, given_cells
-from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host, paged_kv_len
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Int64Array, on_host, paged_kv_len
 from rocm_attn.integrations.flashinfer.page_lists import page_bounds
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BatchCapacity:
     """The size of the largest batch.
 
     num_seqs, num_tokens: of a batch
@@ -28,20 +28,22 @@ class Room:
     num_entries: int
     width: int
 
-    def holds(self, other: Room) -> bool:
+    def holds(self, other: BatchCapacity) -> bool:
         """True if a batch that needs `other` fits."""
         return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
 
-    def grown(self, other: Room) -> Room:
+    def grown(self, other: BatchCapacity) -> BatchCapacity:
         """Returns room for both, rounded up to powers of two."""
-        return Room(*(next_power_of_2(max(getattr(self, name), getattr(other, name), 1)) for name in self.__slots__))
+        return BatchCapacity(
+            *(next_power_of_2(max(getattr(self, name), getattr(other, name), 1)) for name in self.__slots__)
+        )
 
 
-NO_ROOM = Room(0, 0, 0, 0)
+NO_ROOM = BatchCapacity(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PlannedBatch:
     """A planned batch.
 
     pages:    page indices, sequence after sequence; the last list ends at num_entries
@@ -49,16 +51,16 @@ class Batch:
     mask:     bool [cells], the keys that new tokens see, in place of causality
     """
 
-    lengths: Lengths
+    lengths: BatchLengths
     pages: Tensor
     num_entries: int
     page_ids: tuple[int, int]
     mask: Tensor | None = None
 
-    def room(self, page_size: int) -> Room:
+    def room(self, page_size: int) -> BatchCapacity:
         """Returns the room that the batch needs."""
         width = max(1, -(-self.lengths.max_kv_len // page_size))
-        return Room(self.lengths.num_seqs, self.lengths.num_tokens, self.num_entries, width)
+        return BatchCapacity(self.lengths.num_seqs, self.lengths.num_tokens, self.num_entries, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class PagedKVLists:
     last_page_len: Tensor
     seq_lens: Tensor | None = None
 
-    def batch(self, q_indptr: Tensor, page_size: int, masks: Masks = NO_MASKS) -> Batch:
+    def batch(self, q_indptr: Tensor, page_size: int, masks: Masks = NO_MASKS) -> PlannedBatch:
         """Returns the batch with these new tokens of each sequence. Raises BadBatch, BadTensor."""
         given = [q_indptr, self.indptr, self.last_page_len]
         if self.seq_lens is not None:
@@ -84,10 +86,10 @@ class PagedKVLists:
         kv_len = paged_kv_len(indptr, last_page_len, page_size)
         if seq_lens and seq_lens[0].tolist() != kv_len.tolist():
             raise BadBatch(f"seq_lens are {seq_lens[0].tolist()}; indptr and last_page_len say {kv_len.tolist()}")
-        return listed_batch(Lengths(q, indptr[:-1], kv_len), self.indices, indptr, masks)
+        return listed_batch(BatchLengths(q, indptr[:-1], kv_len), self.indices, indptr, masks)
 
 
-def listed_batch(lengths: Lengths, indices: Tensor, indptr: Int64Array, masks: Masks = NO_MASKS) -> Batch:
+def listed_batch(lengths: BatchLengths, indices: Tensor, indptr: Int64Array, masks: Masks = NO_MASKS) -> PlannedBatch:
     """Makes a batch whose lengths are known on the host. Raises BadTensor."""
     count = int(indptr[-1])
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or len(indices) < count:
@@ -96,11 +98,11 @@ def listed_batch(lengths: Lengths, indices: Tensor, indptr: Int64Array, masks: M
             f"with the {count} entries that indptr ends with"
         )
     low, high = on_host(page_bounds(indices, count))[0].tolist()
-    return Batch(lengths, indices, count, (low, high), given_cells(lengths, masks, indices.device))
+    return PlannedBatch(lengths, indices, count, (low, high), given_cells(lengths, masks, indices.device))
 
 
-def token_batch(lengths: Lengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> Batch:
+def token_batch(lengths: BatchLengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> PlannedBatch:
     """Makes a batch whose K and V are token after token, each token a page of its own."""
     num_keys = int(kv_indptr[-1])
     pages = torch.arange(max(num_keys, 1), dtype=torch.int32, device=device)
-    return Batch(lengths, pages, num_keys, (0, num_keys - 1), given_cells(lengths, masks, device))
+    return PlannedBatch(lengths, pages, num_keys, (0, num_keys - 1), given_cells(lengths, masks, device))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor
-from rocm_attn.integrations.flashinfer.asked import Geometry, check_rows
 from rocm_attn.integrations.flashinfer.planned import LOG2_E, Inputs, PlannedAttention
+from rocm_attn.integrations.flashinfer.requests import Geometry, check_rows
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
 
 Scale = float | Tensor | None
@@ -20,7 +20,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RunArguments:
     """Arguments of run() in addition to q, k and v, by FlashInfer's names."""
 
     out: Tensor | None = None
@@ -74,7 +74,7 @@ def attend(
     out_dtype: torch.dtype,
     q: Tensor,
     pages: tuple[Tensor, Tensor],
-    call: Call,
+    call: RunArguments,
 ) -> Result:
     """Returns the output of one call, and its log-sum-exp if asked for. Raises BadTensor, WrongState, Unsupported.
 
@@ -92,13 +92,13 @@ def attend(
     computed = out if is_whole else torch.empty(shape, dtype=geometry.dtype, device=planned.device)
     lse = _lse_rows(call, (num_tokens, geometry.num_q_heads), planned.device)
     k_scale = v_scale = None
-    factor = _number(call.q_scale)
+    scale_value = _number(call.q_scale)
     if geometry.is_coded:
         k_scale, v_scale = _factor(call.k_scale, planned.device), _factor(call.v_scale, planned.device)
     else:
-        factor *= _number(call.k_scale)
+        scale_value *= _number(call.k_scale)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    planned.run(geometry, Inputs(q, *pages, computed, lse, call.sinks, k_scale, v_scale), factor=factor)
+    planned.run(geometry, Inputs(q, *pages, computed, lse, call.sinks, k_scale, v_scale), scale_value=scale_value)
     if computed is not out:
         out.copy_(computed)
     if call.v_scale is not None and v_scale is None:
@@ -109,7 +109,7 @@ def attend(
     return (out, lse) if call.return_lse else out
 
 
-def _lse_rows(call: Call, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+def _lse_rows(call: RunArguments, shape: tuple[int, int], device: torch.device) -> Tensor | None:
     """Returns float32 [tokens, heads], the caller's own memory if given; None if no log-sum-exp is asked for."""
     if call.lse is None:
         return torch.empty(shape, dtype=torch.float32, device=device) if call.return_lse else None
@@ -117,7 +117,7 @@ def _lse_rows(call: Call, shape: tuple[int, int], device: torch.device) -> Tenso
     return call.lse if call.lse_layout == "NH" else call.lse.t()
 
 
-def _finished(lse: Tensor, call: Call) -> Tensor:
+def _finished(lse: Tensor, call: RunArguments) -> Tensor:
     """Converts a natural log to the base and layout that are asked for."""
     if call.lse_base == "log2":
         lse.mul_(LOG2_E)

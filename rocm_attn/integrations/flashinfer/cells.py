@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.integrations.flashinfer.lengths import Lengths
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 
 def seen_cells(
-    lengths: Lengths, mask: Tensor | None, *, causal: bool, window_left: int, device: torch.device
+    lengths: BatchLengths, mask: Tensor | None, *, causal: bool, window_left: int, device: torch.device
 ) -> Tensor:
     """Returns the keys that each token sees of its sequence's KV: bool [cells], at least one cell.
 
@@ -43,7 +43,7 @@ def seen_cells(
     return seen
 
 
-def token_positions(lengths: Lengths) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def token_positions(lengths: BatchLengths) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Returns the position of each new token in its sequence: int64 [tokens]."""
     q_len = lengths.q_len
     first = lengths.kv_len - q_len - lengths.q_indptr[:-1]
@@ -65,7 +65,7 @@ class Masks:
 NO_MASKS = Masks()
 
 
-def given_cells(lengths: Lengths, masks: Masks, device: torch.device) -> Tensor | None:
+def given_cells(lengths: BatchLengths, masks: Masks, device: torch.device) -> Tensor | None:
     """Returns a caller's mask as bool [cells], or None if there is none. Raises BadTensor."""
     if masks.packed is not None:
         return _unpacked(lengths, masks.packed).to(device)
@@ -79,7 +79,7 @@ def given_cells(lengths: Lengths, masks: Masks, device: torch.device) -> Tensor 
     return (masks.custom.reshape(-1) != 0).to(device)
 
 
-def _unpacked(lengths: Lengths, packed: Tensor) -> Tensor:
+def _unpacked(lengths: BatchLengths, packed: Tensor) -> Tensor:
     cells = lengths.q_len * lengths.kv_len
     num_bytes = -(-cells // 8)
     if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) != num_bytes.sum():

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, Unsupported
-from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
-from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, pages_of
+from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, Scale, pages_of
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
@@ -61,8 +61,8 @@ def single_decode_with_kv_cache(
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     Raises Unsupported, BadTensor.
     """
-    call = Call(return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+    call = RunArguments(return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    scores = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
     result = attend_alone(q.unsqueeze(0), as_nhd(k, v, kv_layout), scores, call, causal=True)
     return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))
 
@@ -183,7 +183,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
             causal=True,
             deterministic=fixed_split_size is not None or disable_split_kv,
         )
-        geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
+        geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(indptr, indices, last_page_len, seq_lens)
         batch = lists.batch(torch.arange(len(last_page_len) + 1) * q_len_per_req, page_size)
         if q_len_per_req > 1 and (batch.lengths.kv_len < q_len_per_req).any():
@@ -236,7 +236,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
                 raise BadBatch(
                     f"q_len_per_req is {q_len_per_req}, planned with {self._q_len_per_req}; call plan() again"
                 )
-        call = Call(out, lse, return_lse, "log2", "NH", q_scale, k_scale, v_scale, sinks)
+        call = RunArguments(out, lse, return_lse, "log2", "NH", q_scale, k_scale, v_scale, sinks)
         return self._attend(q, pages_of(paged_kv_cache, self._kv_layout), call)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -258,7 +258,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         return_lse: bool = False,
     ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        self._rescore(Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
+        self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
-from rocm_attn.integrations.flashinfer.batch import Batch, listed_batch
-from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host
+from rocm_attn.integrations.flashinfer.batch import PlannedBatch, listed_batch
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Int64Array, on_host
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def batch_of(metadata: MLAPlanMetadata, page_size: int) -> Batch:
+def batch_of(metadata: MLAPlanMetadata, page_size: int) -> PlannedBatch:
     """Returns the batch of a plan. Raises BadBatch, BadTensor."""
     lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
     if any(each is not None for each in lists):
@@ -87,14 +87,16 @@ def batch_of(metadata: MLAPlanMetadata, page_size: int) -> Batch:
         raise BadBatch(f"a sequence has {pages.max()} pages, and block_tables have room for {table.shape[1]}")
     is_page = torch.from_numpy(np.arange(table.shape[1]) < pages[:, None]).to(table.device)
     indptr = np.concatenate([[0], pages.cumsum()])
-    return listed_batch(Lengths(q_indptr, indptr[:-1], kv_len), table[is_page], indptr)
+    return listed_batch(BatchLengths(q_indptr, indptr[:-1], kv_len), table[is_page], indptr)
 
 
-def _batch_of_lists(page_size: int, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor) -> Batch:
+def _batch_of_lists(
+    page_size: int, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor
+) -> PlannedBatch:
     q, indptr, lens = on_host(qo_indptr, kv_indptr, kv_len)
     indptr = indptr[: len(lens) + 1]
     _check_pages(indptr, lens, page_size)
-    return listed_batch(Lengths(q, indptr[:-1], lens), kv_indices, indptr)
+    return listed_batch(BatchLengths(q, indptr[:-1], lens), kv_indices, indptr)
 
 
 def _check_pages(indptr: Int64Array, kv_len: Int64Array, page_size: int) -> None:

@@ -27,7 +27,7 @@ class Sight(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class BatchLengths:
     """A batch of S sequences.
 
     q_indptr:   [S + 1]  the first new token of each sequence

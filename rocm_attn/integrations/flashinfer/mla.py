@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported, WrongState
-from rocm_attn.integrations.flashinfer.asked import Geometry, as_dtype, check_rows, refuse
-from rocm_attn.integrations.flashinfer.batch import Batch
-from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
+from rocm_attn.integrations.flashinfer.batch import PlannedBatch
+from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
 from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, given
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.requests import Geometry, as_dtype, check_rows, refuse
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 from rocm_attn.problem import PoolKind
 
@@ -51,7 +51,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         super().__init__(float_workspace_buffer, "NHD", backend, buffers, use_cuda_graph=use_cuda_graph)
         # For caches in two tensors, whose pages are copied to one.
         self._over_copies: PlannedAttention | None = None
-        self._batch: Batch | None = None
+        self._batch: PlannedBatch | None = None
 
     def plan(
         self,
@@ -114,10 +114,10 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             self._keep([q_indptr, starts[: batch.lengths.num_seqs + 1], indices[: batch.num_entries], lens])
         self._batch = batch
 
-    def _of_copies(self, batch: Batch) -> Batch:
+    def _of_copies(self, batch: PlannedBatch) -> PlannedBatch:
         """Returns the batch over copies of the pages that it names, in their order."""
         pages = torch.arange(max(batch.num_entries, 1), dtype=torch.int32, device=self.device)
-        return Batch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
+        return PlannedBatch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
 
     def run(
         self,
@@ -164,7 +164,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         planned, geometry = self._ready()
         if self._batch is None:
             raise WrongState("nothing is planned; call plan() before run()")
-        call = Call(out, lse, return_lse, "ln" if return_lse_base_on_e else "log2", sinks=sinks)
+        call = RunArguments(out, lse, return_lse, "ln" if return_lse_base_on_e else "log2", sinks=sinks)
         query = _one_of("query", query, (q_nope, q_pe))
         q = query if isinstance(query, Tensor) else torch.cat(query, -1)
         parts = _one_of("kv_cache", kv_cache, (ckv_cache, kpe_cache))
@@ -180,7 +180,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         rows = rows.unsqueeze(2)
         return attend(planned, geometry, self._out_dtype, q, (rows, rows[..., : geometry.v_head_dim]), call)
 
-    def _copied(self, parts: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    def _copied(self, parts: tuple[Tensor, Tensor], batch: PlannedBatch) -> Tensor:
         """Returns the pages that a batch names, one after the other, with both parts in a row."""
         low, high = batch.page_ids
         if low < 0 or high >= min(len(part) for part in parts):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, Unsupported
-from rocm_attn.integrations.flashinfer.asked import check_layout, check_rows, provider_of
 from rocm_attn.integrations.flashinfer.calls import PagedKV, pages_of
+from rocm_attn.integrations.flashinfer.requests import check_layout, check_rows, provider_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.problem import DTYPES

@@ -16,11 +16,11 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
-from rocm_attn.integrations.flashinfer.asked import Geometry, alibi_slopes
-from rocm_attn.integrations.flashinfer.batch import NO_ROOM, Batch, Room
+from rocm_attn.integrations.flashinfer.batch import NO_ROOM, BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
-from rocm_attn.integrations.flashinfer.lengths import Lengths, Sight
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Sight
 from rocm_attn.integrations.flashinfer.page_lists import PageLists
+from rocm_attn.integrations.flashinfer.requests import Geometry, alibi_slopes
 from rocm_attn.machine.devices import with_index
 from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import Problem
@@ -57,10 +57,12 @@ class _Variant(NamedTuple):
     """Additions of a call to the plan's geometry: sinks, and a multiplier of its scale."""
 
     sinks: bool = False
-    factor: float = 1.0
+    scale_value: float = 1.0
 
     def over(self, geometry: Geometry) -> Geometry:
-        return replace(geometry, sinks=True).scaled(self.factor) if self.sinks else geometry.scaled(self.factor)
+        return (
+            replace(geometry, sinks=True).scaled(self.scale_value) if self.sinks else geometry.scaled(self.scale_value)
+        )
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class PlannedAttention:
     """
 
     def __init__(
-        self, device: torch.device, provider: str, *, fixed: Room | None = None, each_one: bool = False
+        self, device: torch.device, provider: str, *, fixed: BatchCapacity | None = None, each_one: bool = False
     ) -> None:
         self.device, self._provider = with_index(device), provider
         self._fixed, self._each_one = fixed, each_one
@@ -90,18 +92,18 @@ class PlannedAttention:
         self._built: dict[tuple[Problem, bool], _Built] = {}
         self._ran: set[_Variant] = set()
         self._plan = 0
-        self._batch: Batch | None = None
+        self._batch: PlannedBatch | None = None
         self._sight: Sight | None = None
         self._on_device = torch.zeros(0, dtype=torch.int32)
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> PlannedBatch:
         """The batch that was planned last. Raises WrongState."""
         if self._batch is None:
             raise WrongState("nothing is planned; call plan() before run()")
         return self._batch
 
-    def plan(self, batch: Batch, geometry: Geometry) -> None:
+    def plan(self, batch: PlannedBatch, geometry: Geometry) -> None:
         """Plans a batch for later runs, and begins its steps. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
         self._refuse_capture()
         self._batch = None
@@ -122,8 +124,8 @@ class PlannedAttention:
             self._ran.clear()
         self._batch = batch
 
-    def run(self, geometry: Geometry, inputs: Inputs, *, factor: float = 1.0) -> None:
-        """Computes attention. factor: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
+    def run(self, geometry: Geometry, inputs: Inputs, *, scale_value: float = 1.0) -> None:
+        """Computes attention. scale_value: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
         batch = self.batch
         if not batch.lengths.num_tokens:
             return
@@ -135,7 +137,7 @@ class PlannedAttention:
         if not len(inputs.k):
             _see_nothing(inputs)
             return
-        variant = _Variant(inputs.sinks is not None, factor)
+        variant = _Variant(inputs.sinks is not None, scale_value)
         geometry = variant.over(geometry)
         attention = self._begin(batch, geometry)
         self._ran.add(variant)
@@ -163,7 +165,7 @@ class PlannedAttention:
         if inputs.lse is not None and lse is not None:
             inputs.lse.copy_(lse[:count])
 
-    def _raise_lse(self, lengths: Lengths, geometry: Geometry, lse: Tensor) -> None:
+    def _raise_lse(self, lengths: BatchLengths, geometry: Geometry, lse: Tensor) -> None:
         """Converts the LSE to FlashInfer's bias, which is 0 at key i for new token i; ours is 0 at its own key."""
         if self._fixed is not None:
             raise Unsupported(
@@ -173,7 +175,7 @@ class PlannedAttention:
         slopes = alibi_slopes(geometry.num_q_heads).to(self.device)
         lse.add_(_sent(rise, self.device)[:, None] * slopes)
 
-    def _begin(self, batch: Batch, geometry: Geometry) -> ExternalAttention:
+    def _begin(self, batch: PlannedBatch, geometry: Geometry) -> ExternalAttention:
         """Returns the attention of a geometry, after a step of the batch has begun in it."""
         sight = self._sight_of(batch, geometry)
         problem = geometry.problem(causal=sight is Sight.CAUSAL, masked=sight is Sight.CELLS)
@@ -193,7 +195,7 @@ class PlannedAttention:
         built.plan = self._plan
         return built.attention
 
-    def _sight_of(self, batch: Batch, geometry: Geometry) -> Sight:
+    def _sight_of(self, batch: PlannedBatch, geometry: Geometry) -> Sight:
         """Returns the rule for the keys that tokens see. Raises BadBatch if it changes although run() is captured."""
         sight = batch.lengths.sight(
             causal=geometry.causal,
@@ -211,7 +213,7 @@ class PlannedAttention:
                 )
         return sight
 
-    def _step(self, batch: Batch, geometry: Geometry, sight: Sight) -> ExternalStep:
+    def _step(self, batch: PlannedBatch, geometry: Geometry, sight: Sight) -> ExternalStep:
         lengths, num_seqs = batch.lengths, batch.lengths.num_seqs
         kv_len, q_indptr, rows = torch.split(self._on_device, [num_seqs, num_seqs + 1, num_seqs])
         q_len = lengths.q_len[lengths.q_len > 0]
@@ -266,7 +268,7 @@ class PlannedAttention:
             attention.seal()
         return attention
 
-    def _make_room(self, batch: Batch, page_size: int) -> None:
+    def _make_room(self, batch: PlannedBatch, page_size: int) -> None:
         """Makes room for the batch. Drops attentions that were built for less room, or for another page size."""
         needs = batch.room(page_size)
         if self._fixed is not None:

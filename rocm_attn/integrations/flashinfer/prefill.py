@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
-from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, pages_of
+from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, Scale, pages_of
 from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
@@ -59,8 +59,8 @@ def single_prefill_with_kv_cache(
     return attend_alone(
         q,
         as_nhd(k, v, kv_layout),
-        Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale),
-        Call(return_lse=return_lse, k_scale=k_scale, v_scale=v_scale),
+        ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale),
+        RunArguments(return_lse=return_lse, k_scale=k_scale, v_scale=v_scale),
         causal=causal,
         masks=Masks(custom_mask, packed_custom_mask),
         out_dtype="as q" if o_dtype is None else o_dtype,
@@ -166,7 +166,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
             causal=causal,
             deterministic=fixed_split_size is not None or disable_split_kv,
         )
-        geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
+        geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens)
         batch = lists.batch(qo_indptr, page_size, Masks(custom_mask, packed_custom_mask))
         self._plan(batch, geometry, as_dtype(o_data_type or q_dtype))
@@ -208,7 +208,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
             uses_spcompress=uses_spcompress,
         )
         self._check_window(window_left)
-        call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale, sinks)
+        call = RunArguments(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale, sinks)
         return self._attend(q, pages_of(paged_kv_cache, self._kv_layout), call)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -231,7 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
         return_lse: bool = False,
     ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        self._rescore(Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
+        self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

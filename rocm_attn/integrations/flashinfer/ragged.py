@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, Unsupported
-from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.batch import token_batch
-from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result
+from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments
 from rocm_attn.integrations.flashinfer.cells import Masks
-from rocm_attn.integrations.flashinfer.lengths import Lengths, on_host
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
 
@@ -110,9 +110,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
             causal=causal,
             deterministic=fixed_split_size is not None or disable_split_kv,
         )
-        geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
+        geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         q, kv = on_host(qo_indptr, kv_indptr)
-        lengths = Lengths(q, kv[:-1], np.diff(kv))
+        lengths = BatchLengths(q, kv[:-1], np.diff(kv))
         batch = token_batch(lengths, kv, Masks(custom_mask, packed_custom_mask), self.device)
         self._plan(batch, geometry, as_dtype(o_data_type or q_dtype))
 
@@ -145,7 +145,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         if k.dim() != 3 or v.dim() != 3:
             raise BadTensor(f"k is {list(k.shape)} and v {list(v.shape)}; each must have 3 dimensions")
-        call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale)
+        call = RunArguments(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale)
         return self._attend(q, (k.unsqueeze(1), v.unsqueeze(1)), call)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -167,7 +167,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         return_lse: bool = False,
     ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        self._rescore(Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
+        self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)

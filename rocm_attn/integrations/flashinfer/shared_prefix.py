@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.integrations.flashinfer.asked import check_layout
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result
 from rocm_attn.integrations.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.merging import merge_state
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from rocm_attn.integrations.flashinfer.requests import check_layout
 from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, check_layout, provider_of
 from rocm_attn.integrations.flashinfer.batch import token_batch
-from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
+from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
 from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks
-from rocm_attn.integrations.flashinfer.lengths import Lengths
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, check_layout, provider_of
 from rocm_attn.machine.devices import with_index
 
 
@@ -34,8 +34,8 @@ def as_nhd(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
 def attend_alone(
     q: Tensor,
     kv: tuple[Tensor, Tensor],
-    scores: Scores,
-    call: Call,
+    scores: ScoreRules,
+    call: RunArguments,
     *,
     causal: bool,
     masks: Masks = NO_MASKS,
@@ -56,7 +56,7 @@ def attend_alone(
     sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2], 1, q.dtype, k.dtype
     geometry = scores.over(Geometry(*sizes, causal=causal))
     kv_indptr = np.array([0, len(k)], np.int64)
-    lengths = Lengths(np.array([0, len(q)], np.int64), kv_indptr[:1], kv_indptr[1:])
+    lengths = BatchLengths(np.array([0, len(q)], np.int64), kv_indptr[:1], kv_indptr[1:])
     planned = _planned_alone(device, provider_of(backend), get_ident())
     planned.plan(token_batch(lengths, kv_indptr, masks, device), geometry)
     pages = k.unsqueeze(1), v.unsqueeze(1)

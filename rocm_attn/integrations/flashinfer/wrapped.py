@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor, NeverFits, WrongState
-from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, check_layout, provider_of
-from rocm_attn.integrations.flashinfer.batch import Batch, Room
-from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
+from rocm_attn.integrations.flashinfer.batch import BatchCapacity, PlannedBatch
+from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, check_layout, provider_of
 
 
 class Wrapper:
@@ -74,15 +74,15 @@ class PlannedWrapper(Wrapper):
         """True if run() is captured."""
         return self._use_cuda_graph
 
-    def _new_planned(self, batch: Batch, *, each_one: bool = False) -> PlannedAttention:
+    def _new_planned(self, batch: PlannedBatch, *, each_one: bool = False) -> PlannedAttention:
         """Makes the attention of a wrapper whose first batch this is. each_one: see PlannedAttention"""
         fixed = None
         if self._buffers:
             *_, indices, per_seq = self._buffers.values()
-            fixed = Room(len(per_seq), max(batch.lengths.num_tokens, 1), len(indices), len(indices))
+            fixed = BatchCapacity(len(per_seq), max(batch.lengths.num_tokens, 1), len(indices), len(indices))
         return PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
 
-    def _plan(self, batch: Batch, geometry: Geometry, out_dtype: torch.dtype, *, each_one: bool = False) -> None:
+    def _plan(self, batch: PlannedBatch, geometry: Geometry, out_dtype: torch.dtype, *, each_one: bool = False) -> None:
         """Plans a batch for later calls. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
         planned = self._planned or self._new_planned(batch, each_one=each_one)
         planned.plan(batch, geometry)
@@ -101,7 +101,7 @@ class PlannedWrapper(Wrapper):
             raise WrongState("nothing is planned; call plan() before run()")
         return self._planned, self._geometry
 
-    def _rescore(self, scores: Scores, *, causal: bool | None = None) -> None:
+    def _rescore(self, scores: ScoreRules, *, causal: bool | None = None) -> None:
         """Replaces the scores of the plan, and its causality if given. Raises WrongState, Unsupported, BadSetting."""
         geometry = self._ready()[1]
         self._geometry = geometry.seen(geometry.causal if causal is None else causal, scores)
@@ -111,7 +111,7 @@ class PlannedWrapper(Wrapper):
         if window_left not in (None, planned):
             raise BadSetting(f"window_left is {window_left}, planned with {planned}; call plan() again")
 
-    def _attend(self, q: Tensor, pages: tuple[Tensor, Tensor], call: Call) -> Result:
+    def _attend(self, q: Tensor, pages: tuple[Tensor, Tensor], call: RunArguments) -> Result:
         """Returns the attention of the planned batch. Raises Unsupported, BadTensor, WrongState."""
         planned, geometry = self._ready()
         return attend(planned, geometry, self._out_dtype, q, pages, call)

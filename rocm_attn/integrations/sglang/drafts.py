@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rocm_attn.errors import NeverFits
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
-from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Pool, Runner
+from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, ForwardBatchView, KVPoolView, Runner
 
 
 def create_draft_steps(runner: Runner, topk: int, num_steps: int) -> DraftSteps:
@@ -80,7 +80,7 @@ class DraftSteps:
         self, runner: Runner, topk: int, num_steps: int, serving: Serving, backend_type: type[AttentionHooks]
     ) -> None:
         self.topk, self.speculative_num_steps = topk, num_steps
-        self.token_to_kv_pool: Pool = runner.token_to_kv_pool
+        self.token_to_kv_pool: KVPoolView = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         requests = self.req_to_token_pool.req_to_token
         self._branches = (
@@ -91,7 +91,7 @@ class DraftSteps:
             backend_type(runner, serving, table=table, page_size=page_size) for _ in range(num_steps - 1)
         ]
 
-    def init_forward_metadata(self, forward_batch: Batch) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatchView) -> None:
         """Begins all steps eagerly."""
         self._write_branches(forward_batch)
         for number, backend in enumerate(self.attn_backends):
@@ -110,12 +110,12 @@ class DraftSteps:
         """Does the same as AttentionHooks.get_cuda_graph_seq_len_fill_value."""
         return PAD_KV_LEN
 
-    def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatchView, in_capture: bool = False) -> None:
         """Begins all steps before a capture and before each replay of their graph."""
         for number, backend in enumerate(self.attn_backends):
             backend.begin_graphed(backend.branch_step(forward_batch, number, self.topk, captured=True))
 
-    def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatchView) -> None:
         """Fills all steps; captured before the first step. The batch's rows and lengths do not move between replays."""
         self._write_branches(forward_batch)
         for backend in self.attn_backends:
@@ -124,7 +124,7 @@ class DraftSteps:
     def on_after_cuda_graph_warmup(self) -> None:
         """Does nothing: the warmup changed nothing."""
 
-    def _write_branches(self, batch: Batch) -> None:
+    def _write_branches(self, batch: ForwardBatchView) -> None:
         if self._branches is not None:
             count = batch.batch_size
             self._branches.write(batch.req_pool_indices[:count], batch.seq_lens[:count])

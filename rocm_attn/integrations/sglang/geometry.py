@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
 from rocm_attn.integrations.sglang import indexers
-from rocm_attn.integrations.sglang.seen import IndexerModule, Layer, Pool, Runner, windowed_layers
+from rocm_attn.integrations.sglang.seen import IndexerModule, KVPoolView, RadixAttentionView, Runner, windowed_layers
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.paging.adopted_pages import EnginePages
@@ -25,7 +25,7 @@ _SINK_NAMES = ("sinks", "attention_sink_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ModelLayer:
     """A layer of a model.
 
     sinks:      float [q_heads], or None if it has none
@@ -33,14 +33,14 @@ class Found:
     indexer:    the module that selects them; None if the layer has none of its own
     """
 
-    layer: Layer
+    layer: RadixAttentionView
     sinks: Tensor | None
     is_sparse: bool
     indexer: IndexerModule | None
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class EngineLayerPages:
     """A layer's pages, in the form that ExternalAttention.pages.bind takes."""
 
     k: Tensor
@@ -76,10 +76,10 @@ class ModelLayers:
             refused += indexers.refusals(pool, modules, page_size, with_masks=with_masks)
         if refused:
             raise Unsupported("; ".join(refused))
-        self.layers: Sequence[Layer] = [each.layer for each in found]
+        self.layers: Sequence[RadixAttentionView] = [each.layer for each in found]
         self._places = {_signature(each.layer): place for place, each in enumerate(found)}
         # Holds each layer that was looked up, so that no other object gets its id.
-        self._looked_up: dict[int, tuple[Layer, int]] = {}
+        self._looked_up: dict[int, tuple[RadixAttentionView, int]] = {}
         self._sinks = [each.sinks for each in found]
         windowed = windowed_layers(pool)
         self._indexers = {place: each.indexer for place, each in enumerate(found) if each.indexer is not None}
@@ -95,7 +95,7 @@ class ModelLayers:
             for each, problem in zip(found, self._problems, strict=True)
         ]
 
-    def place(self, layer: Layer) -> int:
+    def place(self, layer: RadixAttentionView) -> int:
         """Returns a layer's place among those of the model. Raises WrongState for a layer that matches none of them."""
         kept = self._looked_up.get(id(layer))
         if kept is None:
@@ -130,23 +130,23 @@ class ModelLayers:
         """True if a layer attends to selected keys."""
         return not isinstance(self._problems[place].indexer, AllKeys)
 
-    def index_keys(self, place: int, pool: Pool) -> Tensor:
+    def index_keys(self, place: int, pool: KVPoolView) -> Tensor:
         """Returns a layer's index keys in a pool, as ExternalAttention.pages.bind_index takes them: num_pages pages."""
         keys = indexers.index_pages(
             pool, self.layers[place].layer_id, self._indexers[place], self._page_size, self._index_encoding
         )
         return keys[: self.num_pages]
 
-    def index_address(self, place: int, pool: Pool) -> int:
+    def index_address(self, place: int, pool: KVPoolView) -> int:
         """Returns the address of a layer's index keys in a pool. SGLang waits here, as for K and V."""
         return indexers.index_rows(pool, self.layers[place].layer_id).data_ptr()
 
-    def index_factor(self, place: int, pool: Pool) -> Tensor:
+    def index_scale(self, place: int, pool: KVPoolView) -> Tensor:
         """Returns the scale of a layer's index keys, float32 [1], and writes it next to each key in the pool."""
         module = self._indexers[place]
-        factor = indexers.key_factor(module, self._index_encoding)
-        indexers.write_factors(pool, self.layers[place].layer_id, module, self._page_size, factor)
-        return torch.tensor([factor], dtype=torch.float32, device=self._runner.device)
+        scale_value = indexers.key_scale(module, self._index_encoding)
+        indexers.write_scales(pool, self.layers[place].layer_id, module, self._page_size, scale_value)
+        return torch.tensor([scale_value], dtype=torch.float32, device=self._runner.device)
 
     @property
     def has_strides(self) -> bool:
@@ -160,7 +160,7 @@ class ModelLayers:
         pool = self._runner.token_to_kv_pool
         return max(self.pages(place, pool).k.shape[0] for place in range(len(self.layers)))
 
-    def pages(self, place: int, pool: Pool) -> Pages:
+    def pages(self, place: int, pool: KVPoolView) -> EngineLayerPages:
         """Returns a layer's pages in a pool."""
         layer, problem = self.layers[place], self._problems[place]
         owner = pool.get_key_buffer(layer.layer_id)
@@ -171,9 +171,9 @@ class ModelLayers:
             scales = (1.0, 1.0) if self.is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
-        return Pages(k, v, coded)
+        return EngineLayerPages(k, v, coded)
 
-    def addresses(self, place: int, pool: Pool) -> tuple[int, int]:
+    def addresses(self, place: int, pool: KVPoolView) -> tuple[int, int]:
         """Returns the addresses of a layer's K and V in a pool. SGLang waits here if the layer's KV is being loaded."""
         layer_id = self.layers[place].layer_id
         k = pool.get_key_buffer(layer_id).data_ptr()
@@ -191,7 +191,7 @@ class ModelLayers:
         pages = rows.shape[0] // self._page_size
         return rows[: pages * self._page_size].view(pages, self._page_size, *rows.shape[1:])
 
-    def _choices(self, found: Sequence[Found]) -> list[AllKeys | Indexer | EarlierSelection]:
+    def _choices(self, found: Sequence[ModelLayer]) -> list[AllKeys | Indexer | EarlierSelection]:
         """Returns the keys that each layer attends to, in order. Raises Unsupported for a selection never made."""
         choices: list[AllKeys | Indexer | EarlierSelection] = []
         earlier: Indexing | None = None
@@ -211,7 +211,7 @@ class ModelLayers:
                 choices.append(EarlierSelection(earlier))
         return choices
 
-    def _problem(self, found: Found, indexer: AllKeys | Indexer | EarlierSelection, pool: Pool) -> Problem:
+    def _problem(self, found: ModelLayer, indexer: AllKeys | Indexer | EarlierSelection, pool: KVPoolView) -> Problem:
         layer, encoding = found.layer, Encoding.of(pool.get_key_buffer(found.layer.layer_id).dtype)
         is_coded = encoding.is_fp8
         return Problem(
@@ -233,20 +233,20 @@ class ModelLayers:
         )
 
 
-def _found(model: nn.Module, layer_type: type) -> list[Found]:
+def _found(model: nn.Module, layer_type: type) -> list[ModelLayer]:
     """Returns the layers of a model by id, each with the sinks of the module that it is a part of."""
-    found: dict[int, Found] = {}
+    found: dict[int, ModelLayer] = {}
     for module in model.modules():
         for child in module.children():
             if isinstance(child, layer_type):
                 sinks = next((getattr(module, name, None) for name in _SINK_NAMES if _is_tensor(module, name)), None)
                 is_sparse = bool(getattr(module, "use_dsa", False))
                 indexer = getattr(module, "indexer", None) if is_sparse else None
-                found.setdefault(id(child), Found(cast("Layer", child), sinks, is_sparse, indexer))
+                found.setdefault(id(child), ModelLayer(cast("RadixAttentionView", child), sinks, is_sparse, indexer))
     return sorted(found.values(), key=lambda each: each.layer.layer_id)
 
 
-def _signature(layer: Layer) -> tuple[object, ...]:
+def _signature(layer: RadixAttentionView) -> tuple[object, ...]:
     """Returns the properties that kernels are chosen by."""
     heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
     return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap
@@ -256,7 +256,7 @@ def _is_tensor(module: nn.Module, name: str) -> bool:
     return isinstance(getattr(module, name, None), Tensor)
 
 
-def _has_pages(layer: Layer, runner: Runner) -> bool:
+def _has_pages(layer: RadixAttentionView, runner: Runner) -> bool:
     """True if a layer reads the pool. A model with latent attention also has the same layer over keys and values. Only
     the layer with one head over latent rows reads the pool. On a rank the other one may have one head too."""
     if not runner.use_mla_backend:
@@ -265,10 +265,10 @@ def _has_pages(layer: Layer, runner: Runner) -> bool:
     return layer.tp_k_head_num == 1 and bool(layer.v_head_dim == latent)
 
 
-def _refusals(layer: Layer, runner: Runner) -> list[str]:
+def _refusals(layer: RadixAttentionView, runner: Runner) -> list[str]:
     """Returns the reasons why a layer is not served."""
     kind = getattr(layer.attn_type, "value", layer.attn_type)
-    asked = (
+    requested = (
         (layer.is_cross_attention, "cross attention over an encoder's keys"),
         (kind != "decoder", f"attention of the kind {kind!r}; only a decoder's is served"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
@@ -276,7 +276,7 @@ def _refusals(layer: Layer, runner: Runner) -> list[str]:
         (layer.xai_temperature_len > 0, "a temperature that grows with the length"),
         (layer.use_irope and runner.attention_chunk_size is not None, "attention within chunks of the sequence"),
     )
-    return [f"{why} is not served" for is_asked, why in asked if is_asked]
+    return [f"{why} is not served" for is_requested, why in requested if is_requested]
 
 
 def _values(sinks: Tensor) -> Tensor:

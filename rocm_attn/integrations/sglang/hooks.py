@@ -21,8 +21,16 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
-from rocm_attn.integrations.sglang.indexers import Projected, index_format
-from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Layer, Pool, Rows, Runner, slot_map
+from rocm_attn.integrations.sglang.indexers import IndexerInputs, index_format
+from rocm_attn.integrations.sglang.seen import (
+    PAD_KV_LEN,
+    ForwardBatchView,
+    KVPoolView,
+    RadixAttentionView,
+    ReqToTokenView,
+    Runner,
+    slot_map,
+)
 from rocm_attn.integrations.sglang.steps import StepMaker, has_tree
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.paging.adopted import TableSource, TableUnit
@@ -77,8 +85,8 @@ class AttentionHooks:
         super().__init__()
         self.forward_metadata = None
         # SGLang reads both here, and replaces the pool for some drafts.
-        self.req_to_token_pool: Rows = runner.req_to_token_pool
-        self.token_to_kv_pool: Pool = runner.token_to_kv_pool
+        self.req_to_token_pool: ReqToTokenView = runner.req_to_token_pool
+        self.token_to_kv_pool: KVPoolView = runner.token_to_kv_pool
         self.on_fault = serving.on_fault
         self._serving, self._own_table = serving, table
         self._device = torch.device(runner.device)
@@ -145,7 +153,7 @@ class AttentionHooks:
             attention.pages.bind(place, pages.k, pages.v, pages.coded)
             self._addresses.append(self._layers.addresses(place, pool))
         self._index_keys: dict[int, int] = {}
-        self._factors: dict[int, Tensor] = {}
+        self._scale_values: dict[int, Tensor] = {}
         for place in self._layers.indexer_modules:
             self._bind_index(attention, place)
 
@@ -154,10 +162,10 @@ class AttentionHooks:
         pool = self.token_to_kv_pool
         address = self._layers.index_address(place, pool)
         if self._index_keys.get(place) != address:
-            factor = self._layers.index_factor(place, pool)
+            scale_value = self._layers.index_scale(place, pool)
             keys = self._layers.index_keys(place, pool)
-            attention.pages.bind_index(place, keys, factor, index_format(keys))
-            self._index_keys[place], self._factors[place] = address, factor
+            attention.pages.bind_index(place, keys, scale_value, index_format(keys))
+            self._index_keys[place], self._scale_values[place] = address, scale_value
 
     def _follow(self) -> None:
         """Adopts the present thread, pool and tables. SGLang may change each of them, but runs one step at a time.
@@ -175,7 +183,7 @@ class AttentionHooks:
 
     # Hooks of a step.
 
-    def init_forward_metadata(self, forward_batch: Batch) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatchView) -> None:
         """Begins an eager step. Raises the errors of ExternalAttention.begin and fill."""
         step = self._steps.eager(forward_batch)
         if step is not None:
@@ -233,12 +241,12 @@ class AttentionHooks:
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
-    def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatchView, in_capture: bool = False) -> None:
         """Begins a step outside of its graph, before its capture and each replay."""
         cells = self._graph_cells(forward_batch, in_capture=in_capture)
         self.begin_graphed(self._steps.graphed(forward_batch, cells, in_capture=in_capture))
 
-    def branch_step(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
+    def branch_step(self, batch: ForwardBatchView, number: int, branches: int, *, captured: bool) -> ExternalStep:
         """Returns the number-th step of drafts after a batch's tokens, with this many branches per sequence."""
         return self._steps.branches(batch, number, branches, captured=captured)
 
@@ -252,7 +260,7 @@ class AttentionHooks:
         self._attention.begin(step)
         self._tokens, self._chosen = step.shape.num_tokens, None
 
-    def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatchView) -> None:
         """Fills a step; captured in its graph before its layers."""
         self.fill(forward_batch.out_cache_loc)
 
@@ -260,7 +268,7 @@ class AttentionHooks:
         """Fills the step. May be captured. slots: of new tokens; None: the table's"""
         self._attention.fill(slots)
 
-    def _graph_cells(self, batch: Batch, *, in_capture: bool) -> BoolCells | NoCells:
+    def _graph_cells(self, batch: ForwardBatchView, *, in_capture: bool) -> BoolCells | NoCells:
         """Returns the mask of a captured step of drafts, at a fixed address. Raises WrongState, NeverFits."""
         if not batch.forward_mode.is_target_verify():
             return NO_CELLS
@@ -285,8 +293,8 @@ class AttentionHooks:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        layer: Layer,
-        forward_batch: Batch,
+        layer: RadixAttentionView,
+        forward_batch: ForwardBatchView,
         save_kv_cache: bool = True,
         **more: Any,
     ) -> Tensor:
@@ -295,11 +303,11 @@ class AttentionHooks:
 
     forward_decode = forward_mixed = forward_extend
 
-    def get_indexer_metadata(self, layer_id: int, forward_batch: Batch) -> AttentionHooks:
+    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatchView) -> AttentionHooks:
         """Returns the backend that selects a layer's keys. SGLang's wrappers of backends forward to the batch's."""
         return self
 
-    def choose(self, layer_id: int, projected: Projected) -> Tensor:
+    def choose(self, layer_id: int, projected: IndexerInputs) -> Tensor:
         """Stores a step's index keys of a layer, and selects the keys for its tokens in this layer and later ones.
 
         Returns the tensor that attention must be called with as topk_indices. The selection itself is in our memory.
@@ -322,7 +330,13 @@ class AttentionHooks:
         return self._device.type == "cuda"
 
     def _run(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Layer, saves: bool, more: dict[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttentionView,
+        saves: bool,
+        more: dict[str, Any],
     ) -> Tensor:
         place = self._place(layer)
         q, k, v = _joined(q, k, v, layer, more)
@@ -352,7 +366,7 @@ class AttentionHooks:
         attend(place, q[:tokens], out[:tokens])
         return out.view(out.shape[0], -1)
 
-    def _place(self, layer: Layer) -> int:
+    def _place(self, layer: RadixAttentionView) -> int:
         """Returns a layer's place among those of the model, after binding its pages if they have moved."""
         place = self._layers.place(layer)
         addresses = self._layers.addresses(place, self.token_to_kv_pool)
@@ -373,7 +387,7 @@ class AttentionHooks:
                 "its kernels were chosen; choose another attention backend for this model"
             )
 
-    def _check_choice(self, layer: Layer, chosen: Tensor | None, *, is_sparse: bool) -> None:
+    def _check_choice(self, layer: RadixAttentionView, chosen: Tensor | None, *, is_sparse: bool) -> None:
         """Raises WrongState or Unsupported unless exactly the sparse layers are called with this step's selection."""
         if is_sparse:
             if chosen is None or chosen is not self._chosen:
@@ -394,11 +408,11 @@ class AttentionHooks:
             if sinks is not None:
                 self._attention.set_head_weights(place, HeadWeights(sinks=sinks))
         for place in self._layers.indexer_modules:
-            self._factors[place].copy_(self._layers.index_factor(place, self.token_to_kv_pool))
+            self._scale_values[place].copy_(self._layers.index_scale(place, self.token_to_kv_pool))
 
 
 def _joined(
-    q: Tensor, k: Tensor | None, v: Tensor | None, layer: Layer, more: dict[str, Any]
+    q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttentionView, more: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Joins q, k and v of a latent layer to one tensor each, if the rotated parts are passed separately."""
     q_rope, k_rope = more.pop("q_rope", None), more.pop("k_rope", None)
@@ -412,12 +426,12 @@ def _joined(
     return q, k, v
 
 
-def _check_pool(pool: Pool) -> None:
+def _check_pool(pool: KVPoolView) -> None:
     """Raises Unsupported for a pool whose rows are not plain K and V."""
-    asked: Sequence[tuple[object, str]] = (
+    requested: Sequence[tuple[object, str]] = (
         (getattr(pool, "is_quantized_kv_cache", False), "keeps K and V in four bits"),
         (getattr(pool, "dsa_kv_cache_store_fp8", False), "packs latent rows, their scales and their rotated part"),
     )
-    for is_so, what in asked:
+    for is_so, what in requested:
         if is_so:
             raise Unsupported(f"the pool {type(pool).__name__} {what}, which no kernel here reads")

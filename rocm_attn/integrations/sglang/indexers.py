@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rocm_attn.errors import Unsupported
-from rocm_attn.integrations.sglang.seen import IndexerModule, Pool
+from rocm_attn.integrations.sglang.seen import IndexerModule, KVPoolView
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer, KVEncoding
@@ -28,7 +28,7 @@ _FACTOR_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Projected:
+class IndexerInputs:
     """The inputs of a layer's indexer, for T tokens.
 
     q:     [T, index_heads, index_dim], rotated
@@ -52,7 +52,7 @@ def indexer_of(module: IndexerModule, encoding: KVEncoding) -> Indexer:
     return Indexer(module.n_heads, module.head_dim, indexing, encoding, Scales.LAYER)
 
 
-def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tensor, positions: Tensor) -> Projected:
+def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tensor, positions: Tensor) -> IndexerInputs:
     """Returns index queries, keys and gates of new tokens, computed with a module's weights.
 
     x:      [T, hidden]; or a tuple of its eight-bit form, the scales, and x itself, as SGLang passes it on MI300
@@ -71,10 +71,10 @@ def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tenso
     q_rope, k_rope = module.rotary_emb(positions, q[..., :rotated].clone(), k[:, None, :rotated].clone())
     q = torch.cat((q_rope.view(*q.shape[:-1], rotated), q[..., rotated:]), -1)
     k = torch.cat((k_rope.view(-1, rotated), k[..., rotated:]), -1)
-    return Projected(q.to(plain.dtype), k.to(plain.dtype), gates.float() * module.n_heads**-0.5)
+    return IndexerInputs(q.to(plain.dtype), k.to(plain.dtype), gates.float() * module.n_heads**-0.5)
 
 
-def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
+def key_scale(module: IndexerModule, encoding: KVEncoding) -> float:
     """Returns the scale of a module's index keys: the smallest power of two with which every key fits the encoding.
 
     A row that a norm has scaled is no longer than the root of its elements times the norm's weight. Rotation combines
@@ -88,13 +88,13 @@ def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
     return 2.0 ** math.ceil(math.log2(max(largest, torch.finfo(torch.float32).tiny) * math.sqrt(2) / most))
 
 
-def index_rows(pool: Pool, layer_id: int) -> Tensor:
+def index_rows(pool: KVPoolView, layer_id: int) -> Tensor:
     """Returns a layer's index keys in SGLang's pool: uint8 [pages, bytes of a page], in each the codes, then scales."""
     rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
     return rows
 
 
-def index_pages(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
+def index_pages(pool: KVPoolView, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
     """Returns a layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
     rows = index_rows(pool, layer_id)
     codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
@@ -107,15 +107,15 @@ def index_format(keys: Tensor) -> PageFormat:
     return PageFormat(Encoding.of(keys.dtype), PoolKind.LATENT, page_keys, 1, dim, dim, Scales.LAYER)
 
 
-def write_factors(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, factor: float) -> None:
+def write_scales(pool: KVPoolView, layer_id: int, module: IndexerModule, page_size: int, scale_value: float) -> None:
     """Writes a layer's scale next to each of its keys, where SGLang keeps the scales of tokens."""
-    index_rows(pool, layer_id).view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = factor
+    index_rows(pool, layer_id).view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = scale_value
 
 
-def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_masks: bool) -> list[str]:
+def refusals(pool: KVPoolView, modules: list[IndexerModule], page_size: int, *, with_masks: bool) -> list[str]:
     """Returns the reasons why a model with indexers, or its pool, is not served."""
     found: list[Any] = list(modules)
-    asked = (
+    requested = (
         (getattr(pool, "index_kpool", 1) > 1, "index keys that stand for several tokens each are not served"),
         (
             hasattr(pool, "get_broadcastable_index_k_with_scale_buffer"),
@@ -140,7 +140,7 @@ def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_m
             "only indexers with the projections of DeepSeek-V3.2's are served",
         ),
     )
-    return [why for is_asked, why in asked if is_asked]
+    return [why for is_requested, why in requested if is_requested]
 
 
 def _plain(x: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -13,7 +13,7 @@ PAD_KV_LEN = 1
 PAD_ROW = 0
 
 
-class Layer(Protocol):
+class RadixAttentionView(Protocol):
     """RadixAttention.
 
     sliding_window_size: previous keys that a query sees in addition to its own; -1: all
@@ -61,13 +61,13 @@ class IndexerModule(Protocol):
     rotary_emb: Any
 
 
-class Rows(Protocol):
+class ReqToTokenView(Protocol):
     """ReqToTokenPool. req_to_token: int32 [rows, width], a request's row -> the slot of each of its tokens"""
 
     req_to_token: Tensor
 
 
-class Pool(Protocol):
+class KVPoolView(Protocol):
     """A KV pool: of keys and values, of latent rows, or two pools for layers with and without a window."""
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
@@ -87,8 +87,8 @@ class Runner(Protocol):
     page_size: int
     model: torch.nn.Module
     use_mla_backend: bool
-    req_to_token_pool: Rows
-    token_to_kv_pool: Pool
+    req_to_token_pool: ReqToTokenView
+    token_to_kv_pool: KVPoolView
     attention_chunk_size: int | None
 
 
@@ -104,7 +104,7 @@ class Mode(Protocol):
     def is_draft_extend_v2(self) -> bool: ...
 
 
-class Batch(Protocol):
+class ForwardBatchView(Protocol):
     """ForwardBatch, or a view of one that a graph runner makes.
 
     batch_size:       sequences, padding included
@@ -128,13 +128,13 @@ class Batch(Protocol):
     spec_info: Any
 
 
-def slot_map(pool: Pool) -> Tensor | None:
+def slot_map(pool: KVPoolView) -> Tensor | None:
     """Returns int64 [slots]: slot of the full pool -> slot of the pool of windowed layers; None for a single pool."""
     found: Tensor | None = getattr(pool, "full_to_swa_index_mapping", None) if _has_windows(pool) else None
     return found
 
 
-def windowed_layers(pool: Pool) -> frozenset[int]:
+def windowed_layers(pool: KVPoolView) -> frozenset[int]:
     """Returns the ids of the layers whose KV is in the pool of windowed layers."""
     if not _has_windows(pool):
         return frozenset()
@@ -142,7 +142,7 @@ def windowed_layers(pool: Pool) -> frozenset[int]:
     return frozenset(layer_id for layer_id, (_, is_windowed) in mapping.items() if is_windowed)
 
 
-def real_sequences(batch: Batch) -> int | None:
+def real_sequences(batch: ForwardBatchView) -> int | None:
     """Returns the number of sequences without padding, if a graph runner or a rank that keeps up says it; else None."""
     padding: int | None = getattr(batch, "num_padding", None)
     if padding is not None:
@@ -158,5 +158,5 @@ def on_host(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
 
 
-def _has_windows(pool: Pool) -> bool:
+def _has_windows(pool: KVPoolView) -> bool:
     return getattr(pool, "swa_layer_nums", 0) > 0

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, NeverFits
-from rocm_attn.integrations.sglang.seen import PAD_ROW, Batch, on_host, real_sequences
-from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, ExternalStep, Lengths, NoCells
+from rocm_attn.integrations.sglang.seen import PAD_ROW, ForwardBatchView, on_host, real_sequences
+from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, ExternalStep, NewLengths, NoCells
 
 
 class KvLengths:
@@ -20,7 +20,7 @@ class KvLengths:
             self._lengths = torch.zeros(most, dtype=torch.int64, device=device)
             self._is_pad = torch.zeros(most, dtype=torch.bool, device=device)
 
-    def of(self, batch: Batch, *, more: int, copies: int = 1, hides_pads: bool) -> Tensor:
+    def of(self, batch: ForwardBatchView, *, more: int, copies: int = 1, hides_pads: bool) -> Tensor:
         """Returns int64 [batch_size * copies]: each sequence's tokens plus `more`. The next call overwrites it.
 
         hides_pads: whether sequences in row 0, which SGLang keeps for padding, get length 0
@@ -56,7 +56,7 @@ class StepMaker:
     def __post_init__(self) -> None:
         self._kv_len = KvLengths(self.num_seqs, self.device)
 
-    def eager(self, batch: Batch) -> ExternalStep | None:
+    def eager(self, batch: ForwardBatchView) -> ExternalStep | None:
         """Returns a step that is run at once, or None if there is nothing to attend to."""
         mode = batch.forward_mode
         if mode.is_idle() or batch.batch_size == 0:
@@ -69,7 +69,7 @@ class StepMaker:
             return self._drafts(batch, num_seqs, _cells(batch), captured=False)
         return self._extend(batch, num_seqs)
 
-    def graphed(self, batch: Batch, cells: BoolCells | NoCells, *, in_capture: bool) -> ExternalStep:
+    def graphed(self, batch: ForwardBatchView, cells: BoolCells | NoCells, *, in_capture: bool) -> ExternalStep:
         """Returns a step that is captured or replayed: one token per sequence, or the same number of drafts for each.
 
         At a capture all of its sequences count as padding, whatever the runner's tensors hold.
@@ -83,7 +83,7 @@ class StepMaker:
             return self._decode(batch, num_seqs, captured=True, hides_pads=real is None)
         raise BadBatch(f"{mode} steps cannot be captured; only decode, verified drafts and extended drafts can")
 
-    def branches(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
+    def branches(self, batch: ForwardBatchView, number: int, branches: int, *, captured: bool) -> ExternalStep:
         """Returns the number-th step of drafts after a batch's tokens: one new token per branch of a sequence.
 
         With one branch, sequences use their rows of SGLang's table. Otherwise each branch has a row in a table of
@@ -93,27 +93,35 @@ class StepMaker:
         count, rows = kv_len.shape[0], batch.req_pool_indices[: batch.batch_size] if branches == 1 else None
         return ExternalStep(count, count, count, kv_len, ONE_EACH, rows, 1, 1, self.max_kv_len, captured)
 
-    def _decode(self, batch: Batch, num_seqs: int, *, captured: bool, hides_pads: bool = False) -> ExternalStep:
+    def _decode(
+        self, batch: ForwardBatchView, num_seqs: int, *, captured: bool, hides_pads: bool = False
+    ) -> ExternalStep:
         count, rows = batch.batch_size, batch.req_pool_indices
         kv_len = self._kv_len.of(batch, more=0, hides_pads=True) if hides_pads else batch.seq_lens
         longest = self.max_kv_len if captured else self._longest(batch)
         return ExternalStep(num_seqs, count, count, kv_len, ONE_EACH, rows, 1, 1, longest, captured)
 
     def _drafts(
-        self, batch: Batch, num_seqs: int, cells: BoolCells | NoCells, *, captured: bool, hides_pads: bool = False
+        self,
+        batch: ForwardBatchView,
+        num_seqs: int,
+        cells: BoolCells | NoCells,
+        *,
+        captured: bool,
+        hides_pads: bool = False,
     ) -> ExternalStep:
         """Returns a step with the same number of new tokens in each sequence."""
         verifies, count, rows = batch.forward_mode.is_target_verify(), batch.batch_size, batch.req_pool_indices
         width = draft_width(batch)
         more = width if verifies else 0
         kv_len = self._kv_len.of(batch, more=more, hides_pads=hides_pads) if more or hides_pads else batch.seq_lens
-        new = Lengths(self._of_width(width, count))
+        new = NewLengths(self._of_width(width, count))
         # The host's lengths may be out of date here: the device is the first to know how many drafts were accepted.
         return ExternalStep(
             num_seqs, count, count * width, kv_len, new, rows, width, width, self.max_kv_len, captured, mask=cells
         )
 
-    def _extend(self, batch: Batch, num_seqs: int) -> ExternalStep:
+    def _extend(self, batch: ForwardBatchView, num_seqs: int) -> ExternalStep:
         lens = on_host(batch.extend_seq_lens_cpu)
         if lens is None:
             raise BadBatch("a batch that extends has no extend_seq_lens_cpu; its number of tokens must be known")
@@ -124,14 +132,14 @@ class StepMaker:
             batch.batch_size,
             max(1, sum(lens)),
             batch.seq_lens,
-            Lengths(batch.extend_seq_lens),
+            NewLengths(batch.extend_seq_lens),
             batch.req_pool_indices,
             min(lens),
             max(1, most),
             self._longest(batch),
         )
 
-    def _longest(self, batch: Batch) -> int:
+    def _longest(self, batch: ForwardBatchView) -> int:
         on_cpu = batch.seq_lens_cpu
         if on_cpu is None:
             return self.max_kv_len
@@ -147,13 +155,13 @@ class StepMaker:
         return same
 
 
-def draft_width(batch: Batch) -> int:
+def draft_width(batch: ForwardBatchView) -> int:
     """Returns the tokens per sequence of a batch that verifies or extends drafts."""
     spec = batch.spec_info
     return int(spec.draft_token_num if batch.forward_mode.is_target_verify() else spec.num_tokens_per_req)
 
 
-def has_tree(batch: Batch) -> bool:
+def has_tree(batch: ForwardBatchView) -> bool:
     """True if drafts are verified with a mask and are not known to be a chain, which is causal."""
     spec = batch.spec_info
     if not batch.forward_mode.is_target_verify() or getattr(spec, "custom_mask", None) is None:
@@ -162,7 +170,7 @@ def has_tree(batch: Batch) -> bool:
     return branches != 1
 
 
-def _cells(batch: Batch) -> BoolCells | NoCells:
+def _cells(batch: ForwardBatchView) -> BoolCells | NoCells:
     if not has_tree(batch):
         return NO_CELLS
     return BoolCells(batch.spec_info.custom_mask, batch.positions)

@@ -35,7 +35,7 @@ from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
-from rocm_attn.integrations.vllm.shared_context import SharedContextGroup, Sharing
+from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 
@@ -223,15 +223,15 @@ def new_group(
 
 def shares_context(vllm_config: VllmConfig, kv_cache_spec: Any) -> bool:
     """True if ranks share the contexts of a KV cache group. In later releases they do not for windows."""
-    is_asked = vllm_config.parallel_config.decode_context_parallel_size > 1
-    return is_asked and bool(getattr(kv_cache_spec, "dcp_sharded", True))
+    is_requested = vllm_config.parallel_config.decode_context_parallel_size > 1
+    return is_requested and bool(getattr(kv_cache_spec, "dcp_sharded", True))
 
 
 def _new_shared_group(
     layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device
 ) -> SharedContextGroup:
     """Like new_group, but for layers whose contexts ranks share."""
-    sharing = Sharing(get_dcp_group(), vllm_config.parallel_config.cp_kv_cache_interleave_size)
+    sharing = ContextSharing(get_dcp_group(), vllm_config.parallel_config.cp_kv_cache_interleave_size)
     return SharedContextGroup(layers, _sizes(vllm_config), device, _options(vllm_config, 1), sharing)
 
 

@@ -18,7 +18,7 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
-from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_step, require_causal
+from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step, require_causal
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
@@ -105,7 +105,7 @@ class StepOfGroup:
 class _CapturedStep:
     """The shape of a step that vLLM has captured, and the graph of its fill, which reads slots at one address."""
 
-    shape: Shape
+    shape: ReplayShape
     slots_at: int
     fill: RecordedFill
 
@@ -141,7 +141,7 @@ class KVGroup:
         return self._attention
 
     @property
-    def captured(self) -> Sequence[Shape]:
+    def captured(self) -> Sequence[ReplayShape]:
         """The shapes of the steps that vLLM has captured."""
         return tuple(each.shape for each in self._captured.values())
 
@@ -151,7 +151,7 @@ class KVGroup:
         Raises Unsupported for a step that is not causal, and the errors of ExternalAttention.
         """
         require_causal(common)
-        own = Shape.of(common)
+        own = ReplayShape.of(common)
         known = self._captured.get(own.padded)
         is_captured = known is not None and known.shape.serves(own)
         shape, kv_len = known.shape if known is not None and is_captured else own, common.seq_lens
@@ -168,7 +168,7 @@ class KVGroup:
     def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
         """Begins and fills a step that vLLM captures. All sequences are padding: its tensors hold no values yet."""
         require_causal(common)
-        shape = Shape.of(common)
+        shape = ReplayShape.of(common)
         if self._options.is_wide():
             shape = shape.widest()
         known = self._captured.get(shape.padded)
@@ -231,12 +231,12 @@ class KVGroup:
                 k[tokens], v[tokens], step.slots.int(), counts, attention.pages.layer(index), null_page=True
             )
 
-    def _slots(self, common: CommonMetadata, shape: Shape) -> Tensor | None:
+    def _slots(self, common: CommonMetadata, shape: ReplayShape) -> Tensor | None:
         """Returns the slots of a step's new tokens, or None if slots are not used."""
         return common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None
 
     def _begun(
-        self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool
+        self, common: CommonMetadata, shape: ReplayShape, kv_len: Tensor, num_seqs: int, captured: bool
     ) -> ExternalAttention:
         """Begins a step and returns its attention.
 

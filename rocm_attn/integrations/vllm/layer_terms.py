@@ -110,15 +110,15 @@ class LayerTerms:
 
     def latent_problem(self, cache: CacheTerms, v_head_dim: int) -> Problem:
         """Returns the problem of an MLA layer's absorbed form over its latent pages. Raises Unsupported, BadProblem."""
-        asked = {
+        requested = {
             "ALiBi slopes": self.alibi_slopes is not None,
             "a sliding window": self.sliding_window is not None,
             "a soft cap": bool(self.logits_soft_cap),
             "sinks": self.sinks is not None,
             "KV of another layer": not self.stores,
         }
-        if any(asked.values()):
-            named = " and ".join(name for name, is_asked in asked.items() if is_asked)
+        if any(requested.values()):
+            named = " and ".join(name for name, is_requested in requested.items() if is_requested)
             raise Unsupported(f"an MLA layer asks for {named}, which rocm_attn does not serve in vLLM's MLA layers")
         encoding = _encoding(self.kv_cache_dtype, cache)
         return Problem(

@@ -20,14 +20,14 @@ from torch import Tensor
 from rocm_attn.errors import Unsupported
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
-from rocm_attn.integrations.vllm.steps import CommonMetadata, DecodesOfStep, Shape, require_causal
+from rocm_attn.integrations.vllm.steps import CommonMetadata, DecodesOfStep, ReplayShape, require_causal
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.paging.adopted import CsrSource
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.step.external_step import Boundaries, ExternalStep
 
 
-class Ranks(Protocol):
+class ContextRanks(Protocol):
     """The ranks that share contexts, like vLLM's GroupCoordinator. All ranks make the same calls in the same order."""
 
     @property
@@ -50,10 +50,10 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ContextSharing:
     """The ranks that share contexts. stretch: consecutive tokens of a sequence that a rank keeps"""
 
-    ranks: Ranks
+    ranks: ContextRanks
     stretch: int = 1
 
     def kept(self, lengths: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class SharedContextGroup:
         sizes: GroupSizes,
         device: torch.device,
         options: GroupOptions,
-        sharing: Sharing,
+        sharing: ContextSharing,
     ) -> None:
         for name, each in layers.items():
             _require_plain(name, each.problem)
@@ -130,7 +130,7 @@ class SharedContextGroup:
         Raises Unsupported for a step that is not causal, and the errors of ExternalAttention.
         """
         require_causal(common)
-        shape, seqs = Shape.of(common), common.num_reqs
+        shape, seqs = ReplayShape.of(common), common.num_reqs
         starts = common.query_start_loc[: seqs + 1]
         new = starts[1:] - starts[:-1]
         context = DecodesOfStep(
@@ -215,8 +215,8 @@ def _of_own(problem: Problem) -> Problem:
 
 
 def _require_plain(name: str, problem: Problem) -> None:
-    asked = {"a window": problem.window_left != UNLIMITED_WINDOW, "ALiBi slopes": problem.has_alibi_slopes}
-    if found := [what for what, is_asked in asked.items() if is_asked]:
+    requested = {"a window": problem.window_left != UNLIMITED_WINDOW, "ALiBi slopes": problem.has_alibi_slopes}
+    if found := [what for what, is_requested in requested.items() if is_requested]:
         raise Unsupported(
             f"{name} has {' and '.join(found)}, and a rank that shares a context does not know how far its keys "
             "are; set decode_context_parallel_size to 1"

@@ -64,7 +64,7 @@ class DecodesOfStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReplayShape:
     """The properties of a step that a graph of vLLM's fixes. They decide which steps may replay the graph.
 
     num_seqs, num_tokens: padding included
@@ -76,7 +76,7 @@ class Shape:
     max_q_len: int
 
     @classmethod
-    def of(cls, common: CommonMetadata) -> Shape:
+    def of(cls, common: CommonMetadata) -> ReplayShape:
         """Returns the shape of a step. A step has at least one token, and a sequence at least one new one."""
         tokens = max(1, common.num_actual_tokens)
         return cls(max(1, common.num_reqs), tokens, min(max(1, common.max_query_len), tokens))
@@ -86,16 +86,16 @@ class Shape:
         """True if each sequence has one new token, padding included."""
         return self.max_q_len == 1 and self.num_seqs == self.num_tokens
 
-    def widest(self) -> Shape:
+    def widest(self) -> ReplayShape:
         """Returns the shape of steps of this size in which one sequence may have all new tokens."""
-        return Shape(self.num_seqs, self.num_tokens, self.num_tokens)
+        return ReplayShape(self.num_seqs, self.num_tokens, self.num_tokens)
 
     @property
     def padded(self) -> tuple[int, int]:
         """The key by which vLLM looks a graph up."""
         return self.num_seqs, self.num_tokens
 
-    def serves(self, step: Shape) -> bool:
+    def serves(self, step: ReplayShape) -> bool:
         """True if a step may run with this shape: its bounds may be smaller, never larger."""
         return step.padded == self.padded and step.max_q_len <= self.max_q_len
 
@@ -109,7 +109,9 @@ def require_causal(common: CommonMetadata) -> None:
         )
 
 
-def external_step(common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> ExternalStep:
+def external_step(
+    common: CommonMetadata, shape: ReplayShape, kv_len: Tensor, num_seqs: int, captured: bool
+) -> ExternalStep:
     """Returns the step at a shape.
 
     kv_len:   of its sequences; as common has them, or less

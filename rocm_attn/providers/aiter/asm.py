@@ -13,7 +13,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
 # Query heads per KV head for which it has kernels in bfloat16 and float16.
 _HEADS_ON_ONE = (8, 16)
@@ -54,10 +54,10 @@ class AssembledDecode:
         )
         keep_rows(args.out, out)
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         """Room for q and out if their rows are not contiguous."""
         rows = (shape.num_tokens, self.problem.num_q_heads, self.problem.head_dim)
-        return Part(rows, self.problem.dtype), Part(rows, self.problem.dtype)
+        return ScratchTensor(rows, self.problem.dtype), ScratchTensor(rows, self.problem.dtype)
 
 
 def bind_asm(problem: Problem, target: Target, pool: PoolSize) -> AssembledDecode:

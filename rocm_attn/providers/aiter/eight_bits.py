@@ -18,14 +18,14 @@ from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
-from rocm_attn.providers.scratch import Part
+from rocm_attn.providers.scratch import ScratchTensor
 
 # Its dtype and device are given, because an engine may have set other defaults before it imports this.
 _ONE_AS_INT32 = torch.tensor(1.0, dtype=torch.float32, device="cpu").view(torch.int32).item()
 
 
 @dataclass(frozen=True, slots=True)
-class FactorOfOne:
+class ScaleOfOne:
     """A float32 1 in the device's memory, for functions that need the address of a scale where there is none."""
 
     def words(self, shape: PaddedShape) -> int:
@@ -35,11 +35,11 @@ class FactorOfOne:
         words.fill_(_ONE_AS_INT32)
 
 
-def query_parts(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
+def query_parts(problem: Problem, num_tokens: int, num_heads: int) -> tuple[ScratchTensor, ScratchTensor]:
     """Room for saturated queries, and for the codes of num_heads heads."""
     return (
-        Part((num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype),
-        Part((num_tokens, num_heads, problem.head_dim), problem.page_format.encoding.dtype),
+        ScratchTensor((num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype),
+        ScratchTensor((num_tokens, num_heads, problem.head_dim), problem.page_format.encoding.dtype),
     )
 
 

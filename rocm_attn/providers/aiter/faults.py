@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.machine.releases import Release, Span
+from rocm_attn.machine.releases import Release, ReleaseRange
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding
 from rocm_attn.providers.contract import Fault, side_bytes
 
@@ -18,12 +18,12 @@ _MI300, _MI355 = "gfx942", "gfx950"
 _BOTH = (_MI300, _MI355)
 
 
-def _before(release: str) -> Span:
-    return Span(before=Release.of(release))
+def _before(release: str) -> ReleaseRange:
+    return ReleaseRange(before=Release.of(release))
 
 
-def _between(since: str, before: str) -> Span:
-    return Span(Release.of(since), Release.of(before))
+def _between(since: str, before: str) -> ReleaseRange:
+    return ReleaseRange(Release.of(since), Release.of(before))
 
 
 # Its tile in decode is a page, or 64 keys of a larger page, which takes 64 KiB at head_dim 512.

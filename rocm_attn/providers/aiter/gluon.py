@@ -14,7 +14,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import Part, cut, num_words
+from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
 # Keys that a program reads per iteration.
 _PARTITION_KEYS = 256
@@ -84,14 +84,14 @@ class GluonDecode:
         parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * on_one_page
         return min(parts, _MOST_PARTS)
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
         """For each row and part: an exp sum and a maximum in float32, and a partial output."""
         problem = self.problem
         rows = (shape.num_seqs, problem.num_kv_heads, self.num_parts(shape), problem.gqa_ratio)
         return (
-            Part(rows, torch.float32),
-            Part(rows, torch.float32),
-            Part((*rows, problem.v_head_dim), problem.dtype),
+            ScratchTensor(rows, torch.float32),
+            ScratchTensor(rows, torch.float32),
+            ScratchTensor((*rows, problem.v_head_dim), problem.dtype),
         )
 
 

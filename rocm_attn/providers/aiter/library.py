@@ -198,7 +198,7 @@ _LATENT_SCHEDULE = EntryPoint(
     ),
 )
 
-# Name of the table's row -> the functions that its kernel calls.
+# Name of the table's choice -> the functions that its kernel calls.
 ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.unified_attention": (_UNIFIED,),
     "aiter.paged_attention_ragged": (_RAGGED,),

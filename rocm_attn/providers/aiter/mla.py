@@ -22,7 +22,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
 # Query heads that the kernels are made for, in every release.
 FEW_HEADS, MANY_HEADS = 16, 128
@@ -50,7 +50,7 @@ class EqualSplits:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDecode:
+class AiterLatentDecode:
     """One new token in each sequence.
 
     Heads are padded with zeros to 16 or 128: the time of a decode step is reading the latent rows, which are read once
@@ -90,13 +90,13 @@ class LatentDecode:
         )
         keep_rows(args.out, out)
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         num_heads = FEW_HEADS if self.problem.num_q_heads <= FEW_HEADS else MANY_HEADS
         return padded_rows(self.problem, shape.num_tokens, num_heads)
 
 
 @dataclass(frozen=True, slots=True)
-class LatentExtend:
+class AiterLatentExtend:
     """Any number of new tokens in each sequence.
 
     Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: the time of an extend step is its
@@ -138,21 +138,23 @@ class LatentExtend:
     def _heads_of_launch(self) -> int:
         return MANY_HEADS if self.problem.num_q_heads == MANY_HEADS else FEW_HEADS
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         return padded_rows(self.problem, shape.num_tokens, self._heads_of_launch())
 
 
-def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
+def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[ScratchTensor, ScratchTensor]:
     """Room for q and out with num_heads heads, if those of the step cannot be used directly."""
     rows = (num_tokens, num_heads)
-    return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
+    return ScratchTensor((*rows, problem.head_dim), problem.dtype), ScratchTensor(
+        (*rows, problem.v_head_dim), problem.dtype
+    )
 
 
-def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
+def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentDecode:
     """Binds the kernel, with splits for the target's compute units."""
-    return LatentDecode(problem, target.compute_units)
+    return AiterLatentDecode(problem, target.compute_units)
 
 
-def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentExtend:
+def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentExtend:
     """Binds the kernel; it has one tile."""
-    return LatentExtend(problem)
+    return AiterLatentExtend(problem)

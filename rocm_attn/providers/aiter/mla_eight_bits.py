@@ -20,27 +20,27 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.eight_bits import FactorOfOne, query_codes, query_parts
+from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
 from rocm_attn.providers.aiter.mla import FEW_HEADS
 from rocm_attn.providers.aiter.mla_persistent import LatentShares
 from rocm_attn.providers.contract import PoolSize, StepBounds
-from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for
 
 
 @dataclass(frozen=True, slots=True)
-class SharesAndFactor:
+class SharesAndScale:
     """A schedule of shares, followed by the scale of q."""
 
     shares: LatentShares
-    factor: ClassVar[FactorOfOne] = FactorOfOne()
+    scale_value: ClassVar[ScaleOfOne] = ScaleOfOne()
 
     def words(self, shape: PaddedShape) -> int:
-        return self.shares.words(shape) + self.factor.words(shape)
+        return self.shares.words(shape) + self.scale_value.words(shape)
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         own = self.shares.words(bounds.shape)
         self.shares.build(queries, step, bounds, words[:own])
-        self.factor.build(queries, step, bounds, words[own : own + 1])
+        self.scale_value.build(queries, step, bounds, words[own : own + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class EightBitLatentDecode:
     compute_units: int
 
     @property
-    def schedule(self) -> SharesAndFactor:
-        return SharesAndFactor(LatentShares(self.compute_units, self._codes, self._num_heads))
+    def schedule(self) -> SharesAndScale:
+        return SharesAndScale(LatentShares(self.compute_units, self._codes, self._num_heads))
 
     def describe(self) -> str:
         return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) + aiter.get_mla_metadata_v1"
@@ -90,10 +90,10 @@ class EightBitLatentDecode:
     def _num_heads(self) -> int:
         return -(-self.problem.num_q_heads // FEW_HEADS) * FEW_HEADS
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
         """Room for queries, saturated and in eight bits, and for out if its rows cannot be written directly."""
         rows = (shape.num_tokens, self._num_heads, self.problem.v_head_dim)
-        return (*query_parts(self.problem, shape.num_tokens, self._num_heads), Part(rows, self.problem.dtype))
+        return (*query_parts(self.problem, shape.num_tokens, self._num_heads), ScratchTensor(rows, self.problem.dtype))
 
 
 def bind_eight_bit_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:

@@ -21,13 +21,13 @@ from rocm_attn.providers.aiter.mla import (
     FEW_HEADS,
     MANY_HEADS,
     MOST_SPLITS,
+    AiterLatentDecode,
     EqualSplits,
-    LatentDecode,
     bind_latent_decode,
     padded_rows,
 )
 from rocm_attn.providers.contract import PoolSize, StepBounds
-from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
 # A share is a multiple of this number of keys.
 _KV_GRANULARITY = 16
@@ -74,7 +74,7 @@ class LatentShares:
             dtype_kv=self.dtype,
         )
 
-    def parts(self, shape: PaddedShape) -> tuple[Part, ...]:
+    def parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for one token.
 
         They are: two addresses; shares by compute unit, and the work of each; partial results by sequence, their
@@ -84,12 +84,12 @@ class LatentShares:
         units, tiles = self.compute_units, 1 if self.num_heads == MANY_HEADS else self.num_heads // FEW_HEADS
         num_seqs, shares = shape.num_seqs, (shape.num_seqs + units - 1) * tiles
         return (
-            Part((2,), torch.uint64),
-            Part((units + 1,), torch.int32),
-            Part((shares, 8), torch.int32),
-            Part((num_seqs * tiles + 1,), torch.int32),
-            Part((num_seqs * tiles, 2), torch.int32),
-            Part((min(shares, 2 * (units - 1) * tiles),), torch.int32),
+            ScratchTensor((2,), torch.uint64),
+            ScratchTensor((units + 1,), torch.int32),
+            ScratchTensor((shares, 8), torch.int32),
+            ScratchTensor((num_seqs * tiles + 1,), torch.int32),
+            ScratchTensor((num_seqs * tiles, 2), torch.int32),
+            ScratchTensor((min(shares, 2 * (units - 1) * tiles),), torch.int32),
         )
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
@@ -133,7 +133,7 @@ class ScheduledLatentDecode:
     problem: Problem
     compute_units: int
     max_seqs: int
-    splits: LatentDecode
+    splits: AiterLatentDecode
 
     @property
     def schedule(self) -> SharesOfFew:

@@ -14,8 +14,8 @@ from torch import Tensor
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.entries import VARLEN
 from rocm_attn.providers.aiter.prefill import varlen_scores
-from rocm_attn.providers.aiter.rows import VARLEN
 from rocm_attn.providers.contract import SMALLEST_POOL
 
 

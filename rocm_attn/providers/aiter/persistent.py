@@ -21,7 +21,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import PoolSize, StepBounds
-from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
 PAGE_TOKENS = 1024
 _SCALE = 128**-0.5
@@ -67,17 +67,17 @@ class PageShares:
             max_split_per_batch=-1,
         )
 
-    def parts(self, shape: PaddedShape) -> tuple[Part, ...]:
+    def parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         """The schedule's buffers, with the sizes that get_pa_metadata_info_v1 gives."""
         num_seqs, units = shape.num_seqs, self.compute_units
         shares = num_seqs + units - 1
         return (
-            Part((2,), torch.uint64),
-            Part((units + 1,), torch.int32),
-            Part((shares * self.num_kv_heads, 8), torch.int32),
-            Part((num_seqs + 1,), torch.int32),
-            Part((num_seqs, 2), torch.int32),
-            Part((min(shares, 2 * (units - 1)),), torch.int32),
+            ScratchTensor((2,), torch.uint64),
+            ScratchTensor((units + 1,), torch.int32),
+            ScratchTensor((shares * self.num_kv_heads, 8), torch.int32),
+            ScratchTensor((num_seqs + 1,), torch.int32),
+            ScratchTensor((num_seqs, 2), torch.int32),
+            ScratchTensor((min(shares, 2 * (units - 1)),), torch.int32),
         )
 
 
@@ -99,7 +99,7 @@ class PersistentDecode:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q_rows, out_rows, k_factors, v_factors = cut(args.workspace, self._parts(bounds.shape))
+        q_rows, out_rows, k_scale_values, v_scale_values = cut(args.workspace, self._parts(bounds.shape))
         _, indptr, work, reduce_indptr, final_map, partial_map = cut(args.schedule, self.schedule.parts(bounds.shape))
         out = room_for(args.out, out_rows)
         library.pa_persistent_fwd()(
@@ -117,15 +117,15 @@ class PersistentDecode:
             reduce_indptr=reduce_indptr,
             reduce_final_map=final_map,
             reduce_partial_map=partial_map,
-            K_QScale=self._factors(args.pages.k_scale, len(args.pages.k), k_factors),
-            V_QScale=self._factors(args.pages.v_scale, len(args.pages.v), v_factors),
+            K_QScale=self._scale_values(args.pages.k_scale, len(args.pages.k), k_scale_values),
+            V_QScale=self._scale_values(args.pages.v_scale, len(args.pages.v), v_scale_values),
             softmax_scale=self.problem.scale,
             # It has only causal kernels; the only new token of a sequence sees all keys in both cases.
             mask=1,
         )
         keep_rows(args.out, out)
 
-    def _factors(self, scale: Tensor | None, num_pages: int, rows: Tensor) -> Tensor:
+    def _scale_values(self, scale: Tensor | None, num_pages: int, rows: Tensor) -> Tensor:
         """The scales in the form that the function takes, [pages, kv_heads, 1024]; rows: room for those of one page"""
         assert scale is not None
         if self.problem.kv_scales is Scales.TOKEN:
@@ -133,12 +133,14 @@ class PersistentDecode:
         rows.copy_(scale[:, None])
         return rows.expand(num_pages, self.problem.num_kv_heads, PAGE_TOKENS)
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor, ScratchTensor]:
         """Room for q and out if their rows are not contiguous, and for scales of K and V of one page."""
         problem = self.problem
-        rows = Part((shape.num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
-        factors = Part((problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1, PAGE_TOKENS), torch.float32)
-        return rows, rows, factors, factors
+        rows = ScratchTensor((shape.num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
+        scale_values = ScratchTensor(
+            (problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1, PAGE_TOKENS), torch.float32
+        )
+        return rows, rows, scale_values, scale_values
 
 
 def bind_persistent(problem: Problem, target: Target, pool: PoolSize) -> PersistentDecode:

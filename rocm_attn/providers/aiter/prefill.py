@@ -16,10 +16,10 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.eight_bits import FactorOfOne, query_codes, query_parts
+from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import Part, cut, num_words
+from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class EightBitBatchPrefill:
     """Like `BatchPrefill`, but over pages in eight bits, with q in eight bits too."""
 
     problem: Problem
-    schedule: ClassVar[Schedule] = FactorOfOne()
+    schedule: ClassVar[Schedule] = ScaleOfOne()
 
     def describe(self) -> str:
         return f"aiter.mha_batch_prefill_func({self.problem})"
@@ -109,8 +109,8 @@ class VarlenPrefill:
         k, v = cut(args.workspace, self._parts(bounds.shape))
         page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
         pages = args.pages
-        for rows, side, factors in ((k, pages.keys, pages.k_scale), (v, pages.values, pages.v_scale)):
-            _gather(side, page, offset, pages.format.encoding, factors, rows)
+        for rows, side, scale_values in ((k, pages.keys, pages.k_scale), (v, pages.values, pages.v_scale)):
+            _gather(side, page, offset, pages.format.encoding, scale_values, rows)
         result = library.flash_attn_varlen_func()(
             q=args.q,
             k=k,
@@ -127,10 +127,12 @@ class VarlenPrefill:
         )
         _keep_lse(result, args.lse)
 
-    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         problem = self.problem
         rows = (shape.num_tokens, problem.num_kv_heads)
-        return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
+        return ScratchTensor((*rows, problem.head_dim), problem.dtype), ScratchTensor(
+            (*rows, problem.v_head_dim), problem.dtype
+        )
 
 
 def varlen_scores(problem: Problem) -> dict[str, object]:
@@ -146,15 +148,15 @@ def varlen_scores(problem: Problem) -> dict[str, object]:
 
 
 def _gather(
-    side: PageRows, page: Tensor, offset: Tensor, encoding: Encoding, factors: Tensor | None, rows: Tensor
+    side: PageRows, page: Tensor, offset: Tensor, encoding: Encoding, scale_values: Tensor | None, rows: Tensor
 ) -> None:
     """Gathers rows [n, kv_heads, dim] of tokens; codes of eight-bit pages are decoded."""
-    if factors is None:
+    if scale_values is None:
         side.read_tokens(page, offset, rows)
         return
     codes = rows.new_empty(rows.shape, dtype=side.cells.dtype)
     side.read_tokens(page, offset, codes)
-    torch.mul(codes.view(encoding.dtype).to(rows.dtype), factors[:, None], out=rows)
+    torch.mul(codes.view(encoding.dtype).to(rows.dtype), scale_values[:, None], out=rows)
 
 
 def _keep_lse(result: Tensor | tuple[Tensor, Tensor], lse: Tensor | None) -> None:

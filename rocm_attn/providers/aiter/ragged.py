@@ -14,9 +14,9 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.eight_bits import FactorOfOne
+from rocm_attn.providers.aiter.eight_bits import ScaleOfOne
 from rocm_attn.providers.contract import PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
 # Fixed in its source. Keys after max_num_partitions partitions are silently ignored.
 _PARTITION_KEYS = 256
@@ -35,7 +35,7 @@ class RaggedDecode:
     problem: Problem
     max_kv_len: int
     # The function requires scales of K and V even if there are none.
-    schedule: ClassVar[Schedule] = FactorOfOne()
+    schedule: ClassVar[Schedule] = ScaleOfOne()
 
     def describe(self) -> str:
         return f"aiter.paged_attention_ragged({self.problem})"
@@ -73,7 +73,7 @@ class RaggedDecode:
         )
         keep_rows(args.out, out)
 
-    def _parts(self, shape: PaddedShape, max_kv_len: int) -> tuple[Part, Part, Part]:
+    def _parts(self, shape: PaddedShape, max_kv_len: int) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
         """The function's workspace, then room for q and out if their rows are not contiguous.
 
         For each row, head and partition: an exp sum and a maximum in float32, and a partial output.
@@ -82,7 +82,11 @@ class RaggedDecode:
         rows = (shape.num_tokens, problem.num_q_heads, problem.head_dim)
         partial_bytes = 8 + problem.head_dim * problem.dtype.itemsize
         num_bytes = rows[0] * rows[1] * _num_partitions(max_kv_len) * partial_bytes
-        return Part((num_bytes,), torch.uint8), Part(rows, problem.dtype), Part(rows, problem.dtype)
+        return (
+            ScratchTensor((num_bytes,), torch.uint8),
+            ScratchTensor(rows, problem.dtype),
+            ScratchTensor(rows, problem.dtype),
+        )
 
 
 def _num_partitions(max_kv_len: int) -> int:

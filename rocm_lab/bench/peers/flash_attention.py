@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
-from rocm_lab.bench.contestant import Launch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed
 from rocm_lab.bench.step_data import StepData
 
 _MOST_DIM, _DIMS = 256, 8
@@ -25,7 +25,7 @@ class FlashAttention3:
         self._library = library
         self._ops: Any = None
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem = data.problem
         reason = _refusal(problem)
@@ -58,7 +58,9 @@ class FlashAttention3:
         of_seqs = data.step.q_indptr, None, None, None, data.step.kv_len, *longest, table
         scores = problem.scale, problem.causal, *window, problem.logits_soft_cap
         rest = *scores, True, metadata, 0, None, 0, data.weights.sinks, 1, 0, None
-        return Launch(lambda: ops.fwd(*kv, *of_seqs, *(None,) * 8, *rest), lambda: data.out, "FlashAttention-3 of vLLM")
+        return LayerLaunch(
+            lambda: ops.fwd(*kv, *of_seqs, *(None,) * 8, *rest), lambda: data.out, "FlashAttention-3 of vLLM"
+        )
 
     def _loaded(self) -> Any:
         if self._ops is None:

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind
-from rocm_lab.bench.contestant import Launch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed
 from rocm_lab.bench.step_data import StepData
 
 _WORKSPACE_BYTES = 512 << 20
@@ -21,7 +21,7 @@ class FlashInfer:
     def __init__(self) -> None:
         self._workspace: torch.Tensor | None = None
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem = data.problem
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:
@@ -38,7 +38,7 @@ class FlashInfer:
             self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=data.device)
         wrapper = self._planned(library, data)
         pages = (data.pages.k, data.pages.v)
-        return Launch(
+        return LayerLaunch(
             lambda: wrapper.run(data.q, pages, out=data.out), lambda: data.out, f"FlashInfer {library.__version__}"
         )
 

@@ -7,14 +7,14 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_lab.bench.contestant import Launch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed
 from rocm_lab.bench.step_data import StepData
 
 
 class TorchSdpa:
     """Attention over copies of K and V, made before timing, [sequences, heads, tokens, dim]: lengths must be equal."""
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem, batch = data.problem, data.batch
         reason = _refusal(problem, data)
@@ -41,7 +41,9 @@ class TorchSdpa:
             )
             out.copy_(found.transpose(1, 2))
 
-        return Launch(run, lambda: data.out, f"torch {torch.__version__} scaled_dot_product_attention, K and V packed")
+        return LayerLaunch(
+            run, lambda: data.out, f"torch {torch.__version__} scaled_dot_product_attention, K and V packed"
+        )
 
 
 def _refusal(problem: Problem, data: StepData) -> str:

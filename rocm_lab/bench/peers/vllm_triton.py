@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind
-from rocm_lab.bench.contestant import Launch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed
 from rocm_lab.bench.step_data import StepData
 
 # Values of vLLM's backend: segments of a decode; the most sequences for which it is split, rounded to captured sizes.
@@ -19,7 +19,7 @@ _CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 class VllmTriton:
     """The attention of the installed vLLM, 0.11 or later."""
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem, step = data.problem, data.step
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
@@ -69,4 +69,4 @@ class VllmTriton:
                 softmax_segm_expsum=segments[2],
             )
 
-        return Launch(run, lambda: data.out, "unified_attention of vLLM")
+        return LayerLaunch(run, lambda: data.out, "unified_attention of vLLM")

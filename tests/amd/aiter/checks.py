@@ -151,19 +151,19 @@ def rows_of(pages: Tensor, ids: Tensor, name: str) -> Tensor:
     return pages[ids.long()].flatten(0, 1)
 
 
-def require_factors(cache: Tensor, like: torch.dtype, eight_bits: torch.dtype, **factors: object) -> None:
+def require_scales(cache: Tensor, like: torch.dtype, eight_bits: torch.dtype, **scale_values: object) -> None:
     """Checks that a cache in `like` has no scales, and that one in the arch's 8-bit dtype has float32 [1] for each."""
     if cache.dtype == like:
-        require(all(each is None for each in factors.values()), "nothing is quantised")
+        require(all(each is None for each in scale_values.values()), "nothing is quantised")
         return
     require(cache.dtype == eight_bits, f"codes of {cache.dtype} would be read as {eight_bits}")
-    for name, each in factors.items():
+    for name, each in scale_values.items():
         require_tensor(name, each, torch.float32, (1,))
 
 
-def worth(rows: Tensor, factor: Tensor | None) -> Tensor:
+def worth(rows: Tensor, scale_value: Tensor | None) -> Tensor:
     """Returns the float64 values that the elements of a cache represent."""
-    return rows.double() if factor is None else rows.double() * factor.double()
+    return rows.double() if scale_value is None else rows.double() * scale_value.double()
 
 
 def require_vectorised(k_cache: object, v_cache: object, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

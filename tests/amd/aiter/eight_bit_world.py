@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.problem import KVEncoding, Problem
-from rocm_attn.providers.contract import KernelRow
+from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.step.step import Part
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.world import Request, World
@@ -25,13 +25,13 @@ _TOKEN_FACTOR = 2.0**-6
 class EightBitWorld(World):
     """A world over 8-bit pages. row: the row of the kernel that served the last step"""
 
-    row: KernelRow | None = field(default=None, init=False)
+    entry: KernelEntry | None = field(default=None, init=False)
 
     def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
-        self.row = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])].row
+        self.entry = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])].entry
         return super().lse_rows(layer, step, q)
 
-    def set_factors(self) -> None:
+    def set_scales(self) -> None:
         """Sets scales for every layer's K and V that differ from 1 and from each other."""
         for layer, problem in enumerate(self.problems):
             pages = self.runtime.pool.layer(layer)
@@ -62,27 +62,27 @@ class EightBitWorld(World):
         positions: Tensor | None = None,
     ) -> None:
         encoding = self.problems[layer].page_format.encoding
-        if self.row is not None and self.row.rounds_queries:
+        if self.entry is not None and self.entry.rounds_queries:
             q = q.clamp(-encoding.largest, encoding.largest).to(encoding.dtype).to(q.dtype)
         super().check(layer, requests, q_len, q, out, lse, visible, positions)
 
     def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
         assert_attention_close(
-            out, want, problem.dtype, eight_bit_products=self.row is not None and self.row.rounds_products
+            out, want, problem.dtype, eight_bit_products=self.entry is not None and self.entry.rounds_products
         )
 
 
-def held_exactly(rows: Tensor, problem: Problem, factors: Tensor | None) -> Tensor:
+def held_exactly(rows: Tensor, problem: Problem, scale_values: Tensor | None) -> Tensor:
     """Returns the nearest rows [T, kv_heads, dim] that pages hold exactly; NaN stays NaN."""
     if problem.kv_encoding is KVEncoding.LIKE_Q:
         return rows
     encoding = problem.page_format.encoding
-    factor = torch.tensor(_TOKEN_FACTOR) if problem.kv_scales is Scales.TOKEN else factors
-    assert factor is not None
-    codes = (rows.float() / factor.to(rows.device)[..., None]).clamp(-encoding.largest, encoding.largest)
+    scale_value = torch.tensor(_TOKEN_FACTOR) if problem.kv_scales is Scales.TOKEN else scale_values
+    assert scale_value is not None
+    codes = (rows.float() / scale_value.to(rows.device)[..., None]).clamp(-encoding.largest, encoding.largest)
     if problem.kv_scales is Scales.TOKEN:
         codes[..., 0] = encoding.largest
-    exact: Tensor = codes.to(encoding.dtype).float() * factor.to(rows.device)[..., None]
+    exact: Tensor = codes.to(encoding.dtype).float() * scale_value.to(rows.device)[..., None]
     return torch.where(rows.isnan(), float("nan"), exact).to(rows.dtype)
 
 

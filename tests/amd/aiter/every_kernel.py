@@ -18,8 +18,8 @@ from rocm_attn.errors import BadProblem, Unsupported
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
-from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import KernelRow, LayerKernel, Limits, PoolSize
+from rocm_attn.providers.aiter.entries import ENTRIES
+from rocm_attn.providers.contract import KernelEntry, LayerKernel, Limits, PoolSize
 from rocm_attn.providers.select import Selection, select
 from tests.amd.aiter.eight_bit_world import EightBitWorld, eight_bit_kinds
 from tests.amd.aiter.one_layer import STEPS, OneLayer
@@ -39,27 +39,27 @@ STEPS_OF_KIND = {
 class Case:
     """A kernel at one problem."""
 
-    row: KernelRow
+    entry: KernelEntry
     problem: Problem
     what: str
 
     def __str__(self) -> str:
         dtype = str(self.problem.dtype).removeprefix("torch.")
-        return f"{self.row.name}-{self.row.kind.value}-{dtype}-{self.what}"
+        return f"{self.entry.name}-{self.entry.kind.value}-{dtype}-{self.what}"
 
 
 def cases(target: Target) -> Iterator[Case]:
     """Yields every case that the table says is served on the target."""
-    for row in (row for row in ROWS if not row.not_bound):
-        for dtype in row.limits.dtypes:
-            for problem, what in _encoded(row.limits, dtype, target.arch):
-                if not row.refusals(problem, target) and _binds(row, problem, target):
-                    yield Case(row, problem, what)
+    for entry in (entry for entry in ENTRIES if not entry.not_bound):
+        for dtype in entry.limits.dtypes:
+            for problem, what in _encoded(entry.limits, dtype, target.arch):
+                if not entry.refusals(problem, target) and _binds(entry, problem, target):
+                    yield Case(entry, problem, what)
 
 
 def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Problem, str]]:
     """Yields problems in every encoding and kind of scale: dims, page sizes, heads; scores with the first kind only."""
-    kinds, factors = (
+    kinds, scale_values = (
         eight_bit_kinds(limits.encodings, arch),
         [each for each in limits.scales if each is not Scales.NONE],
     )
@@ -68,7 +68,7 @@ def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Pr
             yield problem, what
         is_plain = any(word in what for word in ("pages of", "heads", "usual"))
         for encoding in kinds if is_plain else kinds[:1]:
-            for scales in factors if is_plain else factors[:1]:
+            for scales in scale_values if is_plain else scale_values[:1]:
                 with suppress(BadProblem):  # pages that are too small for vectors of 16
                     coded = replace(problem, kv_encoding=encoding, kv_scales=scales)
                     yield coded, f"{what}-{encoding.name} {scales.name}"
@@ -109,9 +109,9 @@ def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[P
         )
 
 
-def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
+def _binds(entry: KernelEntry, problem: Problem, target: Target) -> bool:
     try:
-        row.bind(problem, target, PoolSize(100, MAX_KV_LEN, 4))
+        entry.bind(problem, target, PoolSize(100, MAX_KV_LEN, 4))
     except LookupError:
         return False
     return True
@@ -119,13 +119,13 @@ def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
 
 def selection_of(case: Case, target: Target, others: str) -> Selection:
     """Returns the case's kernel for its kind of step, and AITER's first kernels or torch's (`others`) for the rest."""
-    kernel = LayerKernel(case.row, case.row.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
+    kernel = LayerKernel(case.entry, case.entry.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
     kernels = dict.fromkeys(StepKind, kernel)
     for provider in ("torch", "aiter", others):
         with suppress(Unsupported):
             kernels.update(select(case.problem, target, provider).kernels)
-    kernels[case.row.kind] = kernel
-    if case.row.kind is not StepKind.PREFILL:
+    kernels[case.entry.kind] = kernel
+    if case.entry.kind is not StepKind.PREFILL:
         kernels.pop(StepKind.PREFILL, None)
     return Selection(case.problem, target, kernels, ())
 
@@ -144,9 +144,9 @@ def largest_error(case: Case, device: torch.device, selection: Selection) -> flo
         target=selection.target,
         selections=[selection],
     )
-    serving.set_factors()
+    serving.set_scales()
     requests = [serving.admit() for _ in range(3)]
-    for q_len in STEPS_OF_KIND[case.row.kind]:
+    for q_len in STEPS_OF_KIND[case.entry.kind]:
         serving.step(requests, q_len, pad_to=4)
     assert serving.page_zero_is_zero()
     return serving.largest_error

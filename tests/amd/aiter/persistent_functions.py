@@ -132,13 +132,13 @@ def pa_persistent_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[s
     require(math.isclose(call["softmax_scale"], dim**-0.5, rel_tol=2**-24), "the scale is that of the head size")
     require(call["mask"] == 1, "no kernel without a mask")
     require(call["max_qlen"] == 1, "one token a sequence")
-    factors = [
+    scale_values = [
         require_tensor(name, call[name], torch.float32, (num_pages, num_kv_heads, block), contiguous=False)
         for name in ("K_QScale", "V_QScale")
     ]
-    require(factors[0].stride() == factors[1].stride(), "factors of V are found by the strides of those of K")
+    require(scale_values[0].stride() == scale_values[1].stride(), "scales of V are found by the strides of those of K")
     if release.is_before(0, 1, 13):
-        require(factors[0].is_contiguous(), "scales are stored per page")
+        require(scale_values[0].is_contiguous(), "scales are stored per page")
     for name in ("qo_indptr", "kv_indptr"):
         require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
     require_tensor("kv_indices", call["kv_indices"], torch.int32, (None,))
@@ -149,7 +149,7 @@ def pa_persistent_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[s
         q,
         k_cache,
         v_cache,
-        *factors,
+        *scale_values,
         call["kv_indptr"],
         call["kv_indices"],
         call["context_lens"],
@@ -162,8 +162,8 @@ def _run_persistent(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_factors: Tensor,
-    v_factors: Tensor,
+    k_scale_values: Tensor,
+    v_scale_values: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     context_lens: Tensor,
@@ -183,8 +183,9 @@ def _run_persistent(
         head, entries = some.start // gqa_ratio, kv_indices[first:end]
         num_keys = min(lengths[seq] - (first - pages[seq][0]) * BLOCK, (end - first) * BLOCK)
         k, v = (
-            rows_of(side, entries, "kv_indices")[:, head].double() * factors[entries.long(), head].flatten()[:, None]
-            for side, factors in ((keys, k_factors), (values, v_factors))
+            rows_of(side, entries, "kv_indices")[:, head].double()
+            * scale_values[entries.long(), head].flatten()[:, None]
+            for side, scale_values in ((keys, k_scale_values), (values, v_scale_values))
         )
         visible = torch.ones(1, num_keys).bool()
         scores = Scores(q.shape[2] ** -0.5, visible)

@@ -42,12 +42,12 @@ def mha_batch_prefill_func(
     pages = {128, 256, 1024} if release.version == "0.1.10" else {16, 1024}
     is_known = dtype in (*HALF, eight_bits)
     require(is_known and dim in dims, f"no matching kernel found for {dtype} and head dim {dim}")
-    factors = _batch_factors(call, dtype == eight_bits)
+    scale_values = _batch_scales(call, dtype == eight_bits)
     require(page_size in (pages if k.dim() == 5 else {1, *pages}), f"no matching kernel found for pages of {page_size}")
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require(out is not None, "out would be allocated")
     # The output for 8-bit queries is always bfloat16.
-    require_tensor("out", out, torch.bfloat16 if factors else dtype, q.shape, contiguous=False)
+    require_tensor("out", out, torch.bfloat16 if scale_values else dtype, q.shape, contiguous=False)
     if k.dim() == 5:
         require_vectorised(k, call["v"], dtype)
         require(k.shape[2] * x == dim and call["v"].shape[3] == dim, f"rows of K and V are not {dim} long")
@@ -82,7 +82,7 @@ def mha_batch_prefill_func(
         call["kv_last_page_lens"],
         call["sink_ptr"],
         call["alibi_slopes"],
-        *factors,
+        *scale_values,
         scale=call["softmax_scale"],
         soft_cap=call["logits_soft_cap"],
         window=_window(call),
@@ -93,7 +93,7 @@ def mha_batch_prefill_func(
     return out if lse is None else (out, lse)
 
 
-def _batch_factors(call: Mapping[str, Any], is_eight_bit: bool) -> tuple[Tensor, ...]:
+def _batch_scales(call: Mapping[str, Any], is_eight_bit: bool) -> tuple[Tensor, ...]:
     """Returns the scales of q, K and V after checking that all of them are float32 [1], or none is given."""
     names = ("q_descale", "k_descale", "v_descale")
     if not is_eight_bit:
@@ -156,7 +156,7 @@ def _run_batch_prefill(
     last_page_len: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
-    *factors: Tensor,
+    *scale_values: Tensor,
     scale: float,
     soft_cap: float,
     window: tuple[int, int],
@@ -164,7 +164,7 @@ def _run_batch_prefill(
     max_kv_len: int,
     is_causal: bool,
 ) -> None:
-    q_factor, k_factor, v_factor = factors or (None, None, None)
+    q_scale_value, k_scale_value, v_scale_value = scale_values or (None, None, None)
     k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
     pages = spans(kv_indptr, len(page_list), "kv_indptr")
@@ -179,8 +179,8 @@ def _run_batch_prefill(
         )
         read_end = first_page + -(-(end_page - first_page) // 128) * 128
         require(read_end <= len(page_list), f"{read_end} entries are read of a page list of {len(page_list)}")
-        k = worth(rows_of(k_cache, page_list[first_page:end_page], "kv_page_indices"), k_factor)
-        v = worth(rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices"), v_factor)
+        k = worth(rows_of(k_cache, page_list[first_page:end_page], "kv_page_indices"), k_scale_value)
+        v = worth(rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices"), v_scale_value)
         ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices").double()
         if seq + 1 == len(pages) or pages[-1][1] == end_page:  # otherwise other sequences' pages follow
             require(bool((ahead == 0).all()), "what lies after the page list is not page 0")
@@ -193,7 +193,7 @@ def _run_batch_prefill(
             scale=scale,
             soft_cap=soft_cap,
         )
-        result, result_lse = attend(worth(q[first:end], q_factor), k[:kv_len], v[:kv_len], scores)
+        result, result_lse = attend(worth(q[first:end], q_scale_value), k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
         if lse is not None:
             lse[:, first:end] = result_lse.t() + _left_out_of_the_lse(alibi_slopes, kv_len, q_len, is_causal)

@@ -14,8 +14,8 @@ from rocm_attn.machine import releases
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
-from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel
+from rocm_attn.providers.aiter.entries import ENTRIES as AITER_ROWS
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel
 from rocm_attn.providers.select import Selection, select
 from tests.amd.aiter.eight_bit_world import EightBitWorld
 
@@ -58,7 +58,7 @@ def in_eight_bits(problem: Problem, scales: Scales = Scales.LAYER, arch: str = "
     return replace(problem, kv_encoding=encoding, kv_scales=scales)
 
 
-def functions_of(row: KernelRow) -> list[str]:
+def functions_of(row: KernelEntry) -> list[str]:
     """Returns the AITER functions that the row's name contains."""
     return row.name.removeprefix("aiter.").partition("[")[0].split("+")
 
@@ -71,7 +71,7 @@ def partly_torch(problem: Problem, target: Target = GFX942) -> Selection:
     cpu = known_target("cpu")
     of_torch = select(replace(problem, page_size=min(problem.page_size, MAX_PAGE_SIZE)), cpu, "torch").kernels
     kernels = {
-        kind: LayerKernel(each.row, each.row.bind(problem, cpu, SMALLEST_POOL)) for kind, each in of_torch.items()
+        kind: LayerKernel(each.entry, each.entry.bind(problem, cpu, SMALLEST_POOL)) for kind, each in of_torch.items()
     }
     for kind in StepKind:
         serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, target)]
@@ -100,7 +100,7 @@ def world(
         target=with_installed_aiter(GFX942),
         selections=selections,
     )
-    serving.set_factors()
+    serving.set_scales()
     return serving
 
 

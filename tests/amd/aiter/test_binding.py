@@ -14,7 +14,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.aiter.entries import ENTRIES
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import E4048607, V0_1_9, V0_1_10, Release
@@ -35,7 +35,7 @@ def test_every_recorded_release_is_accepted(release: StandIn) -> None:
 
 
 def test_every_bound_row_has_an_entry_point_and_no_other() -> None:
-    assert set(library.ENTRY_POINTS) == {row.name for row in ROWS if not row.not_bound}
+    assert set(library.ENTRY_POINTS) == {row.name for row in ENTRIES if not row.not_bound}
 
 
 def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:
@@ -45,7 +45,7 @@ def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:
     assert all("install the distribution amd-aiter" in reason for reason in missing.values())
 
 
-def test_another_package_of_that_name_is_told_apart_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_of_that_name_is_reported_apart_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter", ModuleType("aiter"))
     assert "cannot import name 'paged_attention_ragged'" in library.unavailable()["aiter.paged_attention_ragged"]
 
@@ -68,7 +68,7 @@ def test_a_drifted_kernel_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch)
     install(V0_1_9, monkeypatch)
     serving = world(plain_problem(16, dims=(128, 128)))
     selection = serving.runtime.selections[0]
-    assert selection.kernels[StepKind.EXTEND].row.name == "aiter.unified_attention"
+    assert selection.kernels[StepKind.EXTEND].entry.name == "aiter.unified_attention"
     assert any("takes no kv_last_page_lens" in line for line in selection.lines())
 
 

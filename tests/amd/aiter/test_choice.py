@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 
 def names(selection: Selection) -> dict[str, str]:
-    return {kind.value: kernel.row.name for kind, kernel in selection.kernels.items()}
+    return {kind.value: kernel.entry.name for kind, kernel in selection.kernels.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_a_pool_beyond_a_kernels_offsets_takes_another_kernel(kernel: str, kind:
     num_pages = num_bytes // (16 * 2 * 128 * 2)
     for pages, expected in ((num_pages - 1, kernel), (num_pages, "aiter.unified_attention")):
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(pages, 1024, 1))
-        assert chosen.kernels[kind].row.name == expected
+        assert chosen.kernels[kind].entry.name == expected
     assert any(f"not {kernel}: K or V of a layer takes {num_bytes} bytes" in line for line in chosen.lines())
 
 
@@ -97,7 +97,7 @@ def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
     problem = Problem(64, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=0.1)
     for num_seqs, expected in ((64, "aiter.paged_attention_ragged"), (256, "aiter.unified_attention")):
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(100, 1 << 17, num_seqs))
-        assert chosen.kernels[StepKind.DECODE].row.name == expected
+        assert chosen.kernels[StepKind.DECODE].entry.name == expected
     assert any("its workspace for 256 sequences of 131072 tokens takes" in line for line in chosen.lines())
 
 
@@ -107,5 +107,5 @@ def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
 def test_every_page_size_and_head_dim_is_served_by_auto(target: Target, page_size: int, head_dim: int) -> None:
     chosen = select(plain_problem(page_size, dims=(head_dim, head_dim)), target, "auto")
     assert set(chosen.kernels) == set(StepKind) - {StepKind.MASKED}
-    assert chosen.kernels[StepKind.SHARED].row.name == "triton.shared_prefix"
-    assert all(not kernel.row.not_bound for kernel in chosen.kernels.values())
+    assert chosen.kernels[StepKind.SHARED].entry.name == "triton.shared_prefix"
+    assert all(not kernel.entry.not_bound for kernel in chosen.kernels.values())

@@ -15,7 +15,7 @@ from rocm_attn.errors import Unsupported
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
-from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.select import select
 from rocm_attn.selection.probe_runs import edge_run, random_run
 from rocm_attn.watch.few_sequences import LayerOfStep
@@ -43,7 +43,7 @@ LATENT = in_eight_bits(latent_problem(16))
 
 def kernels(problem: Problem, arch: str = "gfx942", provider: str = "auto") -> Mapping[StepKind, str]:
     chosen = select(problem, known_target(arch), provider).kernels
-    return {kind: kernel.row.name for kind, kernel in chosen.items()}
+    return {kind: kernel.entry.name for kind, kernel in chosen.items()}
 
 
 def test_linear_pages_in_eight_bits_are_served_by_aiter_in_every_kind_of_step() -> None:
@@ -65,7 +65,7 @@ def test_vectorised_pages_in_eight_bits_are_served_by_aiter_alone() -> None:
 
 
 def refusal(problem: Problem, arch: str, name: str) -> tuple[str, ...]:
-    (row,) = (row for row in ROWS if row.name == f"aiter.{name}" and row.kind is StepKind.DECODE)
+    (row,) = (row for row in ENTRIES if row.name == f"aiter.{name}" and row.kind is StepKind.DECODE)
     return row.refusals(problem, known_target(arch))
 
 
@@ -94,14 +94,14 @@ def test_each_arch_reads_its_own_eight_bits(name: str, problem: Problem) -> None
 
 @pytest.mark.parametrize(("name", "problem"), NAMES[:2], ids=[name for name, _ in NAMES[:2]])
 @pytest.mark.parametrize("scales", [Scales.HEAD, Scales.TOKEN])
-def test_factors_that_a_function_does_not_take_are_refused(name: str, problem: Problem, scales: Scales) -> None:
+def test_scales_that_a_function_does_not_take_are_refused(name: str, problem: Problem, scales: Scales) -> None:
     (reason,) = refusal(replace(problem, kv_scales=scales), "gfx942", name)
     assert reason == f"it reads no scales or a scale for each layer, not {scales.value}"
 
 
 @pytest.mark.parametrize("heads", [17, 32, 64, 128])
 def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950_before_a_release(heads: int) -> None:
-    (row,) = (row for row in ROWS if row.name == "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]")
+    (row,) = (row for row in ENTRIES if row.name == "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]")
     problem, here = in_eight_bits(latent_problem(heads), arch="gfx950"), known_target("gfx950")
     before, since = (
         replace(here, releases=replace(here.releases, aiter=Release.of(text))) for text in ("0.1.17", "0.1.18")
@@ -128,7 +128,7 @@ def test_latent_pages_in_eight_bits_are_decoded_on_gfx950(heads: int, monkeypatc
 Change = Callable[[Tensor], Any]
 WRONG: Mapping[str, tuple[Problem, str, str, Change]] = {
     "codes of the other arch": (LINEAR, "unified_attention", "k", lambda k: k.view(torch.float8_e4m3fn)),
-    "no factor of V": (LINEAR, "unified_attention", "v_descale", lambda scale: None),
+    "no scale of V": (LINEAR, "unified_attention", "v_descale", lambda scale: None),
     "a factor of two heads": (VECTORISED, "pa_decode_gluon", "key_scale", lambda scale: scale.expand(2)),
     "a factor in bfloat16": (VECTORISED, "pa_decode_gluon", "value_scale", lambda scale: scale.bfloat16()),
     "no factor of q": (LATENT, "mla_decode_fwd", "q_scale", lambda scale: None),
@@ -268,7 +268,7 @@ def test_the_probe_passes_them_at_the_edges(function: str, aiter: StandIn) -> No
 
 
 @pytest.mark.parametrize("function", FACTORS)
-def test_the_probe_finds_a_factor_that_is_left_out(function: str, aiter: StandIn) -> None:
+def test_the_probe_finds_a_scale_that_is_left_out(function: str, aiter: StandIn) -> None:
     right = aiter.bodies[function]
     names = FACTORS[function]
     aiter.bodies[function] = lambda call: right({**call, **{name: torch.ones_like(call[name]) for name in names}})

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import KVEncoding, PoolKind
-from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.aiter.entries import ENTRIES
 from tests.amd.aiter.eight_bit_world import eight_bit_kinds
 from tests.amd.aiter.every_kernel import Case, cases, graphs_equal_eager, largest_error, selection_of
 from tests.amd.aiter.serving import CPU, GFX942, functions_of
@@ -44,18 +44,20 @@ SOME = [case for case in CASES if _is_some(case)]
 
 
 def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page_size() -> None:
-    counted = Counter((case.row.name, case.row.kind) for case in CASES)
-    for row in ROWS:
-        if not row.not_bound:
-            own = [case.problem for case in CASES if case.row is row]
-            assert counted[row.name, row.kind] >= 2
-            assert {problem.dtype for problem in own} == set(row.limits.dtypes)
-            assert {problem.page_size for problem in own} >= set(row.limits.page_sizes)
+    counted = Counter((case.entry.name, case.entry.kind) for case in CASES)
+    for entry in ENTRIES:
+        if not entry.not_bound:
+            own = [case.problem for case in CASES if case.entry is entry]
+            assert counted[entry.name, entry.kind] >= 2
+            assert {problem.dtype for problem in own} == set(entry.limits.dtypes)
+            assert {problem.page_size for problem in own} >= set(entry.limits.page_sizes)
             dims = {(problem.head_dim, problem.v_head_dim) for problem in own}
-            assert dims == set(row.limits.exact_dims)
-            kinds = {KVEncoding.LIKE_Q} & set(row.limits.encodings) | {*eight_bit_kinds(row.limits.encodings, "gfx942")}
+            assert dims == set(entry.limits.exact_dims)
+            kinds = {KVEncoding.LIKE_Q} & set(entry.limits.encodings) | {
+                *eight_bit_kinds(entry.limits.encodings, "gfx942")
+            }
             assert {problem.kv_encoding for problem in own} == kinds
-            assert {problem.kv_scales for problem in own} == set(row.limits.scales)
+            assert {problem.kv_scales for problem in own} == set(entry.limits.scales)
 
 
 def _marked(case: Case) -> object:
@@ -64,13 +66,13 @@ def _marked(case: Case) -> object:
     Every run has the first of three cases of a row, in one of its dtypes, by turns; among slow cases only those of
     decode. Mixed steps run at night if the function's extend steps are among the cases: both call it in the same way.
     """
-    of_row = [other for other in SOME if other.row is case.row]
-    turn = list(dict.fromkeys(other.what for other in of_row)).index(case.what)
-    dtypes = [other.problem.dtype for other in of_row if other.what == case.what]
-    is_slow = case.what.startswith(_SLOW) and case.row.kind is not StepKind.DECODE
+    of_entry = [other for other in SOME if other.entry is case.entry]
+    turn = list(dict.fromkeys(other.what for other in of_entry)).index(case.what)
+    dtypes = [other.problem.dtype for other in of_entry if other.what == case.what]
+    is_slow = case.what.startswith(_SLOW) and case.entry.kind is not StepKind.DECODE
     is_other = case.problem.dtype != dtypes[turn % len(dtypes)]
-    extends = any(other.row.name == case.row.name and other.row.kind is StepKind.EXTEND for other in SOME)
-    is_repeated = case.row.kind is StepKind.MIXED and extends
+    extends = any(other.entry.name == case.entry.name and other.entry.kind is StepKind.EXTEND for other in SOME)
+    is_repeated = case.entry.kind is StepKind.MIXED and extends
     is_later = turn % 3 > 0
     return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other or is_repeated or is_later))
 
@@ -79,7 +81,7 @@ def _marked(case: Case) -> object:
 def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     error = largest_error(case, CPU, selection_of(case, GFX942, "aiter"))
     assert error > 0
-    assert set(functions_of(case.row)) <= set(aiter.calls)
+    assert set(functions_of(case.entry)) <= set(aiter.calls)
 
 
 @pytest.mark.fast(1)
@@ -102,13 +104,13 @@ def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     ],
 )
 def test_a_captured_case_passes_on_the_stand_in(name: str, aiter: StandIn) -> None:
-    case = next(case for case in SOME if case.row.name == name)
+    case = next(case for case in SOME if case.entry.name == name)
     assert graphs_equal_eager(case, CPU, selection_of(case, GFX942, "aiter"))
-    assert set(functions_of(case.row)) <= set(aiter.calls)
+    assert set(functions_of(case.entry)) <= set(aiter.calls)
 
 
 def test_a_kernel_that_is_wrong_fails_its_case(aiter: StandIn) -> None:
-    case = next(case for case in SOME if case.row.name == "aiter.paged_attention_ragged")
+    case = next(case for case in SOME if case.entry.name == "aiter.paged_attention_ragged")
     right = aiter.bodies["paged_attention_ragged"]
     aiter.bodies["paged_attention_ragged"] = lambda call: right({**call, "scale": call["scale"] * 1.5})
     with pytest.raises(AssertionError, match="not close"):

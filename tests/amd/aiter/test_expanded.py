@@ -191,7 +191,7 @@ def test_a_kernel_that_raises_is_not_asked_again(aiter: StandIn, caplog: pytest.
 def test_a_kernel_that_comes_to_raise_is_not_asked_again(aiter: StandIn, by_extend: list[bool]) -> None:
     """Our kernel serves the step in which it raises."""
     Prefills().serve()
-    before, asked = len(by_extend), aiter.calls.count(FUNCTION)
+    before, requested = len(by_extend), aiter.calls.count(FUNCTION)
 
     def raising(call: Mapping[str, Any]) -> Any:
         raise RuntimeError("no kernel for these lengths")
@@ -199,7 +199,7 @@ def test_a_kernel_that_comes_to_raise_is_not_asked_again(aiter: StandIn, by_exte
     aiter.bodies[FUNCTION] = raising
     for _ in range(2):
         Prefills().step([9, 2, 5])
-    assert aiter.calls.count(FUNCTION) == asked + 1
+    assert aiter.calls.count(FUNCTION) == requested + 1
     assert len(by_extend) == before + 2
 
 

@@ -12,8 +12,8 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
-from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import Baked, KernelRow, LayerKernel, PoolSize
+from rocm_attn.providers.aiter.entries import ENTRIES
+from rocm_attn.providers.contract import Baked, KernelEntry, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
 from tests.amd.aiter.serving import (
     GFX942,
@@ -26,10 +26,10 @@ from tests.amd.aiter.serving import (
 )
 from tests.amd.aiter.stand_in import StandIn
 
-BOUND = [row for row in ROWS if not row.not_bound and row.kind is not StepKind.PREFILL]
+BOUND = [row for row in ENTRIES if not row.not_bound and row.kind is not StepKind.PREFILL]
 
 
-def problem_of(row: KernelRow) -> Problem:
+def problem_of(row: KernelEntry) -> Problem:
     """Returns a problem over the row's first kind of pool."""
     problems = {
         PoolKind.SPLIT: plain_problem(16, dims=(128, 128)),
@@ -44,7 +44,7 @@ def problem_of(row: KernelRow) -> Problem:
     return in_eight_bits(replace(problem, dtype=torch.bfloat16))
 
 
-def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
+def numbers(row: KernelEntry, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
     """Returns the host's numbers for the row's function in a step of two sequences, the longer one of kv_len tokens."""
     problem = problem_of(row)
     kernels = {
@@ -71,7 +71,7 @@ def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[
     return only
 
 
-def differs(row: KernelRow, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
+def differs(row: KernelEntry, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
     first, second = (numbers(row, aiter, kv_len, q_len) for kv_len, q_len in lengths)
     return first != second
 
@@ -85,7 +85,7 @@ def differs(row: KernelRow, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
         for row in BOUND
     ],
 )
-def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: KernelRow, aiter: StandIn) -> None:
+def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: KernelEntry, aiter: StandIn) -> None:
     new = 1 if row.kind is StepKind.DECODE else 3
     assert differs(row, aiter, (50, new), (400, new)) == (Baked.MAX_KV_LEN in row.bakes)
     if row.kind is not StepKind.DECODE:

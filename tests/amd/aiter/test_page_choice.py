@@ -92,7 +92,7 @@ def test_vectorised_pages_are_taken_where_more_is_served_over_them() -> None:
     (problem, *_) = choice.problems([HEADS])
     assert problem == replace(HEADS, page_size=16, pool=PoolKind.VECTORIZED)
     served = chooser(GFX942, **LINEAR_DECODE)(problem)
-    assert served.kernels[StepKind.DECODE].row.name == "aiter.pa_decode_gluon"
+    assert served.kernels[StepKind.DECODE].entry.name == "aiter.pa_decode_gluon"
 
 
 @pytest.mark.parametrize(

@@ -15,49 +15,49 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.problem import PoolKind
-from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import KernelRow, PoolSize, PoolTerms
+from rocm_attn.providers.aiter.entries import ENTRIES
+from rocm_attn.providers.contract import KernelEntry, PoolSize, PoolTerms
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.eight_bit_world import EightBitWorld
 from tests.amd.aiter.every_kernel import MAX_KV_LEN, STEPS_OF_KIND, Case, cases, selection_of
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.aiter.stand_in import StandIn
 
-BOUND = [row for row in ROWS if not row.not_bound]
-each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
+BOUND = [entry for entry in ENTRIES if not entry.not_bound]
+each_row = pytest.mark.parametrize("entry", BOUND, ids=lambda entry: f"{entry.name}-{entry.kind.value}")
 STRIDES = "it needs contiguous pages, and these may have other strides"
 TAILS = "the tail of a sequence's last page must be zeroed for it, and these pages are left unchanged"
 
 
-def case_of(row: KernelRow) -> Case:
+def case_of(entry: KernelEntry) -> Case:
     """Returns the row's first case whose pages hold several tokens, or its first case if there is none."""
-    found = [case for case in cases(GFX942) if case.row is row and case.problem.dtype == row.limits.dtypes[0]]
+    found = [case for case in cases(GFX942) if case.entry is entry and case.problem.dtype == entry.limits.dtypes[0]]
     return next((case for case in found if case.problem.page_size > 1), found[0])
 
 
 @pytest.mark.fast(12)
 @each_row
-def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(row: KernelRow) -> None:
-    problem = case_of(row).problem
+def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(entry: KernelEntry) -> None:
+    problem = case_of(entry).problem
     for terms, is_served, reason in (
-        (PoolTerms(page_strides=True), row.limits.page_strides, STRIDES),
-        (PoolTerms(keeps_tails=True), row.masks_v, TAILS),
+        (PoolTerms(page_strides=True), entry.limits.page_strides, STRIDES),
+        (PoolTerms(keeps_tails=True), entry.masks_v, TAILS),
     ):
-        refusals = row.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8, terms))
+        refusals = entry.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8, terms))
         assert (reason in refusals) == (not is_served)
-        assert row.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8)) == ()
+        assert entry.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8)) == ()
 
 
 @each_row
-def test_no_row_serves_fewer_keys_than_new_tokens(row: KernelRow) -> None:
+def test_no_row_serves_fewer_keys_than_new_tokens(entry: KernelEntry) -> None:
     """The behaviour of AITER's kernels is unknown then."""
-    assert not row.limits.short_kv
+    assert not entry.limits.short_kv
 
 
 @pytest.mark.fast(12)
 @each_row
-def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRow, aiter: StandIn) -> None:
-    case = case_of(row)
+def test_pages_with_strides_of_their_own_are_read_right_or_refused(entry: KernelEntry, aiter: StandIn) -> None:
+    case = case_of(entry)
     world = EightBitWorld.build(
         [case.problem],
         CPU,
@@ -72,10 +72,10 @@ def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRo
 
     def serve() -> None:
         requests = [world.admit() for _ in range(3)]
-        for q_len in STEPS_OF_KIND[row.kind]:
+        for q_len in STEPS_OF_KIND[entry.kind]:
             world.step(requests, q_len, pad_to=4)
 
-    if row.limits.page_strides:
+    if entry.limits.page_strides:
         serve()
         assert world.largest_error > 0
     else:

@@ -80,7 +80,7 @@ def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
     aiter.bodies[function] = damage(aiter.bodies[function])
     serving = world(PROBLEM)
     selection = serving.runtime.selections[0]
-    assert selection.kernels[kind].row.name == instead
+    assert selection.kernels[kind].entry.name == instead
     (reason,) = (r.reason for r in selection.refusals if r.kernel == f"aiter.{function}" and r.kind is kind)
     assert reason.startswith("switched off by its probe: ")
     requests = [serving.admit(), serving.admit()]
@@ -101,7 +101,7 @@ def test_a_kernel_that_raises_over_vectorised_pages_gives_way_to_the_next(
     aiter.bodies["pa_decode_gluon"] = fails
     serving = world(vectorised_problem())
     selection = serving.runtime.selections[0]
-    assert selection.kernels[StepKind.DECODE].row.name == "aiter.pa_fwd_asm"
+    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.pa_fwd_asm"
     assert any('it raised "launch_reduce() got an unexpected' in line for line in selection.lines())
 
 
@@ -115,7 +115,7 @@ def test_a_function_that_is_wrong_over_vectorised_pages_still_serves_linear_ones
 
 
 def names(selection: Selection) -> dict[StepKind, str]:
-    return {kind: kernel.row.name for kind, kernel in selection.kernels.items()}
+    return {kind: kernel.entry.name for kind, kernel in selection.kernels.items()}
 
 
 def test_a_wrong_prefill_kernel_leaves_prompts_to_the_extend_kernel(aiter: StandIn) -> None:
@@ -205,7 +205,7 @@ def test_a_wrong_verdict_on_disk_holds(aiter: StandIn) -> None:
     world(PROBLEM)
     aiter.bodies["paged_attention_ragged"] = right
     chosen = world(PROBLEM).runtime.selections[0].kernels[StepKind.DECODE]
-    assert chosen.row.name == "aiter.unified_attention"
+    assert chosen.entry.name == "aiter.unified_attention"
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_a_runtime(

@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.selection.probe_runs import Wrong, edge_run, random_run
+from rocm_attn.selection.probe_runs import FailedProbe, edge_run, random_run
 from tests.amd.aiter import (
     checks,
     decode_functions,
@@ -113,7 +113,7 @@ def selected(problem: Problem, function: str) -> Selection:
     return select(problem, GFX942, "aiter", unavailable=dict.fromkeys(earlier, "left out"))
 
 
-def edges_of(problem: Problem, function: str) -> Wrong | None:
+def edges_of(problem: Problem, function: str) -> FailedProbe | None:
     return edge_run(selected(problem, function), CPU)
 
 
@@ -194,7 +194,7 @@ def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
     problem = replace(LINEAR, dtype=torch.bfloat16, window_left=255)
     make_wrong(aiter, "unified_attention", DAMAGES["sees the key before the first"])
     selection = selected(problem, "")
-    assert selection.kernels[StepKind.DECODE].row.name == "aiter.unified_attention"
+    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention"
     assert random_run(selection, CPU) is None
     assert edge_run(selection, CPU) is not None
 

@@ -50,7 +50,7 @@ def test_a_kernel_that_fails_is_switched_off_with_what_it_raised(name: str, aite
     error, said = FAILURES[name]
     make_raise(aiter, "paged_attention_ragged", error)
     selection = world(PROBLEM).runtime.selections[0]
-    assert selection.kernels[StepKind.DECODE].row.name == "aiter.unified_attention"
+    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention"
     (reason,) = (r.reason for r in selection.refusals if r.kernel == "aiter.paged_attention_ragged")
     assert reason.startswith("switched off by its probe: it raised ")
     assert said in reason

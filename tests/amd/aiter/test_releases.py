@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.machine.releases import UNKNOWN, Release, Releases, Span
+from rocm_attn.machine.releases import UNKNOWN, Release, ReleaseRange, Releases
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
 from rocm_attn.problem import KVEncoding, Problem
-from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from tests.amd.aiter import vectorised_functions
 from tests.amd.aiter.checks import EIGHT_BITS, ContractBroken
@@ -35,7 +35,7 @@ def test_releases_are_in_the_order_in_which_they_were_made() -> None:
 @pytest.mark.parametrize("text", ["", "later", "0", "unknown+g123"])
 def test_what_is_no_release_is_not_known_and_may_be_any(text: str) -> None:
     assert Release.of(text) == UNKNOWN
-    assert UNKNOWN in Span(Release.of("0.1.10"), Release.of("0.1.14"))
+    assert UNKNOWN in ReleaseRange(Release.of("0.1.10"), Release.of("0.1.14"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_release_that_was_built_for_a_gpu_is_the_release(build: str) -> None:
 
 
 def test_torchs_hip_names_the_rocm_release() -> None:
-    in_7_2 = Span(Release.of("7.2"), Release.of("7.3"))
+    in_7_2 = ReleaseRange(Release.of("7.2"), Release.of("7.3"))
     assert Release.of("7.2.53211-e1a6bc5663") in in_7_2
     assert Release.of("7.2.4") in in_7_2
     assert Release.of("7.2.53211-a1b6bc5663") == Release.of("7.2.53211"), "a hash is no candidate"
@@ -75,7 +75,7 @@ def on(arch: str, *, aiter: str = "0.1.21.dev46", rocm: str = "7.0.2") -> Target
 
 
 def refusals(name: str, kind: StepKind, problem: Problem, target: Target, pool: PoolSize) -> tuple[str, ...]:
-    (row,) = (row for row in ROWS if row.name == f"aiter.{name}" and row.kind is kind)
+    (row,) = (row for row in ENTRIES if row.name == f"aiter.{name}" and row.kind is kind)
     return row.refusals(problem, target, pool)
 
 
@@ -193,7 +193,7 @@ def test_slopes_are_for_sequences_whose_positions_have_16_bits(name: str, kind: 
     assert reason == "it returns no log-sum-exp for layers with ALiBi slopes"
 
 
-LATENT_ROWS = [row for row in ROWS if "mla_" in row.name and not row.not_bound]
+LATENT_ROWS = [row for row in ENTRIES if "mla_" in row.name and not row.not_bound]
 
 
 @pytest.mark.parametrize("row", LATENT_ROWS, ids=lambda row: f"{row.name}-{row.kind.value}")

@@ -15,7 +15,7 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.problem import Problem
-from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
@@ -208,7 +208,7 @@ VECTORISED_REFUSALS = [
 
 @pytest.mark.parametrize(("problem", "kernel", "reason"), VECTORISED_REFUSALS)
 def test_decode_over_vectorised_pages_says_what_it_lacks(problem: Problem, kernel: str, reason: str) -> None:
-    (row,) = (row for row in ROWS if row.name == kernel and row.kind is StepKind.DECODE)
+    (row,) = (row for row in ENTRIES if row.name == kernel and row.kind is StepKind.DECODE)
     reasons = row.refusals(problem, GFX942)
     if not reasons:
         with pytest.raises(LookupError) as miss:

@@ -13,7 +13,7 @@ from rocm_attn.problem import Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.truth.check import Truth, TruthPlan
+from rocm_attn.truth.check import NeedleCheck, TruthPlan
 from tests.amd.aiter.serving import (
     CPU,
     in_eight_bits,
@@ -51,7 +51,7 @@ def test_every_needle_is_found(kind: str, aiter: StandIn) -> None:
         kinds = LayerKinds.of(layers, options.spaces(layers), [partly_torch(layer)])
         return AttentionRuntime(kinds, options, device=CPU, guards=Guards())
 
-    report = Truth([layer], PLAN, build).run()
+    report = NeedleCheck([layer], PLAN, build).run()
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == report.steps
     assert decodes in aiter.calls

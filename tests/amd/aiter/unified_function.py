@@ -15,8 +15,8 @@ from tests.amd.aiter.checks import (
     distances,
     linear,
     require,
-    require_factors,
     require_heads,
+    require_scales,
     require_tensor,
     require_vectorised,
     rows_of,
@@ -60,8 +60,8 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
     require(window >= 0 and call["softcap"] >= 0.0, "no window and no soft cap are -1 and 0")
     for name in ("sinks", "alibi_slopes"):
         require_heads(name, call[name], q.shape[1])
-    factors = {name: call[name] for name in ("k_descale", "v_descale")}
-    require_factors(k, dtype, eight_bits, **factors)
+    scale_values = {name: call[name] for name in ("k_descale", "v_descale")}
+    require_scales(k, dtype, eight_bits, **scale_values)
     require(call["q_descale"] is None, "q is not quantised")
     blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * num_kv_heads // q.shape[1]) + num_seqs
     splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * num_kv_heads <= 4 * COMPUTE_UNITS
@@ -80,7 +80,7 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
         call["block_table"],
         call["sinks"],
         call["alibi_slopes"],
-        *factors.values(),
+        *scale_values.values(),
         scale=call["softmax_scale"],
         window=window,
         soft_cap=call["softcap"],

@@ -15,8 +15,8 @@ from tests.amd.aiter.checks import (
     distances,
     linear,
     require,
-    require_factors,
     require_heads,
+    require_scales,
     require_tensor,
     require_vectorised,
     rows_of,
@@ -39,8 +39,8 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     require_tensor("query", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("output", out, dtype, q.shape, contiguous=False)
     # Without scales, 8-bit codes would be read in vectors of eight.
-    factors = {name: call[name] for name in ("key_scale", "value_scale")}
-    require_factors(call["key_cache"], dtype, eight_bits, **factors)
+    scale_values = {name: call[name] for name in ("key_scale", "value_scale")}
+    require_scales(call["key_cache"], dtype, eight_bits, **scale_values)
     require(call["query_scale"] is None, "q is not quantised")
     k_cache, v_cache = require_vectorised(call["key_cache"], call["value_cache"], call["key_cache"].dtype)
     num_kv_heads, block = k_cache.shape[1], k_cache.shape[3]
@@ -72,7 +72,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
         call["context_lengths"],
         call["block_tables"],
         call["sinks"],
-        *factors.values(),
+        *scale_values.values(),
         *scratch,
         scale=call["softmax_scale"],
         window=window,

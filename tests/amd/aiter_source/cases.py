@@ -16,8 +16,8 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.providers.aiter.entries import ENTRIES
+from rocm_attn.providers.contract import KernelEntry, PoolSize
 from tests.amd.aiter.serving import in_eight_bits
 from tests.amd.aiter_source.serving import SourceWorld, selection_of
 
@@ -42,7 +42,7 @@ class SourceCase:
     steps:      new tokens of each sequence, step by step
     planted:    places of each sequence whose keys dominate; None: random keys
     kinds:      the kinds of step in which it is used, among those that its rows serve
-    floor:      approximate logits of keys that are not planted
+    far_logit:      approximate logits of keys that are not planted
     eight_bits: true if K and V are kept in the arch's 8-bit dtype, with one scale per layer
     """
 
@@ -52,7 +52,7 @@ class SourceCase:
     steps: tuple[tuple[int, ...], ...]
     planted: tuple[frozenset[int], ...] | None = None
     kinds: tuple[StepKind, ...] = tuple(StepKind)
-    floor: float = 0.0
+    far_logit: float = 0.0
     eight_bits: bool = False
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class SourceCase:
         complaint = library.unavailable().get(self.kernel)
         if complaint:
             return Outcome(Verdict.REFUSED, complaint)
-        rows = [row for row in ROWS if row.name == self.kernel and row.kind in self.kinds]
+        rows = [row for row in ENTRIES if row.name == self.kernel and row.kind in self.kinds]
         limits = [refusal for row in rows for refusal in row.limits.refusals(self.problem, target, self._pool())]
         if limits or not rows:
             return Outcome(Verdict.REFUSED, "; ".join(limits) or f"no row is called {self.kernel}")
@@ -84,7 +84,7 @@ class SourceCase:
         num_pages = 2 + _MAX_NUM_SEQS * -(-_MAX_KV_LEN // self.problem.page_size)
         return PoolSize(num_pages, _MAX_KV_LEN, _MAX_NUM_SEQS)
 
-    def _largest_error(self, rows: Sequence[KernelRow], target: Target) -> float:
+    def _largest_error(self, rows: Sequence[KernelEntry], target: Target) -> float:
         world = SourceWorld.build(
             [self.problem],
             _CPU,
@@ -95,8 +95,8 @@ class SourceCase:
             target=target,
             selections=[selection_of(rows, self.problem, target, self._pool())],
         )
-        world.set_factors()
-        world.planted, world.floor = self.planted, self.floor
+        world.set_scales()
+        world.planted, world.far_logit = self.planted, self.far_logit
         requests = [world.admit() for _ in self.steps[0]]
         for q_len in self.steps:
             world.step(requests, q_len, pad_to=len(requests) + 1)
@@ -184,11 +184,11 @@ def _unified_cases() -> list[SourceCase]:
         *(
             # A tile without visible keys for a query must not hide keys whose logits are all far below zero.
             SourceCase(
-                f"{name}-far_below", UNIFIED, problem, ((5, 70, 17), (30, 9, 40), (1, 40, 1)), _NONE, floor=-150.0
+                f"{name}-far_below", UNIFIED, problem, ((5, 70, 17), (30, 9, 40), (1, 40, 1)), _NONE, far_logit=-150.0
             )
             for name, problem in (("window", window), ("plain", base))
         ),
-        SourceCase("long-far_below", UNIFIED, base, _LONG, _NONE, kinds=_SPLIT, floor=-150.0),
+        SourceCase("long-far_below", UNIFIED, base, _LONG, _NONE, kinds=_SPLIT, far_logit=-150.0),
         # Sequences with at least 256 new tokens use tiles of 128 rows.
         SourceCase("chunk", UNIFIED, base, ((300,),)),
         *(SourceCase(name, UNIFIED_VECTORISED, _vectorised(each), _ALL_KINDS) for name, each in vectorised.items()),

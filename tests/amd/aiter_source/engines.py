@@ -16,7 +16,7 @@ from rocm_attn.machine.target import known_target
 from tests.amd.aiter_source.cases import Outcome, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.offline.offline_driver import absent_gpu
-from tests.amd.simulator.driver import simulated
+from tests.amd.simulator.launcher import simulated
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 

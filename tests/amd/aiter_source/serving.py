@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import KernelRow, LayerKernel, PoolSize
+from rocm_attn.providers.contract import KernelEntry, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.step.step import Part
 from tests.amd.aiter.eight_bit_world import EightBitWorld
@@ -23,7 +23,7 @@ from tests.amd.worlds.world import Request
 _PLANTED_LOGIT = 12.0
 
 
-def selection_of(rows: Collection[KernelRow], problem: Problem, target: Target, pool: PoolSize) -> Selection:
+def selection_of(rows: Collection[KernelEntry], problem: Problem, target: Target, pool: PoolSize) -> Selection:
     """Selects the kernel of these rows for the steps that they serve, and torch's for all others."""
     kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
     kernels.update({row.kind: LayerKernel(row, row.bind(problem, target, pool)) for row in rows})
@@ -36,12 +36,12 @@ class SourceWorld(EightBitWorld):
 
     planted:  for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
               Among many random keys one too few or too many changes an output by less than the rounding does.
-    floor:    approximate logits of all other keys, if some are planted
+    far_logit:    approximate logits of all other keys, if some are planted
     attended: number of steps in which AITER's kernel attended; the largest error is of these
     """
 
     planted: Sequence[frozenset[int]] | None = None
-    floor: float = 0.0
+    far_logit: float = 0.0
     attended: int = 0
     _is_aiters: bool = False
     _is_planted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
@@ -59,7 +59,7 @@ class SourceWorld(EightBitWorld):
         return super().batch(requests, q_len, reserve=reserve)
 
     def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
-        self._is_aiters = step.plan.kernels[0].row.provider == "aiter"
+        self._is_aiters = step.plan.kernels[0].entry.provider == "aiter"
         self.attended += self._is_aiters
         return super().lse_rows(layer, step, q)
 
@@ -68,7 +68,9 @@ class SourceWorld(EightBitWorld):
             num_tokens = len(self._is_planted)
             # One query for all tokens and heads, and keys in its direction.
             q[:num_tokens] = 1.0
-            logits = self.floor + _PLANTED_LOGIT * (self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100)
+            logits = self.far_logit + _PLANTED_LOGIT * (
+                self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100
+            )
             k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]
         return super().held(problem, q, k, v)
 

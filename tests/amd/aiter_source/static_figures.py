@@ -23,9 +23,9 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
-from rocm_lab.cost.static_figures import Peer
+from rocm_lab.cost.static_figures import PeerFigures
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures
@@ -78,14 +78,14 @@ class _Launched:
         self._patch.stop()
 
 
-def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[Peer, ...], dict[str, str]]:
+def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[PeerFigures, ...], dict[str, str]]:
     """Returns the figures of AITER's kernels for a layer, and the reasons for functions that our provider refuses."""
     step_kind = StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND
-    peers: list[Peer] = []
+    peers: list[PeerFigures] = []
     refused: dict[str, str] = {}
     for function, pool in _FUNCTIONS[step_kind].items():
         problem = replace(row.problems[0], pool=pool)
-        aiters = next(each for each in ROWS if each.name == function and each.kind is step_kind)
+        aiters = next(each for each in ENTRIES if each.name == function and each.kind is step_kind)
         try:
             kernel = aiters.bind(
                 problem, checkout.target(row.arch), PoolSize(_NUM_PAGES, max(_DECODE[0]), len(_DECODE[0]))
@@ -97,7 +97,9 @@ def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[Peer, ...]
     return tuple(peers), refused
 
 
-def _launched_by(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: BoundKernel) -> Iterator[Peer]:
+def _launched_by(
+    checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: BoundKernel
+) -> Iterator[PeerFigures]:
     """Yields the figures of each kernel with products that an AITER function launches."""
     with offline(row.arch), imported(checkout, row.arch), _Launched() as launched:
         _attend(problem, kernel, StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND)
@@ -116,7 +118,7 @@ def _launched_by(checkout: Checkout, row: Row, kind: Kind, problem: Problem, ker
         tiles = f"{keys} keys, {num_warps} warps" if kind is DecodeTiles else f"{rows} x {keys}, {num_warps} warps"
         cycles = loop_cycles(loop, row.arch)
         cost = cost_of(row, kind, loop, cycles, running)
-        yield Peer(f"{name}: {tiles}", kernel_figures(code, code.waves_per_simd, cost), busy_of(cycles))
+        yield PeerFigures(f"{name}: {tiles}", kernel_figures(code, code.waves_per_simd, cost), busy_of(cycles))
 
 
 def _attend(problem: Problem, kernel: BoundKernel, kind: StepKind) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
-from rocm_lab.bench.compare import Allowed, Change, Compared, compare, ratio_of_medians
+from rocm_lab.bench.compare import Allowed, Change, ComparedCase, compare, ratio_of_medians
 from rocm_lab.bench.plots import draw
 from rocm_lab.bench.result_file import SCHEMA, head, read_result, write_json
 
@@ -27,7 +27,13 @@ def samples(median: float, spread: float, seed: int, count: int = 15) -> list[fl
 
 def row(case: str, us: Sequence[float], provider: str = "triton", suite: str = "decode") -> dict[str, Any]:
     """Returns a row of a result file. A row without samples was wrong."""
-    found: dict[str, Any] = {"suite": suite, "case": case, "batch": "1d8k", "provider": provider, "floor_us": 50.0}
+    found: dict[str, Any] = {
+        "suite": suite,
+        "case": case,
+        "batch": "1d8k",
+        "provider": provider,
+        "lower_bound_us": 50.0,
+    }
     if not us:
         return {**found, "status": "wrong", "reason": "it left NaN"}
     return {**found, "status": "ok", "us": sorted(us)[len(us) // 2], "share": 0.5, "samples_us": list(us)}
@@ -40,7 +46,7 @@ def result_file(path: Path, rows: Sequence[dict[str, Any]], device: str = "NVIDI
     return path
 
 
-def compared(tmp_path: Path, before: Sequence[float], after: Sequence[float]) -> Compared:
+def compared(tmp_path: Path, before: Sequence[float], after: Sequence[float]) -> ComparedCase:
     """Returns the comparison of one row, for which 2% count."""
     old, new = (result_file(tmp_path / f"{number}.json", [row("a", us)]) for number, us in enumerate((before, after)))
     (found,) = compare(read_result(old), read_result(new), 0.02, Allowed())
@@ -87,7 +93,9 @@ def test_few_samples_are_refused() -> None:
         ratio_of_medians([1.0, 2.0, 3.0], samples(1, 0.1, 1))
 
 
-def test_other_devices_and_cases_are_refused_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_devices_and_cases_are_refused_unless_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = result_file(tmp_path / "a.json", [row("one", samples(100, 0.01, 1)), row("two", samples(9, 0.01, 2))])
     after = result_file(tmp_path / "b.json", [row("one", samples(100, 0.01, 3))], device="AMD Instinct MI300X")
     assert main(["bench", "compare", str(before), str(after)]) == BAD_INPUT
@@ -141,7 +149,7 @@ def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path
 
 
 def test_times_of_the_host_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{**row("a", samples(9, 0.01, 1), suite="host"), "floor_us": None}]
+    rows = [{**row("a", samples(9, 0.01, 1), suite="host"), "lower_bound_us": None}]
     file = result_file(tmp_path / "run.json", rows)
     assert main(["bench", "plot", str(file), "--folder", str(tmp_path)]) == BAD_INPUT
     assert "there is nothing to draw" in capsys.readouterr().err

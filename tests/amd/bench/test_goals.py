@@ -14,17 +14,17 @@ from rocm_lab.bench.suites import suite
 from rocm_lab.benchmarks.goals import (
     GOALS,
     OLDER,
-    Check,
+    FastestPeer,
     Goal,
+    GoalPart,
     Older,
-    Peer,
-    Results,
+    ResultFiles,
     beside,
     by_peer,
-    decode_by_floor,
+    decode_by_bound,
     eager_layer,
     of_no_peer,
-    peers_by_floor,
+    peers_by_bound,
 )
 from rocm_lab.benchmarks.goals_page import PAGE, page, peers_in_words
 from rocm_lab.benchmarks.make_tables import section
@@ -32,7 +32,7 @@ from rocm_lab.benchmarks.profile_misses import kernels_of, stalls_of
 from rocm_lab.benchmarks.summarize_attention import Pass, peers_of, row, summary
 
 
-class Given(Results):
+class Given(ResultFiles):
     """Result files that a test has written."""
 
     def __init__(self, **files: Any) -> None:
@@ -48,11 +48,11 @@ TWO = Given(kernels={"rows": [timed("a", "triton", 2), timed("a", "fa3", 1), tim
 
 
 def test_the_page_is_what_the_result_files_say() -> None:
-    assert PAGE.read_text() == page(Results())
+    assert PAGE.read_text() == page(ResultFiles())
 
 
 def test_every_missed_goal_says_what_would_be_tried_next() -> None:
-    results = Results()
+    results = ResultFiles()
     assert not [goal.work for goal in GOALS if goal.is_missed(results) and not goal.next_idea]
 
 
@@ -70,14 +70,14 @@ def test_a_case_counts_only_beside_a_time_of_the_peer() -> None:
 @pytest.mark.parametrize(("most", "missed"), [(2.0, False), (1.9, True)])
 def test_a_row_is_met_where_each_check_is(most: float, missed: bool) -> None:
     values = beside("verify", "fa3")
-    goal = Goal("work", ("kernels",), (Check("x", 5.0, 1, values), Check("x", most, 1, values)))
+    goal = Goal("work", ("kernels",), (GoalPart("x", 5.0, 1, values), GoalPart("x", most, 1, values)))
     assert goal.is_missed(TWO) is missed
 
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("rows", [TWO.of("kernels")["rows"], []])
 def test_a_case_without_a_time_is_an_error_and_no_met_goal(rows: list[dict[str, Any]], mean: bool) -> None:
-    check = Check("x FA3", 2.5, 2, beside("verify", "fa3"), mean=mean)
+    check = GoalPart("x FA3", 2.5, 2, beside("verify", "fa3"), mean=mean)
     goal = Goal("work", ("kernels",), (check,))
     given = Given(kernels={"rows": rows})
     names = "1 (a)" if rows else "0 (none)"
@@ -94,15 +94,15 @@ def test_a_peer_that_was_wrong_in_the_harness_is_an_error_too() -> None:
         {"case": f"dec/{case}/p16", "us": 2.0, "peers": peers} for case, peers in (("a", {"cudnn": 1.0}), ("b", {}))
     ]
     given = Given(attention={"rows": rows})
-    assert Check("x", 3.0, 1, by_peer("cudnn", "dec/a")).reached(given) == 2.0
+    assert GoalPart("x", 3.0, 1, by_peer("cudnn", "dec/a")).reached(given) == 2.0
     with pytest.raises(ValueError, match="of 2 cases"):
-        Check("x", 3.0, 2, by_peer("cudnn", "dec/a", "dec/b")).reached(given)
+        GoalPart("x", 3.0, 2, by_peer("cudnn", "dec/a", "dec/b")).reached(given)
 
 
 def test_a_goal_whose_file_is_missing_is_neither_met_nor_missed() -> None:
-    goal = Goal("work", ("never_run",), (Check("x", 1.0, 1, lambda results: results.of("never_run")),))
-    assert not goal.is_measured(Results())
-    assert not goal.is_missed(Results())
+    goal = Goal("work", ("never_run",), (GoalPart("x", 1.0, 1, lambda results: results.of("never_run")),))
+    assert not goal.is_measured(ResultFiles())
+    assert not goal.is_missed(ResultFiles())
 
 
 def test_a_file_is_older_until_it_is_of_another_commit() -> None:
@@ -113,7 +113,7 @@ def test_a_file_is_older_until_it_is_of_another_commit() -> None:
 
 def test_every_older_file_is_still_the_one_of_its_commit() -> None:
     """If this fails, a file was measured again: remove its line from OLDER, and write the page."""
-    results = Results()
+    results = ResultFiles()
     assert not [each.source for each in OLDER if not each.is_so(results)]
 
 
@@ -134,7 +134,7 @@ def test_one_sequence_is_said_as_one() -> None:
 
 
 def test_of_a_mean_the_geometric_one_counts_and_else_the_worst_case() -> None:
-    check = Check("x", 2.0, 2, lambda results: {"a": 1.0, "b": 4.0})
+    check = GoalPart("x", 2.0, 2, lambda results: {"a": 1.0, "b": 4.0})
     assert (check.reached(TWO), check.where(TWO), check.missed(TWO)) == (4.0, "b, of 2", {"b": 4.0})
     mean = replace(check, mean=True)
     assert math.isclose(mean.reached(TWO), 2.0)
@@ -143,21 +143,27 @@ def test_of_a_mean_the_geometric_one_counts_and_else_the_worst_case() -> None:
 
 
 def test_decode_counts_by_the_bytes_that_it_reads() -> None:
-    rows = [{"case": f"dec/{at}", "bytes": at * 1e8, "times_floor": at} for at in range(4)]
-    found = decode_by_floor(1e8, 2e8)(Given(attention={"rows": [*rows, {"case": "ext/1", "bytes": 1e8}]}))
+    rows = [{"case": f"dec/{at}", "bytes": at * 1e8, "times_bound": at} for at in range(4)]
+    found = decode_by_bound(1e8, 2e8)(Given(attention={"rows": [*rows, {"case": "ext/1", "bytes": 1e8}]}))
     assert found == {"dec/1": 1, "dec/2": 2}
 
 
 def test_a_missed_case_says_what_the_fastest_peer_of_the_same_run_reached() -> None:
     rows = [
-        {"case": case, "bytes": 1.0, "times_floor": times, "floor_us": 10.0, "peers": {"slow": 30.0, "fast": 12.0}}
+        {
+            "case": case,
+            "bytes": 1.0,
+            "times_bound": times,
+            "lower_bound_us": 10.0,
+            "peers": {"slow": 30.0, "fast": 12.0},
+        }
         for case, times in (("dec/a", 1.5), ("dec/b", 1.1), ("ext/c", 9.0))
     ]
-    check = Check("x floor", 1.2, 2, decode_by_floor(0, 1), peers=peers_by_floor(0, 1))
+    check = GoalPart("x bound", 1.2, 2, decode_by_bound(0, 1), peers=peers_by_bound(0, 1))
     given = Given(attention={"rows": rows})
-    assert set(check.peers(given).values()) == {Peer("fast", 1.2)}
+    assert set(check.peers(given).values()) == {FastestPeer("fast", 1.2)}
     (said,) = peers_in_words(check, list(check.missed(given)), given)
-    assert said == "The fastest peer of the same run, x floor: dec/a: fast 1.20.\n"
+    assert said == "The fastest peer of the same run, x bound: dec/a: fast 1.20.\n"
     assert not peers_in_words(replace(check, peers=of_no_peer), ["dec/a"], given)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rocm_attn.problem import Problem
 from rocm_lab.bench import judge
-from rocm_lab.bench.contestants import Own
-from rocm_lab.bench.judge import Truth
+from rocm_lab.bench.contestants import OwnProvider
+from rocm_lab.bench.judge import ExpectedOutput
 from rocm_lab.bench.step_data import StepData
 from tests.amd.bench.layers import LATENT, LAYER, one_step
 
@@ -27,7 +27,7 @@ BATCHES = ("3d40", "2x7+30", "2d9+1x12+4")
 
 def output_of(data: StepData) -> Tensor:
     """Returns the torch provider's output."""
-    launch = Own("torch").prepare(data)
+    launch = OwnProvider("torch").prepare(data)
     launch.run()
     return launch.out()
 
@@ -36,7 +36,7 @@ def output_of(data: StepData) -> Tensor:
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_right_output_passes(batch: str, problem: Problem) -> None:
     data = one_step(batch, problem)
-    verdict = Truth.of(data).judge(output_of(data))
+    verdict = ExpectedOutput.of(data).judge(output_of(data))
     assert verdict.is_right, verdict
     assert verdict.compared == data.batch.num_tokens
     assert 0 <= verdict.part <= 1
@@ -63,14 +63,14 @@ def one_nan(out: Tensor) -> Tensor:
 )
 def test_a_spoilt_output_does_not_pass(spoil: Callable[[Tensor], Tensor]) -> None:
     data = one_step("3d40")
-    assert not Truth.of(data).judge(spoil(output_of(data))).is_right
+    assert not ExpectedOutput.of(data).judge(spoil(output_of(data))).is_right
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lost_page_of_a_long_sequence_does_not_pass(dtype: torch.dtype) -> None:
     """The mean of 4,096 values is small, and so is the contribution of one page."""
     data = one_step("1d4k", replace(LAYER, dtype=dtype))
-    truth = Truth.of(data)
+    truth = ExpectedOutput.of(data)
     data.step.table[0, 100] = data.step.table[0, 101]
     assert not truth.judge(output_of(data)).is_right
 
@@ -78,7 +78,7 @@ def test_a_lost_page_of_a_long_sequence_does_not_pass(dtype: torch.dtype) -> Non
 def test_of_a_large_step_the_first_middle_and_last_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "MOST_SCORES", 4 * 60 * 5)
     data = one_step("1x50+10")
-    truth = Truth.of(data)
+    truth = ExpectedOutput.of(data)
     assert [(sample.begin, len(sample.wanted)) for sample in truth.samples] == [(0, 5), (22, 5), (45, 5)]
     out = output_of(data)
     assert truth.judge(out).is_right
@@ -88,6 +88,6 @@ def test_of_a_large_step_the_first_middle_and_last_tokens_are_compared(monkeypat
 
 def test_blocks_that_would_overlap_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "MOST_SCORES", 4 * 20 * 6)
-    samples = Truth.of(one_step("1x12+8")).samples
+    samples = ExpectedOutput.of(one_step("1x12+8")).samples
     tokens = [token for sample in samples for token in range(sample.begin, sample.begin + len(sample.wanted))]
     assert tokens == list(range(12))

@@ -23,16 +23,16 @@ from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.ceilings import Ceilings
 from rocm_lab.bench.choices import LAYERS, SUITES
 from rocm_lab.bench.clocks import in_turn
-from rocm_lab.bench.contestant import Contestant, Launch, NotServed
-from rocm_lab.bench.contestants import Own, contestants
+from rocm_lab.bench.contestant import Contestant, LayerLaunch, NotServed
+from rocm_lab.bench.contestants import OwnProvider, contestants
 from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.host_time import HostOptions, host_rows
-from rocm_lab.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, KernelOptions, Race, Row
+from rocm_lab.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, ContestantResult, KernelOptions, Race
 from rocm_lab.bench.layers import NAMED
 from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
 from rocm_lab.bench.result_file import lines_of, read_result
 from rocm_lab.bench.step_data import StepData
-from rocm_lab.bench.suites import Case, suite
+from rocm_lab.bench.suites import SuiteCase, suite
 from tests.amd.bench.layers import CPU, LAYER
 
 Capture = pytest.CaptureFixture[str]
@@ -46,8 +46,8 @@ class Spoilt:
 
     launches_right: int
 
-    def prepare(self, data: StepData) -> Launch:
-        launch, count = Own("torch").prepare(data), [0]
+    def prepare(self, data: StepData) -> LayerLaunch:
+        launch, count = OwnProvider("torch").prepare(data), [0]
 
         def run() -> None:
             launch.run()
@@ -55,30 +55,30 @@ class Spoilt:
             if count[0] > self.launches_right:
                 data.out[-1] += 1
 
-        return Launch(run, launch.out, "spoilt")
+        return LayerLaunch(run, launch.out, "spoilt")
 
 
 class Raises:
     """A library that fails when it is called."""
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         def run() -> None:
             raise RuntimeError("no kernel image\nmore of it")
 
-        return Launch(run, lambda: data.out, "raises")
+        return LayerLaunch(run, lambda: data.out, "raises")
 
 
 class Refuses:
     """A library that does not serve."""
 
-    def prepare(self, data: StepData) -> Launch:
+    def prepare(self, data: StepData) -> LayerLaunch:
         raise NotServed("it is not installed")
 
 
-def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: float = 0.0) -> list[Row]:
+def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: float = 0.0) -> list[ContestantResult]:
     """Races the contestants on a small case."""
     options = KernelOptions(rounds=4, round_us=1.0, energy_s=energy_s)
-    case = Case(LAYER, BatchSpec.parse("3d40"))
+    case = SuiteCase(LAYER, BatchSpec.parse("3d40"))
     (rows,) = Race(of, CPU, Ceilings(1e10, 2e10, 1e12), options, meter).rows([case])
     return rows
 
@@ -86,7 +86,7 @@ def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: flo
 @pytest.mark.parametrize("launches_right", [0, 1, 2, 4, 6])
 def test_no_time_is_given_for_a_wrong_result(launches_right: int) -> None:
     """This also holds for a result that is right while it is judged and wrong while it is timed."""
-    right, wrong = race({"torch": Own("torch"), "spoilt": Spoilt(launches_right)})
+    right, wrong = race({"torch": OwnProvider("torch"), "spoilt": Spoilt(launches_right)})
     assert right.status == OK
     assert len(right.samples.us) == 4
     assert wrong.status == WRONG
@@ -98,7 +98,7 @@ def test_no_time_is_given_for_a_wrong_result(launches_right: int) -> None:
 
 
 def test_who_raises_or_is_not_there_is_named_and_the_others_are_timed() -> None:
-    raises, refuses, right = race({"raises": Raises(), "refuses": Refuses(), "torch": Own("torch")})
+    raises, refuses, right = race({"raises": Raises(), "refuses": Refuses(), "torch": OwnProvider("torch")})
     assert (raises.status, raises.reason) == (FAILED, "it raised RuntimeError: no kernel image")
     assert (refuses.status, refuses.reason) == (NOT_SERVED, "it is not installed")
     assert right.status == OK
@@ -107,9 +107,9 @@ def test_who_raises_or_is_not_there_is_named_and_the_others_are_timed() -> None:
 
 
 def test_the_share_is_the_floor_by_the_median() -> None:
-    (row,) = race({"torch": Own("torch")})
-    assert row.floor_us == row.work.floor_us(bytes_per_s=2e10, flops_per_s=1e12)
-    assert row.share == row.floor_us / row.us
+    (row,) = race({"torch": OwnProvider("torch")})
+    assert row.lower_bound_us == row.work.lower_bound_us(bytes_per_s=2e10, flops_per_s=1e12)
+    assert row.share == row.lower_bound_us / row.us
     assert min(row.samples.us) <= row.us <= max(row.samples.us)
 
 
@@ -117,8 +117,10 @@ def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.M
     """A graph whose launches do nothing leaves the right result of the previous launch in place."""
     monkeypatch.setattr(Race, "_is_past_l2", lambda race, work, sets: True)
     slow = Ceilings(1.0, 1.0, 1.0)
-    case = Case(LAYER, BatchSpec.parse("3d40"))
-    ((row,),) = Race({"torch": Own("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows([case])
+    case = SuiteCase(LAYER, BatchSpec.parse("3d40"))
+    ((row,),) = Race({"torch": OwnProvider("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows(
+        [case]
+    )
     assert row.status == WRONG
     assert not row.samples.us
     assert "times the speed" in row.reason
@@ -129,7 +131,7 @@ def test_what_was_measured_before_the_device_failed_is_written(
 ) -> None:
     of_case = Race._of_case
 
-    def failing(race: Race, case: Case) -> list[Row]:
+    def failing(race: Race, case: SuiteCase) -> list[ContestantResult]:
         if case.batch == BatchSpec.parse("2d50"):
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
         return of_case(race, case)
@@ -143,10 +145,10 @@ def test_what_was_measured_before_the_device_failed_is_written(
 
 def test_energy_is_divided_by_launches_and_tokens() -> None:
     counter = iter([10.0, 70.0])
-    (row,) = race({"torch": Own("torch")}, EnergyMeter(lambda: next(counter), "test"), energy_s=1e-9)
+    (row,) = race({"torch": OwnProvider("torch")}, EnergyMeter(lambda: next(counter), "test"), energy_s=1e-9)
     # At least one launch, of three tokens.
     assert 0 < row.joules_a_token <= 60 / 3
-    (row,) = race({"torch": Own("torch")})
+    (row,) = race({"torch": OwnProvider("torch")})
     assert "joules_a_token" not in row.as_json()
 
 
@@ -173,7 +175,7 @@ def test_kernels_take_turns() -> None:
 
 @pytest.mark.parametrize("batch", ["3d40", "2x7", "2x7+30"])
 def test_sdpa_gives_the_same(batch: str) -> None:
-    case = Case(LAYER, BatchSpec.parse(batch))
+    case = SuiteCase(LAYER, BatchSpec.parse(batch))
     options = KernelOptions(rounds=1, round_us=1.0)
     ((row,),) = Race({"sdpa": TorchSdpa()}, CPU, Ceilings(1e10, 1e10, 1e12), options, NO_METER).rows([case])
     assert row.status == OK, row.reason

@@ -44,7 +44,7 @@ def test_every_request_is_sent_as_the_trace_has_it_and_counted() -> None:
     server = StandIn()
     result = put(server, LoadOptions(vocabulary=50), key="secret")
     assert (result.requests, result.num_failed) == (6, 0)
-    assert (result.prompt_tokens, result.output_tokens, result.asked_tokens) == (39, 18, 18)
+    assert (result.prompt_tokens, result.output_tokens, result.requested_tokens) == (39, 18, 18)
     assert sorted(len(body["prompt"]) for body in server.bodies) == [4, 5, 6, 7, 8, 9]
     assert {(body["model"], body["max_tokens"], body["ignore_eos"]) for body in server.bodies} == {
         ("stand-in", 3, True)

@@ -41,13 +41,13 @@ def test_a_latent_row_is_read_once() -> None:
     assert work_of(LATENT, BatchSpec.parse("3d40")).kv_bytes == 3 * 40 * 24 * 4
 
 
-def test_factors_of_tokens_are_read_too() -> None:
+def test_scales_of_tokens_are_read_too() -> None:
     problem = replace(LAYER, dtype=torch.bfloat16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
     assert work_of(problem, BatchSpec.parse("3d40")).kv_bytes == 3 * 40 * 2 * (16 + 16 + 2 * 4)
 
 
 def test_the_floor_is_the_slower_one_of_memory_and_products() -> None:
     work = work_of(LAYER, BatchSpec.parse("3d40"))
-    assert work.floor_us(bytes_per_s=1e6, flops_per_s=1e15) == pytest.approx(work.num_bytes)
-    assert work.floor_us(bytes_per_s=1e15, flops_per_s=1e6) == pytest.approx(work.flops)
+    assert work.lower_bound_us(bytes_per_s=1e6, flops_per_s=1e15) == pytest.approx(work.num_bytes)
+    assert work.lower_bound_us(bytes_per_s=1e15, flops_per_s=1e6) == pytest.approx(work.flops)
     assert work.is_memory_bound(bytes_per_s=1e6, flops_per_s=1e15)

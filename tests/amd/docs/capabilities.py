@@ -16,7 +16,7 @@ from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Limits
-from rocm_attn.providers.select import INDEX_ROWS, ROWS, Selection, select
+from rocm_attn.providers.select import ENTRIES, INDEXER_ENTRIES, Selection, select
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "capabilities.md"
@@ -40,8 +40,8 @@ mode](deterministic.md) have kernels of their own, Triton's or torch's.
 
 
 def _problem(heads: tuple[int, int], dims: tuple[int, int], **others: object) -> Problem:
-    asked: dict[str, object] = {"dtype": torch.bfloat16, "page_size": 16, "scale": dims[0] ** -0.5, **others}
-    return Problem(heads[0], heads[1], dims[0], v_head_dim=dims[1], **asked)  # type: ignore[arg-type]  # of many kinds
+    requested: dict[str, object] = {"dtype": torch.bfloat16, "page_size": 16, "scale": dims[0] ** -0.5, **others}
+    return Problem(heads[0], heads[1], dims[0], v_head_dim=dims[1], **requested)  # type: ignore[arg-type]  # of many kinds
 
 
 def _latent(heads: int, **others: object) -> Problem:
@@ -110,7 +110,7 @@ class Machine:
 
 # Triton releases that the kernels for one vendor's archs run with; with other releases the plain kernels serve.
 _HOPPERS, _CDNAS = (
-    next(row.limits.tritons[-1] for row in ROWS["triton"] if row.limits.tritons and arch in row.limits.archs)
+    next(row.limits.tritons[-1] for row in ENTRIES["triton"] if row.limits.tritons and arch in row.limits.archs)
     for arch in ("sm_90", "gfx942")
 )
 
@@ -158,7 +158,7 @@ def row(problem: Problem, machine: Machine) -> list[str]:
         chosen(replace(problem, custom_mask=True), machine),
         chosen(problem, machine, deterministic=True),
     )
-    return [f"`{kernel.row.name}`" if kernel else "as extend" for kernel in kernels] + [
+    return [f"`{kernel.entry.name}`" if kernel else "as extend" for kernel in kernels] + [
         "yes" if extra else "no" for extra in extras
     ]
 
@@ -260,10 +260,10 @@ def _reach() -> str:
     titles = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
     of = {
         name: list(dict.fromkeys(row.limits for row in rows if not row.not_bound and row.kind.extra is Extra.NOTHING))
-        for name, rows in ROWS.items()
+        for name, rows in ENTRIES.items()
     }
     lines = [[what, *(tell(of[name]) for name in titles)] for what, tell in _REACH.items()]
-    lines.append(["selects keys (sparse)", *("yes" if INDEX_ROWS.get(name) else "no" for name in titles)])
+    lines.append(["selects keys (sparse)", *("yes" if INDEXER_ENTRIES.get(name) else "no" for name in titles)])
     return (
         "## What the providers reach\n\nAll kernels of a provider together; no single kernel need have it all. A count "
         "such as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n"

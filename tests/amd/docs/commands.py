@@ -146,7 +146,7 @@ def record_steps(path: Path) -> None:
         step.layers.store_and_attend(0, q, q[:, :2], q[:, 2:], out)
         return out[step.last_token_of_seq]
 
-    flight = ra.FlightRecorder(runtime, path)
+    flight = ra.checks.FlightRecorder(runtime, path)
     runner = ra.StepRunner(runtime, forward, ra.recorder_for(runtime.device), flight=flight)
     rows = np.array([runtime.table.admit() for _ in range(3)], np.int32)
     lengths = np.zeros(3, np.int32)

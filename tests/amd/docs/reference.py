@@ -35,7 +35,7 @@ def _page(heading: str, names: dict[str, str]) -> str:
     ]
     for name, module in names.items():
         node = interface.definition(name, module)
-        parts += [f"## {name}", f"`from {module.partition('.')[0]} import {name}`, written in `{module}`"]
+        parts += [f"## {name}", f"`{module.partition('.')[0]}.{name}`, written in `{module}`"]
         parts += ["```text\n" + "\n".join(interface.described(node)) + "\n```"]
         if not isinstance(node, _Function | ast.ClassDef):
             parts.append(markdown(interface.summary(name, module)))

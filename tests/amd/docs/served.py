@@ -31,7 +31,7 @@ def against_a_server(text: str) -> Iterator[str]:
         yield re.sub(r"\bsmollm2\b", NAME, text.replace(ADDRESS, server.url.removeprefix("http://")))
 
 
-def served_until_told(words: Sequence[str]) -> tuple[int, str]:
+def served_until_reported(words: Sequence[str]) -> tuple[int, str]:
     """Runs a server on a port that the kernel chooses, ends it once it listens, and returns its exit code and output.
 
     words: of `rocm-attn`

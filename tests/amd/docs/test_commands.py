@@ -22,7 +22,7 @@ from tests.amd.docs.commands import (
     typed,
 )
 from tests.amd.docs.pages import Block, pages
-from tests.amd.docs.served import against_a_server, served_until_told
+from tests.amd.docs.served import against_a_server, served_until_reported
 from tests.amd.house.source_tree import ROOT
 
 BLOCKS = shell_blocks()
@@ -65,10 +65,10 @@ def test_a_block_that_speaks_to_a_server_runs(block: Block) -> None:
 
 @pytest.mark.nightly  # each loads SmolLM2
 @each([block for block in BLOCKS if block.serves])
-def test_a_block_that_serves_does_so_until_it_is_told_to_end(block: Block) -> None:
+def test_a_block_that_serves_does_so_until_it_is_reported_to_end(block: Block) -> None:
     (command,) = commands_of(block.text)
     assert command.is_ours
-    code, output = served_until_told(command.words[1:])
+    code, output = served_until_reported(command.words[1:])
     assert code == 0, output
     assert "listening on" in output
 

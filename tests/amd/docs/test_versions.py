@@ -33,8 +33,8 @@ def row(first: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "package"), [("torch", "torch"), ("NumPy", "numpy"), ("Triton", "triton")])
 def test_a_package_is_asked_for_as_in_pyproject(name: str, package: str) -> None:
-    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
-    assert [package + row(name)[0]] == [each for each in asked if re.match(rf"{package}\b", each)]
+    requested = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    assert [package + row(name)[0]] == [each for each in requested if re.match(rf"{package}\b", each)]
 
 
 def test_python_rocm_and_the_oldest_triton_are_those_of_the_tree() -> None:

@@ -94,15 +94,15 @@ def test_a_folder_counts_as_writable_when_files_can_be_made_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system is asked, because root may write even if the mode forbids it."""
-    asked: list[tuple[Path, int]] = []
+    requested: list[tuple[Path, int]] = []
 
     def refuse(path: Path, how: int) -> bool:
-        asked.append((path, how))
+        requested.append((path, how))
         return False
 
     monkeypatch.setattr(os, "access", refuse)
     assert not read_folder("a cache", tmp_path / "new").writable
-    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+    assert requested == [(tmp_path, os.W_OK | os.X_OK)]
 
 
 @pytest.fixture
@@ -112,12 +112,12 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
 
     def refusing(call: Any) -> Any:
-        def asked(path: Any, *others: Any, **more: Any) -> Any:
+        def requested(path: Any, *others: Any, **more: Any) -> Any:
             if not isinstance(path, int) and folder in Path(path).parents:
                 raise PermissionError(errno.EACCES, "closed", str(path))
             return call(path, *others, **more)
 
-        return asked
+        return requested
 
     for name in ("stat", "lstat", "listdir", "scandir"):
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))

@@ -46,12 +46,12 @@ def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
         assert rounds == stock
 
 
-def kept_answers(folder: Path, asked: object, answer: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def kept_answers(folder: Path, requested: object, answer: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Returns the answers of an engine's own backends to a request, and keeps them for the next time.
 
-    asked: JSON, everything that answers depend on
+    requested: JSON, everything that answers depend on
     """
-    words = json.dumps(asked, sort_keys=True)
+    words = json.dumps(requested, sort_keys=True)
     kept = folder / "answers" / f"{hashlib.sha256(words.encode()).hexdigest()}.json"
     if not kept.is_file():
         answers = answer()

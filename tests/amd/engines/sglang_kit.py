@@ -391,6 +391,6 @@ def main(groups: list[str]) -> dict[str, Tally]:
 
 
 if __name__ == "__main__":
-    asked, out = map(Path, sys.argv[1:])
-    answer = main(json.loads(asked.read_text()))
+    requested, out = map(Path, sys.argv[1:])
+    answer = main(json.loads(requested.read_text()))
     out.write_text(json.dumps({name: asdict(tally) for name, tally in answer.items()}))

@@ -87,8 +87,8 @@ class SglangVenv:
             assert "rocm_attn serves" not in (scratch / "log").read_text(), "our backend has served"
             return [asdict(answer) for answer in answers]
 
-        asked = [SGLANG, [self._words(run) for run in runs]]
-        return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
+        requested = [SGLANG, [self._words(run) for run in runs]]
+        return [Answer(**each) for each in kept_answers(self.folder, requested, stock_answers)]
 
     def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
         """Returns the results of SGLang's attention kit for our backend."""
@@ -102,7 +102,7 @@ class SglangVenv:
     def _answers(
         self, runs: Sequence[Run], backend: str | None, scratch: Path, more: Mapping[str, str]
     ) -> list[Answer]:
-        asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
+        requested = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
         drafts = any("speculative_algorithm" in run.engine for run in runs)
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
         overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
@@ -116,11 +116,11 @@ class SglangVenv:
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
         if ranks > 1:  # one core per rank: otherwise SGLang requires a NUMA node for each
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-        return [Answer(**each) for each in self._call("tests.amd.engines.sglang_text", asked, scratch, settings)]
+        return [Answer(**each) for each in self._call("tests.amd.engines.sglang_text", requested, scratch, settings)]
 
-    def _call(self, module: str, asked: Any, scratch: Path, settings: Mapping[str, str]) -> Any:
+    def _call(self, module: str, requested: Any, scratch: Path, settings: Mapping[str, str]) -> Any:
         request, out = scratch / "request.json", scratch / "answers.json"
-        request.write_text(json.dumps(asked))
+        request.write_text(json.dumps(requested))
         environment = {
             **environment_without_settings(),
             "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),

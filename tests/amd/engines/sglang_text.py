@@ -95,6 +95,6 @@ def lines(log: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    asked, out = map(Path, sys.argv[1:])
-    runs = [Run(**each) for each in json.loads(asked.read_text())]
+    requested, out = map(Path, sys.argv[1:])
+    runs = [Run(**each) for each in json.loads(requested.read_text())]
     out.write_text(json.dumps([asdict(answer(run)) for run in runs]))

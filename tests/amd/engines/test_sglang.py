@@ -95,8 +95,8 @@ def test_smollm2_gives_sglangs_own_tokens(sglang: SglangVenv, tmp_path: Path) ->
 def test_smollm2_gives_sglangs_own_tokens_at_both_page_sizes_and_in_small_chunks(
     sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    asked = [run(sglang, "smollm2", 24, page_size=size, chunked_prefill_size=16) for size in (1, 16)]
-    for ours, stock in zip(sglang.ours(asked, tmp_path), sglang.stock(asked, tmp_path), strict=True):
+    requested = [run(sglang, "smollm2", 24, page_size=size, chunked_prefill_size=16) for size in (1, 16)]
+    for ours, stock in zip(sglang.ours(requested, tmp_path), sglang.stock(requested, tmp_path), strict=True):
         assert_equal([ours], stock)
 
 
@@ -105,10 +105,10 @@ def test_smollm2_gives_sglangs_own_tokens_at_both_page_sizes_and_in_small_chunks
 def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
     page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    asked = [run(sglang, "gemma3", 40, page_size=page_size)]
-    (stock,) = sglang.stock(asked, tmp_path)
-    assert_equal(sglang.ours(asked, tmp_path), stock)
-    assert_equal(sglang.ours(asked, tmp_path, window_pool=True), stock)
+    requested = [run(sglang, "gemma3", 40, page_size=page_size)]
+    (stock,) = sglang.stock(requested, tmp_path)
+    assert_equal(sglang.ours(requested, tmp_path), stock)
+    assert_equal(sglang.ours(requested, tmp_path, window_pool=True), stock)
 
 
 @pytest.mark.nightly
@@ -171,9 +171,9 @@ def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens(
 ) -> None:
     oldest = SGLANG_PLUGIN.checked[0].version
     assert oldest != SGLANG
-    asked = [run(sglang, name)]
-    (stock,) = sglang.stock(asked, tmp_path)
-    assert_equal(sglang.ours(asked, tmp_path, window_pool=window_pool, release=oldest), stock)
+    requested = [run(sglang, name)]
+    (stock,) = sglang.stock(requested, tmp_path)
+    assert_equal(sglang.ours(requested, tmp_path, window_pool=window_pool, release=oldest), stock)
 
 
 @pytest.mark.nightly
@@ -195,10 +195,10 @@ def test_with_the_deterministic_flag_a_request_has_the_same_bits_alone_and_among
     sglang: SglangVenv, tmp_path: Path
 ) -> None:
     """Four requests run alone: a prompt of up to 16 tokens is one chunk; the radix cache has a longer one's prefix."""
-    asked = run(sglang, "gemma3", enable_deterministic_inference=True)
+    requested = run(sglang, "gemma3", enable_deterministic_inference=True)
     single = (0, 8, 11, 12)
-    asked.rounds, asked.chances = [prompts(), *([prompts()[each]] for each in single)], True
-    (ours,) = sglang.ours([asked], tmp_path)
+    requested.rounds, requested.chances = [prompts(), *([prompts()[each]] for each in single)], True
+    (ours,) = sglang.ours([requested], tmp_path)
     said = (tmp_path / "log").read_text()
     assert "mixed by torch.segments" in said
     assert "a sequence's result may depend on the batch" in said
@@ -232,9 +232,9 @@ def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(
     asks: bool, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     """If the server names no backend, SGLang chooses this one on such a CPU; on ROCm it would be aiter."""
-    asked = [run(sglang, "gemma3")]
-    (stock,) = sglang.stock(asked, tmp_path)
-    assert_equal(sglang.ours(asked, tmp_path, name="torch_native", asks=asks), stock)
+    requested = [run(sglang, "gemma3")]
+    (stock,) = sglang.stock(requested, tmp_path)
+    assert_equal(sglang.ours(requested, tmp_path, name="torch_native", asks=asks), stock)
 
 
 @pytest.mark.nightly
@@ -244,10 +244,10 @@ def test_latent_attention_gives_the_tokens_of_transformers_with_dp_attention_too
     """SGLang's own backend for a CPU cannot serve it."""
     from transformers import DeepseekV3ForCausalLM
 
-    asked = [run(sglang, "deepseek", page_size=size) for size in (1, 16)]
+    requested = [run(sglang, "deepseek", page_size=size) for size in (1, 16)]
     reference: Any = DeepseekV3ForCausalLM.from_pretrained(model("deepseek", sglang.folder), dtype=torch.float32)
-    stock = said_by(reference, asked[0])
-    assert_equal(sglang.ours(asked, tmp_path), stock)
+    stock = said_by(reference, requested[0])
+    assert_equal(sglang.ours(requested, tmp_path), stock)
     # Two ranks that share out requests, pad their batches to one size, and are idle at times.
     ranks: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 96}
     assert_equal(sglang.ours([run(sglang, "deepseek", **ranks)], tmp_path), stock)
@@ -264,15 +264,15 @@ def test_sparse_attention_gives_the_tokens_of_transformers_with_keys_of_eight_bi
     """
     from transformers import DeepseekV32ForCausalLM
 
-    asked = run(sglang, "deepseek_sparse", page_size=64, chunked_prefill_size=64)
-    asked.rounds = [prompts(LONG_LENGTHS, 130), prompts(LONG_LENGTHS, 130)[-3:]]
+    requested = run(sglang, "deepseek_sparse", page_size=64, chunked_prefill_size=64)
+    requested.rounds = [prompts(LONG_LENGTHS, 130), prompts(LONG_LENGTHS, 130)[-3:]]
     reference: Any = DeepseekV32ForCausalLM.from_pretrained(
         model("deepseek_sparse", sglang.folder), dtype=torch.float32
     )
-    (ours,) = sglang.ours([asked], tmp_path)
+    (ours,) = sglang.ours([requested], tmp_path)
     assert all(cached >= 64 for cached in ours.cached[1])
     with index_keys_in_eight_bits(reference), first_of_equals():
-        assert_equal_tokens([ours.tokens], said_by(reference, asked).tokens)
+        assert_equal_tokens([ours.tokens], said_by(reference, requested).tokens)
 
 
 @contextmanager
@@ -306,15 +306,15 @@ def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
         yield
 
 
-def said_by(reference: Any, asked: Run) -> Answer:
+def said_by(reference: Any, requested: Run) -> Answer:
     """Returns the answers of a model of transformers."""
     stock = Answer()
-    for prompts_of_round in asked.rounds:
+    for prompts_of_round in requested.rounds:
         tokens = []
         for prompt in prompts_of_round:
             out = reference.generate(
                 torch.tensor([prompt]),
-                max_new_tokens=asked.new_tokens,
+                max_new_tokens=requested.new_tokens,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,

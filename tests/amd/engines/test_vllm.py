@@ -98,9 +98,9 @@ def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tm
 def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """On a CPU vLLM has neither chunks nor a prefix cache for MLA, and its own decode reads pages of 16."""
     args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
-    asked = [run(vllm, "deepseek_wide", **args)]
-    (stock,) = vllm.stock(asked, tmp_path)
-    assert_equal(vllm.ours(asked, tmp_path), stock)
+    requested = [run(vllm, "deepseek_wide", **args)]
+    (stock,) = vllm.stock(requested, tmp_path)
+    assert_equal(vllm.ours(requested, tmp_path), stock)
 
 
 @pytest.mark.nightly
@@ -119,10 +119,10 @@ def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vl
 def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_path: Path) -> None:
     """Drafts are looked up in the prompt, so prompts repeat themselves."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    asked = [run(vllm, "gemma3", 24), run(vllm, "gemma3", 24, speculative_config=drafts)]
-    for each in asked:
+    requested = [run(vllm, "gemma3", 24), run(vllm, "gemma3", 24, speculative_config=drafts)]
+    for each in requested:
         each.rounds.append([(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)])
-    single, verified = vllm.ours(asked, tmp_path)
+    single, verified = vllm.ours(requested, tmp_path)
     assert verified.tokens == single.tokens
 
 
@@ -132,12 +132,12 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
 ) -> None:
     """A head with attention of its own drafts three tokens per step, in a KV cache that it shares with the model."""
     drafts = {"method": "eagle", "model": str(vllm_model("eagle", vllm.folder)), "num_speculative_tokens": 3}
-    asked = [run(vllm, "vllm_llama", 24), run(vllm, "vllm_llama", 24, speculative_config=drafts)]
-    stock, stock_drafted = vllm.stock(asked, tmp_path)
+    requested = [run(vllm, "vllm_llama", 24), run(vllm, "vllm_llama", 24, speculative_config=drafts)]
+    stock, stock_drafted = vllm.stock(requested, tmp_path)
     faults = [
         run(vllm, "vllm_llama", fault=name, block_size=16, speculative_config=drafts) for name in _FAULTS_OF_DRAFTS
     ]
-    ours, drafted, *reported = vllm.ours([*asked, *faults], tmp_path)
+    ours, drafted, *reported = vllm.ours([*requested, *faults], tmp_path)
     assert_equal([ours, drafted], stock)
     assert stock_drafted.tokens == stock.tokens
     assert drafted.steps == stock_drafted.steps < ours.steps
@@ -169,8 +169,8 @@ def _texts_of_our_runner(folder: Path, new_tokens: int) -> list[list[list[int]]]
         [
             list(done.token_ids)
             for done in engine.generate(
-                [Request(tuple(prompt), max_new_tokens=new_tokens, ignore_eos=True) for prompt in asked]
+                [Request(tuple(prompt), max_new_tokens=new_tokens, ignore_eos=True) for prompt in requested]
             )
         ]
-        for asked in (prompts(), prompts()[-3:])
+        for requested in (prompts(), prompts()[-3:])
     ]

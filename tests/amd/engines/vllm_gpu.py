@@ -130,13 +130,13 @@ _ONE_GPU = ("llama", "gemma3", "faults")
 class Process:
     """A process with one engine. scratch: its folder"""
 
-    def __init__(self, scratch: Path, asked: Run, more: Mapping[str, str]) -> None:
+    def __init__(self, scratch: Path, requested: Run, more: Mapping[str, str]) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        self.asked, self._log, self._answers = asked, scratch / "log", scratch / "answers.json"
+        self.requested, self._log, self._answers = requested, scratch / "log", scratch / "answers.json"
         # An earlier run may have left answers in the same folder.
         self._answers.unlink(missing_ok=True)
         request = scratch / "request.json"
-        request.write_text(json.dumps([asdict(asked)]))
+        request.write_text(json.dumps([asdict(requested)]))
         settings = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -166,15 +166,15 @@ class Process:
 
 def main(folder: Path, groups: Sequence[str]) -> int:
     """Runs groups, prints their results, and returns the number of engines that were wrong."""
-    asked = {name: GROUPS[name](folder) for name in groups}
+    requested = {name: GROUPS[name](folder) for name in groups}
     processes = {
         name: {
             engine: Process(folder / name / str(number), run, engines.settings if number else {})
             for number, (engine, run) in enumerate(engines.runs.items())
         }
-        for name, engines in asked.items()
+        for name, engines in requested.items()
     }
-    return sum(compared(name, engines, asked[name].exact) for name, engines in processes.items())
+    return sum(compared(name, engines, requested[name].exact) for name, engines in processes.items())
 
 
 def compared(group: str, engines: Mapping[str, Process], exact: bool) -> int:
@@ -184,12 +184,12 @@ def compared(group: str, engines: Mapping[str, Process], exact: bool) -> int:
         answer = process.answer()
         if answer is None:
             is_right, said = False, f"it failed\n{process.said()}"
-        elif process.asked.fault:
-            if process.asked.fault == moved_table.__name__:  # refused before its step is begun
+        elif process.requested.fault:
+            if process.requested.fault == moved_table.__name__:  # refused before its step is begun
                 is_right = answer.said.startswith("WrongState: ") and answer.steps_later == -1
             else:
-                is_told = answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: ")
-                is_right = is_told and 0 <= answer.steps_later <= MOST_STEPS_LATER
+                is_reported = answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: ")
+                is_right = is_reported and 0 <= answer.steps_later <= MOST_STEPS_LATER
             said = f"{answer.steps_later} steps later: {answer.said or 'nothing was said'}"
         elif first is None:
             is_right, said = False, "the first engine failed, there is nothing to compare with"

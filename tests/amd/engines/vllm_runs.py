@@ -67,8 +67,8 @@ class VllmVenv:
             assert "rocm_attn serves" not in said, "our backend has served"
             return [vars(answer) for answer in answers]
 
-        asked = [VLLM, [self._words(run) for run in runs]]
-        return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
+        requested = [VLLM, [self._words(run) for run in runs]]
+        return [Answer(**each) for each in kept_answers(self.folder, requested, stock_answers)]
 
     def _words(self, run: Run) -> dict[str, Any]:
         """Returns a run with its models' names in place of their folders, which may be elsewhere the next time."""

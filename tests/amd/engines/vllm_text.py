@@ -176,9 +176,9 @@ def answer(run: Run) -> Answer:
     planted = Planted(run.fault) if run.fault else None
     try:
         for prompts in run.rounds:
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            requested = [{"prompt_token_ids": prompt} for prompt in prompts]
             with counted_steps(found):
-                outputs = engine.generate(asked, sampling, use_tqdm=False)
+                outputs = engine.generate(requested, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
             found.cached.append([output.num_cached_tokens or 0 for output in outputs])
     except (RuntimeError, RocmAttnError) as error:

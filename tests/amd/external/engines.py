@@ -22,7 +22,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
-from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, Lengths, OneEach
+from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, NewLengths, OneEach
 from rocm_attn.step.protocols import LayerCalls
 from tests.amd.external.oracle import Array, attention
 
@@ -210,15 +210,15 @@ class Engine(ABC):
 
     def lengths(
         self, requests: Sequence[Request], new: Sequence[int], padded: int
-    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+    ) -> tuple[int, Tensor, OneEach | NewLengths | Boundaries, Tensor | None]:
         """Returns num_seqs, kv_len, q and rows in the engine's form, with its own pads."""
         kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)]
         rows = [request.row for request in requests]
         return len(requests), self.ints(kv_len, torch.int64), self.new_tokens(new, padded), self.ints(rows, torch.int64)
 
-    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
+    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
         """Returns q in the engine's form."""
-        return ONE_EACH if set(new) == {1} else Lengths(self.ints(new))
+        return ONE_EACH if set(new) == {1} else NewLengths(self.ints(new))
 
     def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
         """Returns slots, with the engine's own value for pads."""
@@ -336,14 +336,14 @@ class Replay:
 
     def _lengths(
         self, requests: Sequence[Request], new: Sequence[int]
-    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+    ) -> tuple[int, Tensor, OneEach | NewLengths | Boundaries, Tensor | None]:
         num_seqs, kv_len, q, rows = self.engine.lengths(requests, new, self.bucket)
 
         def padded(values: Tensor, size: int, fill: int) -> Tensor:
             return torch.cat([values, values.new_full((size - len(values),), fill)])
 
-        if isinstance(q, Lengths):
-            q = Lengths(padded(q.of_seq, self.bucket, self.width))
+        if isinstance(q, NewLengths):
+            q = NewLengths(padded(q.of_seq, self.bucket, self.width))
         elif isinstance(q, Boundaries):
             q = Boundaries(padded(q.of_seq, self.bucket + 1, int(q.of_seq[-1])))
         pad_kv_len = 1 if num_seqs == len(requests) else 0
@@ -472,11 +472,11 @@ class VLLM(Engine):
 
     def lengths(
         self, requests: Sequence[Request], new: Sequence[int], padded: int
-    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+    ) -> tuple[int, Tensor, OneEach | NewLengths | Boundaries, Tensor | None]:
         kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)] + [0] * (padded - len(requests))
         return padded, self.ints(kv_len), self.new_tokens(new, padded), None
 
-    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
+    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
         ends = [*itertools.accumulate(new, initial=0)]
         return ONE_EACH if set(new) == {1} else Boundaries(self.ints(ends + [ends[-1]] * (padded - len(new))))
 
@@ -526,11 +526,11 @@ class FlashInfer(Engine):
 
     def lengths(
         self, requests: Sequence[Request], new: Sequence[int], padded: int
-    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+    ) -> tuple[int, Tensor, OneEach | NewLengths | Boundaries, Tensor | None]:
         num_seqs, kv_len, q, _ = super().lengths(requests, new, padded)
         return num_seqs, kv_len.int(), q, None
 
-    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
+    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
         return ONE_EACH if set(new) == {1} else Boundaries(self.ints([*itertools.accumulate(new, initial=0)]))
 
     def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:

@@ -16,7 +16,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.step.external_step import ONE_EACH, BoolCells, Boundaries, Causality, ExternalStep, Lengths, OneEach
+from rocm_attn.step.external_step import ONE_EACH, BoolCells, Boundaries, Causality, ExternalStep, NewLengths, OneEach
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM, Engine
 from tests.amd.external.oracle import attention
 
@@ -78,7 +78,7 @@ class Filled:
         """Returns a step with q_len new tokens in each sequence."""
         kv = self.kv_len[: len(q_len)] if kv_len is None else kv_len
         given = {"min_q_len": 0, "max_q_len": max(1, *q_len), "max_kv_len": 64, **others}
-        q = Lengths(torch.tensor(list(q_len), device=self.device))
+        q = NewLengths(torch.tensor(list(q_len), device=self.device))
         lengths = torch.tensor(list(kv), device=self.device)
         return ExternalStep(len(q_len), len(q_len), sum(q_len), lengths, q, None, **given)  # type: ignore[arg-type]
 
@@ -213,7 +213,7 @@ def test_lengths_and_rows_may_have_any_type_and_stride(
     order = [2, 0, 1]
     kv_len = [filled.kv_len[row] for row in order]
     filled.stored = [filled.stored[row] for row in order]
-    for of_q, q_len in ((Lengths(given([3, 1, 2])), [3, 1, 2]), (Boundaries(given([0, 1, 4, 6])), [1, 3, 2])):
+    for of_q, q_len in ((NewLengths(given([3, 1, 2])), [3, 1, 2]), (Boundaries(given([0, 1, 4, 6])), [1, 3, 2])):
         step = ExternalStep(3, 3, 6, given(kv_len), of_q, given(order), min_q_len=1, max_q_len=3, max_kv_len=64)
         filled.assert_right(q_len, filled.attend(q_len, step, q), q, kv_len=kv_len)
     filled.attention.check_device()
@@ -241,7 +241,7 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
         out = torch.empty(new, Q_HEADS, 16, device=device)
         k = rows[done : done + new]
         done += new
-        lengths, q_len = torch.tensor([done], device=device), Lengths(torch.tensor([new], device=device))
+        lengths, q_len = torch.tensor([done], device=device), NewLengths(torch.tensor([new], device=device))
         made.begin(ExternalStep(1, 1, new, lengths, q_len, None, min_q_len=new, max_q_len=new, max_kv_len=done))
         made.fill(table[0, done - new : done])
         made.layers.store(0, k, k[..., :16])
@@ -375,7 +375,7 @@ def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_dec
         ({"num_seqs": 5}, "5 sequences are padded to 4"),
         ({"padded_tokens": 3}, "give as many tokens as sequences"),
         (
-            {"min_q_len": 3, "max_q_len": 2, "q": Lengths(torch.ones(4, dtype=torch.int32))},
+            {"min_q_len": 3, "max_q_len": 2, "q": NewLengths(torch.ones(4, dtype=torch.int32))},
             "min_q_len is 3 and max_q_len 2",
         ),
         ({"kv_len": torch.zeros(3, dtype=torch.int32)}, "kv_len is torch.int32 .3.; .* at least 4 elements"),

@@ -14,7 +14,7 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.problem import Problem
-from rocm_attn.step.external_step import ONE_EACH, BoolCells, ExternalStep, Lengths
+from rocm_attn.step.external_step import ONE_EACH, BoolCells, ExternalStep, NewLengths
 from tests.amd.external.oracle import Array, attention
 
 PAGE, POOL, MEMORY, WIDTH = 4, 16, 24, 8
@@ -83,7 +83,7 @@ class Owner:
         return torch.from_numpy(self.random.standard_normal((*shape, DIM))).float().to(self.device)
 
     def step(self, kv_len: Sequence[int], q_len: Sequence[int], rows: Sequence[int], **others: object) -> ExternalStep:
-        lengths, new = self.ints(kv_len), Lengths(self.ints(q_len))
+        lengths, new = self.ints(kv_len), NewLengths(self.ints(q_len))
         sizes = {"min_q_len": 0, "max_q_len": max(q_len), "max_kv_len": WIDTH * PAGE, **others}
         return ExternalStep(len(kv_len), len(kv_len), sum(q_len), lengths, new, self.ints(rows), **sizes)  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ class Owner:
         q = np.repeat(kv[-new:], HEADS, axis=1)
         return attention(q, kv, kv, scale=SCALE, shown=shown)[0]
 
-    def assert_told(self, words: str) -> None:
+    def assert_reported(self, words: str) -> None:
         with pytest.raises(DeviceFault, match=words):
             self.attention.check_device()
         self.attention.check_device()
@@ -135,7 +135,7 @@ def test_a_page_that_does_not_exist_is_neither_read_nor_written(
     assert np.allclose(out[:1].cpu(), owner.wanted(together(owner.stored, new[:1]), 1), atol=2e-5)
     assert (out[1:3] == 0).all()
     assert np.allclose(out[3:].cpu(), owner.wanted(together(new[3:]), 2), atol=2e-5)
-    owner.assert_told("a new token had no page of its own.* a page in the table of a sequence's KV is negative")
+    owner.assert_reported("a new token had no page of its own.* a page in the table of a sequence's KV is negative")
     owner.run(owner.step([7, 2], [1, 2], [0, 1]))
     owner.attention.check_device()
 
@@ -145,7 +145,7 @@ def test_the_layer_with_the_fewest_pages_counts(device: torch.device, provider: 
     owner = Owner(device, provider, [[0, 4], [5]])
     owner.attention.pages.bind(1, owner.k[:5], owner.v[:5])
     owner.run(owner.step([2], [2], [1]), layers=(0, 1))
-    owner.assert_told("a page in the table")
+    owner.assert_reported("a page in the table")
     owner.attention.pages.bind(1, owner.k[:6], owner.v[:6])
     owner.run(owner.step([2], [2], [1]), layers=(0, 1))
     owner.attention.check_device()
@@ -154,19 +154,19 @@ def test_the_layer_with_the_fewest_pages_counts(device: torch.device, provider: 
     captured = ExternalStep(1, 4, 4, owner.ints([3, 0, 0, 0]), ONE_EACH, owner.ints([1, 0, 0, 0]), 1, 1, 1, True)
     owner.attention.begin(captured)
     fill = owner.attention.record_fill(recorder_for(device))
-    for pages, is_told in ((6, False), (5, True), (6, False)):
+    for pages, is_reported in ((6, False), (5, True), (6, False)):
         owner.attention.pages.bind(1, owner.k[:pages], owner.v[:pages])
         owner.attention.begin(captured)
         owner.attention.replay_fill(fill)
-        if is_told:
-            owner.assert_told("a page in the table")
+        if is_reported:
+            owner.assert_reported("a page in the table")
         owner.attention.check_device()
 
 
-def test_a_row_of_two_sequences_is_told(device: torch.device, provider: str) -> None:
+def test_a_row_of_two_sequences_is_reported(device: torch.device, provider: str) -> None:
     owner = Owner(device, provider, [[0, 4], [5], [6]])
     owner.run(owner.step([2, 7, 2], [2, 1, 2], [1, 0, 1]))
-    owner.assert_told("two sequences with new tokens have the same row")
+    owner.assert_reported("two sequences with new tokens have the same row")
     owner.run(owner.step([2, 7, 2], [2, 1, 2], [1, 0, 2]))
     owner.run(owner.step([2, 7, 2], [2, 0, 0], [1, 0, 0]))
     owner.attention.check_device()
@@ -185,7 +185,7 @@ def test_a_captured_step_has_the_rows_that_the_table_has_now(device: torch.devic
     run(1)
     owner.attention.tables.use(table[:2])
     run(2)
-    owner.assert_told("a row that was given lies outside of the table")
+    owner.assert_reported("a row that was given lies outside of the table")
     assert torch.equal(owner.k[6], before[6])
     owner.attention.tables.use(table)
     run(2)
@@ -193,19 +193,19 @@ def test_a_captured_step_has_the_rows_that_the_table_has_now(device: torch.devic
     assert not torch.equal(owner.k[6], before[6])
 
 
-def test_tokens_without_a_slot_are_told(device: torch.device, provider: str) -> None:
+def test_tokens_without_a_slot_are_reported(device: torch.device, provider: str) -> None:
     owner = Owner(device, provider, [[0, 4], [5, 6]])
     before = owner.k.clone()
     slots = owner.ints([5 * PAGE + at for at in range(3)])
     new, _ = owner.run(owner.step([5], [5], [1]), slots)
     before[5, :3] = new[:3]
     assert torch.equal(owner.k, before)
-    owner.assert_told("fewer slots, positions or mask cells were given than the step has")
+    owner.assert_reported("fewer slots, positions or mask cells were given than the step has")
     owner.run(owner.step([3], [3], [1]), slots)
     owner.attention.check_device()
 
 
-def test_cells_and_positions_that_were_not_given_are_told(device: torch.device, provider: str) -> None:
+def test_cells_and_positions_that_were_not_given_are_reported(device: torch.device, provider: str) -> None:
     """Keys of missing cells are hidden, whatever the cells of earlier steps were."""
     owner = Owner(device, provider, [[0, 4], [5, 6, 7, 8]])
     everything = torch.ones(32 * 32, dtype=torch.bool, device=device)
@@ -218,10 +218,10 @@ def test_cells_and_positions_that_were_not_given_are_told(device: torch.device, 
     first, _ = run(4, 16)
     owner.attention.check_device()
     more, out = run(8, 13)
-    owner.assert_told("fewer slots, positions or mask cells were given than the step has")
+    owner.assert_reported("fewer slots, positions or mask cells were given than the step has")
     shown = (np.arange(32) < 13).reshape(4, 8).astype(np.float64)
     assert np.allclose(out.cpu(), owner.wanted(together(first, more), 4, shown), atol=2e-5)
     run(8, 32)
     owner.attention.check_device()
     run(8, 32, num_positions=3)
-    owner.assert_told("fewer slots, positions or mask cells were given than the step has")
+    owner.assert_reported("fewer slots, positions or mask cells were given than the step has")

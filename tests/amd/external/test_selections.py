@@ -13,7 +13,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import EarlierSelection
-from rocm_attn.step.external_step import ExternalStep, Lengths
+from rocm_attn.step.external_step import ExternalStep, NewLengths
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.chosen import chosen_cells
 from tests.amd.worlds.problems import indexer, layer
@@ -53,7 +53,7 @@ class Engine:
 
     def begin(self) -> None:
         kv_len = torch.tensor([KV_LEN], dtype=torch.int32, device=self.device)
-        step = ExternalStep(1, 1, KV_LEN, kv_len, Lengths(kv_len), None, KV_LEN, KV_LEN, KV_LEN)
+        step = ExternalStep(1, 1, KV_LEN, kv_len, NewLengths(kv_len), None, KV_LEN, KV_LEN, KV_LEN)
         self.attention.begin(step)
         self.attention.fill()
 

@@ -55,7 +55,7 @@ def share(engine: Engine, one: Request, pages: int) -> Request:
     return other
 
 
-def assert_told(engine: Engine) -> None:
+def assert_reported(engine: Engine) -> None:
     with pytest.raises(DeviceFault, match=TAKEN):
         engine.attention.check_device()
     engine.attention.check_device()
@@ -65,7 +65,7 @@ def assert_told(engine: Engine) -> None:
 @each_table
 @each_page_size
 @pytest.mark.parametrize("graphed", [False, True])
-def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_told(
+def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     make: MakeEngine, page_size: int, graphed: bool, device: torch.device, provider: str
 ) -> None:
     """A cache frees a prompt's pages while its request continues, and gives them to the next request."""
@@ -85,25 +85,27 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_told(
     else:
         with pytest.raises(AssertionError, match="row 1"):
             graph.run([first, second])
-    assert_told(engine)
+    assert_reported(engine)
     engine.run([second, third], [1, 1])
     engine.attention.check_device()
 
 
 @each_table
-def test_a_page_that_its_own_row_is_given_twice_is_told(make: MakeEngine, device: torch.device, provider: str) -> None:
+def test_a_page_that_its_own_row_is_given_twice_is_reported(
+    make: MakeEngine, device: torch.device, provider: str
+) -> None:
     engine = watched(make, 16, device, provider)
     request = engine.admit()
     engine.run([request], [32])
     engine.free[Space.FULL].append(request.pages[Space.FULL][0])
     engine.run_unseen([request], [1])
     engine.run_unseen([request], [1])
-    assert_told(engine)
+    assert_reported(engine)
 
 
 @each_table
 @each_page_size
-def test_a_page_that_two_rows_write_in_one_step_is_told(
+def test_a_page_that_two_rows_write_in_one_step_is_reported(
     make: MakeEngine, page_size: int, device: torch.device, provider: str
 ) -> None:
     engine = watched(make, page_size, device, provider)
@@ -113,7 +115,7 @@ def test_a_page_that_two_rows_write_in_one_step_is_told(
     engine.reserve(first, 17)
     engine.free[Space.FULL].append(page)
     engine.run_unseen([first, second], [1, 1])
-    assert_told(engine)
+    assert_reported(engine)
 
 
 @pytest.mark.fast(interpreted=1)
@@ -211,7 +213,7 @@ def test_a_row_that_goes_to_a_request_of_the_same_length_may_be_said_to(
         engine.attention.check_device()
     else:
         engine.run([cached], [1])
-        assert_told(engine)
+        assert_reported(engine)
 
 
 def test_a_larger_table_than_the_one_that_is_watched_is_refused(device: torch.device, provider: str) -> None:

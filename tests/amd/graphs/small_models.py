@@ -22,7 +22,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.gate import AnyPlan
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.protocols import LayerCalls, Steps
+from rocm_attn.step.protocols import LayerCalls, RunsSteps
 from rocm_attn.step.step import Part, Series, Step
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import padded_to
@@ -188,7 +188,7 @@ class Requests:
             for side in (pages.keys, pages.values)
         ]
 
-    def run(self, steps: Steps, q_len: Sequence[int], pad_to: int | None = None) -> Tensor:
+    def run(self, steps: RunsSteps, q_len: Sequence[int], pad_to: int | None = None) -> Tensor:
         return steps.run(self.batch(q_len), padded_to(pad_to)).clone()
 
 
@@ -196,7 +196,7 @@ class Requests:
 SERVED = [[5, 2, 7], [1, 1, 1], [1, 1], [1, 1, 1], [1], [1, 1, 1], [1, 1]]
 
 
-def serve(steps: Steps, runtime: AttentionRuntime, served: Sequence[Sequence[int]] = SERVED) -> list[Tensor]:
+def serve(steps: RunsSteps, runtime: AttentionRuntime, served: Sequence[Sequence[int]] = SERVED) -> list[Tensor]:
     """Returns the outputs of these steps of fresh requests."""
     requests = Requests(runtime)
     requests.admit(max(map(len, served)))
@@ -205,7 +205,7 @@ def serve(steps: Steps, runtime: AttentionRuntime, served: Sequence[Sequence[int
     return outs
 
 
-def come_and_go(steps: Steps, runtime: AttentionRuntime, counts: Sequence[int]) -> list[Tensor]:
+def come_and_go(steps: RunsSteps, runtime: AttentionRuntime, counts: Sequence[int]) -> list[Tensor]:
     """Returns the outputs of decode steps of these numbers of requests, and of prompts of those that come before."""
     requests, outs, random = Requests(runtime), list[Tensor](), np.random.default_rng(1)
     for count in counts:
@@ -305,9 +305,9 @@ def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Part], Tensor]:
         # Kept, so that no two of them share an address.
         biases.append(torch.full((96,), float(batch.max_kv_len), device=tiny.runtime.device))
 
-    def staged(batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
+    def staged(batch: StepBatch, plan: AnyPlan | None = None, input_plans: Collection[StepPlan] = ()) -> Step:
         replace_bias(batch)
-        return stage(batch, plan, takers)
+        return stage(batch, plan, input_plans)
 
     tiny.runtime.gate.stage = staged  # type: ignore[method-assign]
     return lambda step: tiny.forward(step) + biases[-1]

@@ -74,14 +74,14 @@ def test_without_the_check_a_wrong_graph_serves_wrong_rows(planted: str, provide
     tiny = Tiny.build(device, provider, [4])
     forward, recorder = PLANTED[planted](tiny)
     runner = StepRunner(tiny.runtime, forward, recorder, check=NO_CHECK)
-    outs, told = list[Tensor](), ""
+    outs, reported = list[Tensor](), ""
     try:
         outs = serve(runner, tiny.runtime)
     except DeviceFault as fault:
-        told = str(fault)
+        reported = str(fault)
     # A graph that should take its inputs and does not is reported.
-    assert ("never reached the device" in told) == (planted == "a dead graph" and bool(runner._takers))
-    if told:
+    assert ("never reached the device" in reported) == (planted == "a dead graph" and bool(runner._input_plans))
+    if reported:
         return
     assert runner.counters.graphs_off == ""
     assert runner.counters.replays == len(SERVED) - 1

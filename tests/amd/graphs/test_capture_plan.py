@@ -154,7 +154,7 @@ def test_deterministic_kernels_are_planned_with_their_workspace(
 
 
 @pytest.mark.parametrize(("triton", "served"), [("3.6.0", (45e6, 160e6)), ("3.9.0", (0, 45e6))])
-def test_the_workspace_of_deterministic_extend_on_hopper_is_told_before_there_is_one(
+def test_the_workspace_of_deterministic_extend_on_hopper_is_reported_before_there_is_one(
     triton: str, served: tuple[float, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its kernel needs one release of Triton; the plan does not depend on the installed one."""

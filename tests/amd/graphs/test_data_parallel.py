@@ -320,9 +320,9 @@ def decoding(num_live: int, *, free: bool, others: Mapping[str, str], wrong: boo
 )
 def test_forward_runs_equally_often_for_a_graph_whatever_a_rank_has(num_live: int, free: bool, wrong: bool) -> None:
     ranks, runner = decoding(num_live, free=free, others={}, wrong=wrong)
-    asked, recorded, judged = ranks.at
+    requested, recorded, judged = ranks.at
     # The recorder makes two runs, and each of three replays has one eager run.
-    assert (recorded - asked, judged - recorded) == (2, 3)
+    assert (recorded - requested, judged - recorded) == (2, 3)
     assert ranks.sent[0] == {}
     assert runner.counters.replays == (not wrong)
 

@@ -168,7 +168,7 @@ def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device:
     options, selections = tiny.runtime.options, []
     for selection in tiny.runtime.selections:
         kernels = {
-            kind: LayerKernel(replace(kernel.row, graph_safe=kind is not StepKind.MASKED), kernel.bound)
+            kind: LayerKernel(replace(kernel.entry, graph_safe=kind is not StepKind.MASKED), kernel.bound)
             for kind, kernel in selection.kernels.items()
         }
         selections.append(replace(selection, kernels=kernels))

@@ -121,7 +121,7 @@ def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.d
     runner, _ = flown(tiny, path, graphs=False)
     serve(runner, tiny.runtime)
 
-    def faults(batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
+    def faults(batch: StepBatch, plan: AnyPlan | None = None, input_plans: Collection[StepPlan] = ()) -> Step:
         raise RuntimeError("an illegal memory access was encountered")
 
     tiny.runtime.gate.stage = faults  # type: ignore[method-assign]

@@ -103,9 +103,9 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     assert f"layer {wrong_layer} of sequences" in counters.finding
 
 
-@pytest.mark.parametrize(("factor", "differs"), [(1.0, False), (1.1, True)])
+@pytest.mark.parametrize(("scale_value", "differs"), [(1.0, False), (1.1, True)])
 def test_rounding_of_large_scores_is_no_fault(
-    factor: float, differs: bool, provider: str, device: torch.device
+    scale_value: float, differs: bool, provider: str, device: torch.device
 ) -> None:
     """With a scale of 1, as in Gemma, scores are large; a wrong scale is still found."""
     problem = replace(small_problem(head_dim=256, v_head_dim=64), scale=1.0)
@@ -123,7 +123,7 @@ def test_rounding_of_large_scores_is_no_fault(
         return out[step.last_token_of_seq]
 
     runner = StepRunner(runtime, forward, None)
-    check = SampledCheck(runner, runtime, [replace(problem, scale=factor)], tap, every=1)
+    check = SampledCheck(runner, runtime, [replace(problem, scale=scale_value)], tap, every=1)
     row = runtime.table.admit()
     runtime.table.reserve(row, 200)
     for length in range(150, 200, 10):

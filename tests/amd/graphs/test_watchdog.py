@@ -16,7 +16,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.watchdog import Watchdog
-from rocm_attn.step.protocols import NO_WATCHDOG, Steps
+from rocm_attn.step.protocols import NO_WATCHDOG, RunsSteps
 from rocm_attn.watch.watched_steps import WatchedSteps
 from tests.amd.graphs.small_models import Tiny, same, serve
 from tests.amd.worlds.problems import providers
@@ -80,7 +80,7 @@ class Slow:
 class SlowSteps:
     """Steps that hang until they have been reported."""
 
-    def __init__(self, inner: Steps, reports: Reports) -> None:
+    def __init__(self, inner: RunsSteps, reports: Reports) -> None:
         self._inner = inner
         self._reports = reports
         self._num_steps = 0

@@ -20,7 +20,7 @@ from rocm_attn.machine import choices
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
-from rocm_attn.providers.contract import KernelRow, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import KernelEntry, PoolSize, Provider, StepBounds
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH
 
@@ -88,11 +88,11 @@ def _bind(problem: Problem, target: Target, pool: PoolSize) -> CsrKernel:
 def csr_provider(name: str, min_kv_len: int) -> Provider:
     """Returns a provider of kernels that give padded sequences min_kv_len tokens of page 0."""
     rows = [
-        KernelRow(
+        KernelEntry(
             provider=name,
             name=f"{name}.{kind.value}",
             kind=kind,
-            limits=TORCH.rows[0].limits,
+            limits=TORCH.entries[0].limits,
             min_kv_len=min_kv_len,
             masks_v=True,
             graph_safe=True,
@@ -113,4 +113,4 @@ STAND_INS = {"csr": csr_provider("csr", 0), "csr_min_1": csr_provider("csr_min_1
 def put_in_stand_ins(put: Callable[[object, str, object], None]) -> None:
     """Registers them as providers. put: setattr, or a function whose changes a test undoes at its end"""
     put(select, "PROVIDERS", (*choices.PROVIDERS, *STAND_INS))
-    put(select, "ROWS", {**select.ROWS, **{name: provider.rows for name, provider in STAND_INS.items()}})
+    put(select, "ENTRIES", {**select.ENTRIES, **{name: provider.entries for name, provider in STAND_INS.items()}})

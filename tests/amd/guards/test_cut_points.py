@@ -21,13 +21,13 @@ def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graph
 
     def tell(guards: Guards, *, beside: bool) -> tuple[Teller, Told]:
         teller = Teller(device, provider, small_problem(), graphs=graphs, guards=guards, target=target)
-        told, other = (teller.begin(Story.random(teller.problem, n, seed)) for n, seed in ((110, 1), (400, 2)))
+        reported, other = (teller.begin(Story.random(teller.problem, n, seed)) for n, seed in ((110, 1), (400, 2)))
         if beside:
             teller.step([(other, 390)])
         for chunk in (100, *[1] * 10):
-            teller.step([(told, chunk), *([(other, 1)] if beside and chunk == 1 else [])])
-        teller.check(told)
-        return teller, told
+            teller.step([(reported, chunk), *([(other, 1)] if beside and chunk == 1 else [])])
+        teller.check(reported)
+        return teller, reported
 
     guarded = [tell(ALL_ON, beside=beside) for beside in (False, True)]
     assert all(teller.runtime.selections[0].deterministic for teller, _ in guarded)

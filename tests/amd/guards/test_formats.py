@@ -199,20 +199,20 @@ def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torc
 
 
 @each_provider
-@pytest.mark.parametrize("factor", [0.0, -0.5, float("nan"), float("inf"), 1e-45])
+@pytest.mark.parametrize("scale_value", [0.0, -0.5, float("nan"), float("inf"), 1e-45])
 @pytest.mark.parametrize("side", [0, 1])
-def test_factors_that_no_store_can_divide_by_are_not_adopted(
-    side: int, factor: float, provider: str, device: torch.device
+def test_scales_that_no_store_can_divide_by_are_not_adopted(
+    side: int, scale_value: float, provider: str, device: torch.device
 ) -> None:
     engine = Adopted(device, provider)
-    engine.scales[side].fill_(factor)
+    engine.scales[side].fill_(scale_value)
     with pytest.raises(BadTensor, match=f"the scales of {'kv'[side]} of layer 0 are .*a positive number from"):
         engine.bind(FN.page_format)
     with pytest.raises(WrongState, match="layer 0 has no pages yet"):
         engine.attention.pages.layer(0)
 
 
-def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
+def test_latent_rows_of_an_engine_have_one_scale(device: torch.device) -> None:
     """V is a part of K: a scale of its own for V would also apply to K."""
     latent = replace(FN, num_kv_heads=1, head_dim=16, v_head_dim=8, pool=PoolKind.LATENT)
     engine = Adopted(device, "torch", problem=latent)
@@ -225,7 +225,7 @@ def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
 
 
 @each_provider
-def test_pages_that_have_no_factors_may_be_declared_too(provider: str, device: torch.device) -> None:
+def test_pages_that_have_no_scales_may_be_declared_too(provider: str, device: torch.device) -> None:
     """An engine that lays out float32 pages in an order of its own declares it, and is refused."""
     plain = small_problem(16)
     engine = Adopted(device, provider, problem=plain)
@@ -261,10 +261,10 @@ class Selects:
         self.k, self.v = (torch.zeros(PAGES, 16, 2, 16, device=device) for _ in range(2))
         self.attention.pages.bind(0, self.k, self.v)
         self.keys = torch.zeros(PAGES, 16, 32, dtype=torch.uint8, device=device)
-        self.factor = torch.full((1,), 0.5, device=device)
+        self.scale_value = torch.full((1,), 0.5, device=device)
 
     def bind(self, form: PageFormat) -> None:
-        self.attention.pages.bind_index(0, self.keys, self.factor, form)
+        self.attention.pages.bind_index(0, self.keys, self.scale_value, form)
 
     def run(self, *, stores: bool) -> torch.Tensor:
         """Returns the last token's output. stores: true to store all tokens, false to store only the last one"""
@@ -294,7 +294,7 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
     """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are selected silently."""
     writer = Selects(device, provider)
     with pytest.raises(BadTensor, match=r"the index pages of layer 0 are in float8_e4m3fn; give their format"):
-        writer.attention.pages.bind_index(0, writer.keys, writer.factor)
+        writer.attention.pages.bind_index(0, writer.keys, writer.scale_value)
     writer.bind(INDEX_FORMAT)
     right = writer.run(stores=True)
     shuffled = replace(INDEX_FORMAT, producer="vllm: shuffled")
@@ -317,7 +317,7 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
 
 
 @each_provider
-def test_factors_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
+def test_scales_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 
     def served(guards: Guards) -> tuple[World, list[Request]]:

@@ -38,9 +38,9 @@ BUFFERS_OF_NEED = {
 @pytest.mark.parametrize("need", Need)
 def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
     csr = csr_provider("needy", 0)
-    needy = replace(csr, rows=tuple(replace(row, needs=frozenset({need})) for row in csr.rows))
+    needy = replace(csr, entries=tuple(replace(row, needs=frozenset({need})) for row in csr.entries))
     monkeypatch.setattr(select, "PROVIDERS", ("needy",))
-    monkeypatch.setattr(select, "ROWS", {"needy": needy.rows})
+    monkeypatch.setattr(select, "ENTRIES", {"needy": needy.entries})
     runtime = build_runtime(
         [small_problem()],
         RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, provider="needy"),

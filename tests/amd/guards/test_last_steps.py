@@ -61,13 +61,13 @@ def split_step(of: AttentionRuntime, what: StepBatch) -> None:
 
 def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple[int, ...]]]:
     """Returns step and rows of each fault that `times` calls raise."""
-    told = []
+    reported = []
     for _ in range(times):
         try:
             call()
         except DeviceFault as fault:
-            told.append((fault.step, fault.rows))
-    return told
+            reported.append((fault.step, fault.rows))
+    return reported
 
 
 def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:

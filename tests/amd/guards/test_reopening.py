@@ -140,16 +140,16 @@ def test_reopening_reports_the_last_steps_first_and_changes_nothing_then() -> No
 
 def test_a_rank_that_cannot_reopen_leaves_all_ranks_as_they_are() -> None:
     serving, requests = decoding()
-    told = []
+    reported = []
 
     def as_on_another_rank(findings: object) -> dict[str, str]:
-        told.append(findings)
+        reported.append(findings)
         return {"reopen": "on rank 1: OutOfMemoryError: no memory is left"}
 
     serving.runtime.agree = as_on_another_rank
     with pytest.raises(CapacityExceeded, match="because a rank could not: on rank 1: OutOfMemoryError: no memory"):
         serving.runner.reopen((1, 2, 4))
-    assert told == [{}]
+    assert reported == [{}]
     before = serving.runner.counters.replays
     serving.step(requests[:2], [1, 1])
     assert serving.runner.counters.replays == before + 1
@@ -157,8 +157,8 @@ def test_a_rank_that_cannot_reopen_leaves_all_ranks_as_they_are() -> None:
 
 def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     serving, _ = decoding()
-    told: list[object] = []
-    serving.runtime.agree = lambda findings: told.append(findings) or {}  # type: ignore[func-returns-value]
+    reported: list[object] = []
+    serving.runtime.agree = lambda findings: reported.append(findings) or {}  # type: ignore[func-returns-value]
 
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(serving.runtime.core.memory, "part_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         serving.runner.reopen((1, 2, 4))
-    assert told == [{"reopen": "KeyboardInterrupt: "}]
+    assert reported == [{"reopen": "KeyboardInterrupt: "}]
 
 
 # Two runners over one runtime: actions of the second one, and whether the first one's graphs still serve then.

@@ -37,8 +37,12 @@ class AnyLengths(World):
         self.draw(len(requests))
         self.runner.run(StepBatch(rows, np.array(kv_len), np.ones(len(rows), np.int32), NO_TOKEN_IDS))
         for seq, (request, length) in enumerate(zip(requests, kv_len, strict=True)):
-            for number, asked in enumerate(self.rows):
-                for held, new in ((request.k, asked.k), (request.v, asked.v), (request.index, asked.index_k)):
+            for number, requested in enumerate(self.rows):
+                for held, new in (
+                    (request.k, requested.k),
+                    (request.v, requested.v),
+                    (request.index, requested.index_k),
+                ):
                     held[number][length - 1] = new[seq]
 
     def check_at(self, requests: list[Request], kv_len: list[int]) -> None:
@@ -110,12 +114,12 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
 
         def forward(step: Part) -> Tensor:
             at, layers = step.tokens, step.layers
-            for number, asked in enumerate(world.rows):
-                layers.store(number, asked.k[at], asked.v[at])
-                layers.store_index(number, asked.index_k[at])
-                layers.select(number, asked.index_q[at], asked.weights[at])
-            for number, asked in enumerate(world.rows):
-                layers.attend_selected(number, asked.q[at], asked.out[at])
+            for number, requested in enumerate(world.rows):
+                layers.store(number, requested.k[at], requested.v[at])
+                layers.store_index(number, requested.index_k[at])
+                layers.select(number, requested.index_q[at], requested.weights[at])
+            for number, requested in enumerate(world.rows):
+                layers.attend_selected(number, requested.q[at], requested.out[at])
             return world.rows[0].out[at][step.last_token_of_seq.long()]
 
         world.runner._forward = forward
@@ -140,10 +144,10 @@ def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
         world.draw(1)
         step = world.runtime.step(world.batch([request], [1])).parts[0]
         try:
-            asked, at = world.rows[0], step.tokens
-            step.layers.store(0, asked.k[at], asked.v[at])
-            step.layers.store_index(0, asked.index_k[at])
-            step.layers.attend_selected(0, asked.q[at], asked.out[at])
+            requested, at = world.rows[0], step.tokens
+            step.layers.store(0, requested.k[at], requested.v[at])
+            step.layers.store_index(0, requested.index_k[at])
+            step.layers.attend_selected(0, requested.q[at], requested.out[at])
         finally:
             world.runtime.end_step()
         world.keep([request], [1])

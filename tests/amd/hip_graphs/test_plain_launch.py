@@ -27,7 +27,7 @@ class Machine:
     def __init__(self, beside: Callable[[], object] = lambda: None) -> None:
         self.done: list[str | int] = []
         self.device, self.stream, self.offset, self.error = 3, 0, 8, 0
-        self.captures, self.asked = False, 0
+        self.captures, self.requested = False, 0
         self._beside = beside
         here = Here(3, lambda: self.device, self._stream_of, self._is_capturing, lambda: self.offset)
         self.graph = PlainLaunch(self._replay, self._launch, READY, here)
@@ -54,7 +54,7 @@ class Machine:
         return self.stream
 
     def _is_capturing(self) -> bool:
-        self.asked += 1
+        self.requested += 1
         return self.captures
 
 

@@ -24,7 +24,7 @@ from rocm_attn.providers.triton import TRITON
 from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
 from rocm_attn.selection import probe
 from rocm_attn.selection.kernels import choose_kernels
-from rocm_attn.selection.probe_runs import Wrong
+from rocm_attn.selection.probe_runs import FailedProbe
 from rocm_attn.step.prepared import works_by_launches
 from tests.amd.host.test_measured_rows import row_of
 
@@ -40,7 +40,7 @@ def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
 
 
 def names(selection: Selection) -> tuple[str, ...]:
-    return tuple(selection.kernel(kind).row.name for kind in KINDS)
+    return tuple(selection.kernel(kind).entry.name for kind in KINDS)
 
 
 def reasons(selection: Selection) -> set[str]:
@@ -123,7 +123,7 @@ def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_step
     assert names(unaligned) == PLAIN
     assert reasons(unaligned) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
     deterministic = select(LAYER, on("gfx942"), "triton", deterministic=True)
-    assert deterministic.kernel(StepKind.DECODE).row.name == "triton.segment_decode"
+    assert deterministic.kernel(StepKind.DECODE).entry.name == "triton.segment_decode"
 
 
 def adopting(*, unaligned_rows: bool = False) -> ExternalAttention:
@@ -203,13 +203,13 @@ def test_its_schedule_and_workspace_are_paged_decodes() -> None:
 
 def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No MI300 has run it. If it is wrong, paged decode serves and the reason is reported; a verdict is kept."""
-    assert {row.name for row in TRITON.rows if row.is_probed} == set(CDNA)
+    assert {row.name for row in TRITON.entries if row.is_probed} == set(CDNA)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     probed = []
 
-    def wrong_decode(selection: Selection, device: torch.device) -> Wrong | None:
+    def wrong_decode(selection: Selection, device: torch.device) -> FailedProbe | None:
         probed.append(names(selection))
-        return Wrong(CDNA[0], "sequence 1 of 3 is wrong") if names(selection)[0] == CDNA[0] else None
+        return FailedProbe(CDNA[0], "sequence 1 of 3 is wrong") if names(selection)[0] == CDNA[0] else None
 
     monkeypatch.setattr(probe, "random_run", wrong_decode)
     monkeypatch.setattr(probe, "edge_run", lambda selection, device: None)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.cuts import merge_shape
-from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, Shape, predicted, predictions
+from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, CostShape, predicted, predictions
 from rocm_lab.cost.published import published_decodes, published_extends
 from rocm_lab.cost.static_figures import CdnaFigures
 from tests.amd.host.test_measured_rows import row_of
@@ -45,7 +45,7 @@ def test_every_shape_has_a_range_around_its_middle(arch: str) -> None:
 
 @every_arch
 def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
-    for shape in (Shape(1, 8192), Shape(1024, 8192)):
+    for shape in (CostShape(1, 8192), CostShape(1024, 8192)):
         found = predicted(LLAMA, on(arch), shape)
         assert found is not None
         assert found.speed.high < GPUS[arch].hbm[1]
@@ -63,7 +63,7 @@ def test_a_row_is_merged_in_a_few_steps_where_all_are_alike(compute_units: int, 
 
 
 def test_windows_read_fewer_keys() -> None:
-    shape = Shape(64, 4096)
+    shape = CostShape(64, 4096)
     whole, window = (predicted(problem, on("gfx942"), shape) for problem in (LLAMA, replace(LLAMA, window_left=127)))
     assert whole is not None
     assert window is not None
@@ -102,23 +102,23 @@ def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None
             assert ours[shape] == paged[shape]
             assert ours[shape].kernel == "triton.extend"
     # Its break-even latency is above the assumed latency of a load; that of paged decode is not far above it.
-    long = Shape(64, 4096)
+    long = CostShape(64, 4096)
     assert ours[long].seconds.high <= paged[long].seconds.high
 
 
 @every_arch
 def test_measured_tiles_are_predicted_where_they_have_figures(arch: str) -> None:
-    target, shape = on(arch, WITH_CDNA), Shape(1, 256)
+    target, shape = on(arch, WITH_CDNA), CostShape(1, 256)
     found = predicted(LLAMA, target, shape)
     (other,) = [each.tiles for each in cdna(arch) if each.tiles.num_stages == 1]
-    tuned = replace(target, measured=(row_of(LLAMA, Table.CDNA_DECODE, other),))
+    tuned = replace(target, measured=(row_of(LLAMA, TileTable.CDNA_DECODE, other),))
     measured = predicted(LLAMA, tuned, shape)
     assert found is not None
     assert measured is not None
     assert (measured.kernel, found.kernel) == ("triton.cdna_decode", "triton.cdna_decode")
     assert measured.seconds != found.seconds
     unknown = replace(other, programs_per_cu=6)
-    tuned = replace(target, measured=(row_of(LLAMA, Table.CDNA_DECODE, unknown),))
+    tuned = replace(target, measured=(row_of(LLAMA, TileTable.CDNA_DECODE, unknown),))
     assert predicted(LLAMA, tuned, shape) is None
     assert isinstance(unknown, CdnaTiles)
 

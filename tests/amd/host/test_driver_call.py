@@ -11,7 +11,7 @@ import triton
 from triton.backends.amd.driver import HIPLauncher
 from triton.backends.nvidia.driver import CudaLauncher
 
-from rocm_attn.kernels.driver_call import Place, arguments_of, driver_call
+from rocm_attn.kernels.driver_call import ArgumentPlace, arguments_of, driver_call
 
 STREAM, SLOT, COUNTS = 99, 1000, 2000
 Handed = list[tuple[object, ...]]
@@ -53,7 +53,9 @@ def compiled_with(run: Callable[..., object]) -> SimpleNamespace:
 
 def launched(compiled: SimpleNamespace) -> None:
     """Launches by a driver call that was made for any stream and addresses."""
-    run, template = driver_call(compiled, (5, 2), Place(0), (Place(1), Place(2), None, 7, ("bundle", 1)))
+    run, template = driver_call(
+        compiled, (5, 2), ArgumentPlace(0), (ArgumentPlace(1), ArgumentPlace(2), None, 7, ("bundle", 1))
+    )
     constants: list[object] = []
     arguments = arguments_of(template, 3, constants)
     run(*arguments((STREAM, SLOT, COUNTS, *constants)))
@@ -65,7 +67,7 @@ WHOLE = (5, 2, 1, STREAM, 111, (1, 2), None, None, None, SLOT, COUNTS, None, 7, 
 @pytest.mark.parametrize("kind", [CudaLauncher, HIPLauncher])
 def test_a_driver_call_is_what_a_launcher_calls(kind: Any) -> None:
     launcher, handed = launcher_of(kind)
-    run, _ = driver_call(compiled_with(launcher), (5, 2), Place(0), ())
+    run, _ = driver_call(compiled_with(launcher), (5, 2), ArgumentPlace(0), ())
     assert run is launcher.launch, "nothing of the launcher is left out"
     launched(compiled_with(launcher))
     launcher(*WHOLE)

@@ -29,7 +29,7 @@ class Mixed:
         monkeypatch.setattr(Layers, "_prepares", lambda _: True)
         monkeypatch.setattr(of_step, "is_capturing", lambda _: captures)
         bound = MixedAtOnce(TritonMixed(Mock(), Mock()))
-        kernel = SimpleNamespace(bound=bound, row=SimpleNamespace(clears_pads=True))
+        kernel = SimpleNamespace(bound=bound, entry=SimpleNamespace(clears_pads=True))
         self.plan = SimpleNamespace(kernels=(kernel,), prepared_of_kind=(True,), bounds=None)
         self.step = SimpleNamespace(prepared=None)
 

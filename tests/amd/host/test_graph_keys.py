@@ -15,12 +15,12 @@ from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import triton_cdna, triton_hopper
-from rocm_attn.providers.contract import BoundKernel, KernelRow, LayerKernel, PoolSize
-from rocm_attn.providers.select import ROWS
+from rocm_attn.providers.contract import BoundKernel, KernelEntry, LayerKernel, PoolSize
+from rocm_attn.providers.select import ENTRIES
 from rocm_attn.step.plan import make_plan
 
 POOL = PoolSize(num_pages=100, max_kv_len=640, max_num_seqs=4)
-BOUND = [row for rows in ROWS.values() for row in rows if not row.not_bound]
+BOUND = [row for rows in ENTRIES.values() for row in rows if not row.not_bound]
 TARGETS = [
     *(known_target(arch) for arch in ("gfx942", "sm_90", "cpu")),
     replace(known_target("sm_90"), releases=Releases(triton=triton_hopper.TRITONS[0])),
@@ -50,7 +50,7 @@ def eight_bit_problems() -> Iterator[Problem]:
         yield replace(problem, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
 
 
-def served_by(row: KernelRow) -> tuple[Problem, Target]:
+def served_by(row: KernelEntry) -> tuple[Problem, Target]:
     """Returns a problem that a row serves, and the target."""
     for problem in chain(problems(), eight_bit_problems()):
         for target in TARGETS:
@@ -59,13 +59,13 @@ def served_by(row: KernelRow) -> tuple[Problem, Target]:
     raise AssertionError(f"{row.name} serves none of the problems")
 
 
-def key(row: KernelRow, bound: BoundKernel) -> object:
+def key(row: KernelEntry, bound: BoundKernel) -> object:
     shape = PaddedShape(row.kind, 4, 4 if row.kind.decodes else 8)
     return make_plan(shape, [LayerKernel(row, bound)], max_q_len=8, max_kv_len=64, may_capture=True).key
 
 
 @each_row
-def test_a_kernel_that_is_bound_twice_alike_has_one_graph(row: KernelRow) -> None:
+def test_a_kernel_that_is_bound_twice_alike_has_one_graph(row: KernelEntry) -> None:
     problem, target = served_by(row)
     one, other = row.bind(problem, target, POOL), row.bind(problem, target, POOL)
     assert one is not other
@@ -74,7 +74,7 @@ def test_a_kernel_that_is_bound_twice_alike_has_one_graph(row: KernelRow) -> Non
 
 
 @each_row
-def test_a_kernel_of_another_problem_has_another_graph(row: KernelRow) -> None:
+def test_a_kernel_of_another_problem_has_another_graph(row: KernelEntry) -> None:
     problem, target = served_by(row)
     bound = row.bind(problem, target, POOL)
     halved, doubled = replace(problem, scale=problem.scale / 2), replace(problem, num_q_heads=2 * problem.num_q_heads)

@@ -15,7 +15,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
-from rocm_attn.kernels.attention.cuts import SHARE_WORDS, Sharing
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import COUNTER, SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
@@ -75,7 +75,7 @@ def kernels_by_tokens(kernel: Any) -> list[Any]:
 
 
 def names(selection: Selection) -> dict[StepKind, str]:
-    return {kind: selection.kernel(kind).row.name for kind in KINDS}
+    return {kind: selection.kernel(kind).entry.name for kind in KINDS}
 
 
 @pytest.mark.parametrize("triton", TRITONS, ids=str)
@@ -128,7 +128,7 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
 )
 def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> None:
     selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
-    assert selection.kernel(StepKind.EXTEND).row.name == PLAIN[StepKind.EXTEND]
+    assert selection.kernel(StepKind.EXTEND).entry.name == PLAIN[StepKind.EXTEND]
     assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
 
 
@@ -171,7 +171,7 @@ ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
 )
 def test_decode_of_many_heads_on_a_kv_head_is_by_it(more: dict[str, Any], reason: str) -> None:
     selection = chosen(replace(ONE_KV_HEAD, **more), on(TRITONS[0]))
-    assert selection.kernel(StepKind.DECODE).row.name == ("triton.decode" if reason else "triton.hopper_decode")
+    assert selection.kernel(StepKind.DECODE).entry.name == ("triton.decode" if reason else "triton.hopper_decode")
     reasons = [refusal.reason for refusal in selection.refusals if refusal.kernel == "triton.hopper_decode"]
     assert reasons[:1] == ([reason] if reason else [])
 
@@ -182,7 +182,7 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
     assert names(chosen(LAYER, target, pool=pool)) == PLAIN
     assert names(chosen(LAYER, target, pool=replace(pool, terms=OWN_POOL))) == HOPPER
     masked = chosen(replace(LAYER, custom_mask=True), target)
-    assert masked.kernel(StepKind.MASKED).row.name == "triton.masked"
+    assert masked.kernel(StepKind.MASKED).entry.name == "triton.masked"
 
 
 def adopting(*, unaligned_rows: bool = False, deterministic: bool = False) -> ExternalAttention:
@@ -216,7 +216,7 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
         adopting(deterministic=deterministic).pages.bind(0, k, v)
     other = adopting(unaligned_rows=True, deterministic=deterministic)
     selection = other.kernels().selections[0]
-    assert not any("hopper" in kernel.row.name for kernel in selection.kernels.values())
+    assert not any("hopper" in kernel.entry.name for kernel in selection.kernels.values())
     reason = "it needs K and V at multiples of 16 bytes, and these may begin anywhere"
     assert {r.reason for r in selection.refusals if r.kernel == name} == {reason}
     other.pages.bind(0, k, v)
@@ -251,7 +251,7 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
     """A token's bits do not depend on which of the two kernels computes it."""
     problem = replace(LAYER, **more)
     selection = chosen(problem, on(TRITONS[0]), deterministic=True)
-    extend, mixed = (selection.kernel(kind).row.name for kind in (StepKind.EXTEND, StepKind.MIXED))
+    extend, mixed = (selection.kernel(kind).entry.name for kind in (StepKind.EXTEND, StepKind.MIXED))
     assert (extend, mixed) == (name, f"{name}+decode")
     decode: Any = selection.kernel(StepKind.DECODE).bound
     for kernel in kernels_by_tokens(selection.kernel(StepKind.EXTEND).bound):
@@ -259,7 +259,7 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
         is_hopper = isinstance(kernel, HopperExtend)
         assert (kernel.tiles.value_block if is_hopper else kernel.tiles.extend.key_block) == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
-    assert elsewhere.kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
+    assert elsewhere.kernel(StepKind.EXTEND).entry.name == "triton.segment_extend"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, mon
     for dim, count in ((96, 0), (128, 7)):
         tiles = hopper_tiles(dim, 16, coded=False)
         tensors = build(Case([9], [5], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16), torch.device("cpu"))
-        cut = extend_cut(tensors, tiles.extend, Sharing(programs=5))
+        cut = extend_cut(tensors, tiles.extend, RowSharing(programs=5))
         workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim))
         schedule = torch.full((cut.words(5, 1),), 7, dtype=torch.int32)
         with pytest.raises(KeyboardInterrupt):
@@ -346,7 +346,7 @@ def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
     """The merge resets it, and a single program has no merge."""
     tiles = hopper_tiles(96, 16, coded=False)
     tensors = build(Case([9], [5], heads=(8, 2), dims=(96, 96), dtype=torch.bfloat16), torch.device("cpu"))
-    cut = extend_cut(tensors, tiles.extend, Sharing(programs=1))
+    cut = extend_cut(tensors, tiles.extend, RowSharing(programs=1))
     workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=96))
     args = tensors.args(garbage(cut.words(5, 1), torch.device("cpu")), workspace)
     with pytest.raises(AssertionError, match="a program less"):
@@ -434,7 +434,7 @@ def prefill_of(more: dict[str, Any]) -> KernelByTokens:
     """Returns the kernels for steps of new prompts only."""
     layer = replace(LAYER, **more)
     kernel = chosen(layer, on(TRITONS[0])).kernel(StepKind.PREFILL)
-    assert kernel.row.name == ("triton.prefill" if layer.head_dim < MIN_HEAD_DIM else "triton.hopper_prefill")
+    assert kernel.entry.name == ("triton.prefill" if layer.head_dim < MIN_HEAD_DIM else "triton.hopper_prefill")
     assert isinstance(kernel.bound, KernelByTokens)
     return kernel.bound
 
@@ -515,7 +515,7 @@ def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() 
     names: list[str] = []
     for kv_len, q_len in (([100, 60], [100, 60]), ([100, 60], [100, 59]), ([100, 60], [100, 1])):
         batch = StepBatch(np.arange(2, dtype=np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
-        names += [kernel.row.name for kernel in runtime.gate.planner.plan(batch, None, 1).kernels]
+        names += [kernel.entry.name for kernel in runtime.gate.planner.plan(batch, None, 1).kernels]
     assert names == ["triton.hopper_prefill", HOPPER[StepKind.EXTEND], HOPPER[StepKind.MIXED]]
 
 

@@ -29,7 +29,7 @@ KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 def names(problem: Problem, target: Target = HOPPER, terms: PoolTerms = OWN_POOL) -> tuple[str, ...]:
     """Returns names of the kernels of each kind, without their provider."""
     selection = select(problem, target, "triton", pool=replace(SMALLEST_POOL, terms=terms))
-    return tuple(selection.kernel(kind).row.name.removeprefix("triton.") for kind in KINDS)
+    return tuple(selection.kernel(kind).entry.name.removeprefix("triton.") for kind in KINDS)
 
 
 OF_HOPPER = ("hopper_latent_decode", "hopper_latent_extend", "hopper_latent_extend+decode")

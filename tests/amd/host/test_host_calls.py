@@ -85,7 +85,9 @@ class _AttendsNothing(TorchDecode):
 
 def _attend_nothing(selection: Selection) -> Selection:
     kernel = _AttendsNothing(selection.problem)
-    return replace(selection, kernels={kind: LayerKernel(each.row, kernel) for kind, each in selection.kernels.items()})
+    return replace(
+        selection, kernels={kind: LayerKernel(each.entry, kernel) for kind, each in selection.kernels.items()}
+    )
 
 
 class _Replays:

@@ -61,18 +61,18 @@ def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
     The check does not use counts of holders: a fork lost by an interrupt holds pages too, but nothing reads them.
     """
     for row in rows:
-        room, floor = int(table._rows.reserved_len[row]), int(table.tokens.floor[row])
+        room, first_writable = int(table._rows.reserved_len[row]), int(table.tokens.first_writable[row])
         assert table.tokens.stored_len[row] <= room, "tokens without pages count as stored"
         for pages, other in product(table.spaces, set(rows) - {row}):
             of_both = min(room, int(table._rows.reserved_len[other]))
             both = zip(*(table.pages_of(one, pages.space).tolist() for one in (row, other)), strict=False)
             for page_no, (page, others) in enumerate(both):
                 if page == others != RESERVED_PAGE:
-                    assert min(of_both, (page_no + 1) * 4) <= floor, "a row may store where another one reads"
+                    assert min(of_both, (page_no + 1) * 4) <= first_writable, "a row may store where another one reads"
         for space, pages in enumerate(table.spaces):
             for page_no, page in enumerate(table.pages_of(row, pages.space).tolist()):
                 if page and page in kept_in(table, space):
-                    assert min(room, (page_no + 1) * 4) <= floor, "a row may store in a kept page"
+                    assert min(room, (page_no + 1) * 4) <= first_writable, "a row may store in a kept page"
 
 
 def assert_device_will_know(

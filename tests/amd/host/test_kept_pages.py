@@ -64,7 +64,7 @@ def state_of(table: RequestTable) -> object:
         for pages in table.spaces
     ]
     kept = table.kept
-    tokens = table.tokens.stored_len.tolist(), table.tokens.floor.tolist()
+    tokens = table.tokens.stored_len.tolist(), table.tokens.first_writable.tolist()
     return spaces, tokens, kept._ids.tolist(), kept._pages.tolist(), list(table._rows.free)
 
 
@@ -114,7 +114,7 @@ def test_a_row_stores_in_a_kept_page_only_after_it_went_back_to_a_copy(whose: st
     message = rf"store token 6 of row {row} .*call truncate\({row}, 6"
     with pytest.raises(AssertionError, match=message):
         assert table.checks.why_no_store(step_of(row, 7)) == "", table.checks.why_no_store(step_of(row, 7))
-    assert table.checks.floors(ints(row)).tolist() == [8]
+    assert table.checks.first_writable_of(ints(row)).tolist() == [8]
     table.truncate(row, 6)
     table.reserve(row, 7)
     assert table.pages_of(row)[1] not in table.kept.pages(ids)

@@ -15,10 +15,10 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTimes, Table, Tiles, refusal
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles, TileTable, refusal
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles, ExtendTiles
-from rocm_attn.machine import measured_rows, settings
-from rocm_attn.machine.measured_rows import default_place, sorted_for, with_measured_rows
+from rocm_attn.machine import measured_choices, settings
+from rocm_attn.machine.measured_choices import default_place, sorted_for, with_measured_choices
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.machine.target import Target, known_target
@@ -27,7 +27,7 @@ from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
-from rocm_attn.providers.tiles import decode_tiles_of, extend_rows_of, layer_of
+from rocm_attn.providers.tiles import decode_tiles_of, extend_choices_of, layer_of
 from rocm_attn.selection.kernels import choose_kernels
 
 TRITON = "3.7.1"
@@ -42,12 +42,12 @@ TUNED = DecodeTiles(32, 4, 2, 4, row_cost=1)
 
 
 def row_of(
-    problem: Problem = LAYER, table: Table = Table.DECODE, tiles: Tiles = TUNED, max_rows: int = ANY_ROWS
-) -> MeasuredRow:
-    return MeasuredRow(table, layer_of(problem), max_rows, tiles, MEASURED)
+    problem: Problem = LAYER, table: TileTable = TileTable.DECODE, tiles: Tiles = TUNED, max_rows: int = ANY_ROWS
+) -> MeasuredTileChoice:
+    return MeasuredTileChoice(table, layer_of(problem), max_rows, tiles, MEASURED)
 
 
-def with_rows(*rows: MeasuredRow) -> Target:
+def with_rows(*rows: MeasuredTileChoice) -> Target:
     return replace(GFX942, measured=rows)
 
 
@@ -56,8 +56,8 @@ def described(problem: Problem, target: Target, kind: StepKind) -> str:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    long = row_of(table=Table.EXTEND, tiles=ExtendTiles(64, 32, 4, 2))
-    file = TuningFile().with_row(row_of()).with_row(long)
+    long = row_of(table=TileTable.EXTEND, tiles=ExtendTiles(64, 32, 4, 2))
+    file = TuningFile().with_choice(row_of()).with_choice(long)
     place = tmp_path / "not there yet" / "t.json"
     file.write(place)
     assert TuningFile.read(place) == file
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_row_takes_the_place_of_what_was_measured_before() -> None:
     later = replace(row_of(), tiles=replace(TUNED, num_warps=2))
     elsewhere = replace(row_of(), measured=replace(MEASURED, triton="3.8.0"))
-    file = TuningFile().with_row(row_of()).with_row(elsewhere).with_row(later)
+    file = TuningFile().with_choice(row_of()).with_choice(elsewhere).with_choice(later)
     assert file.rows == (elsewhere, later)
 
 
@@ -105,21 +105,21 @@ def test_another_layer_keeps_the_tables_row(other: Problem) -> None:
 
 def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> None:
     tiles = ExtendTiles(64, 32, 4, 1, programs_per_cu=1)
-    target = with_rows(row_of(table=Table.EXTEND, tiles=tiles))
-    assert extend_rows_of(LAYER, target)[-1].tiles == tiles
+    target = with_rows(row_of(table=TileTable.EXTEND, tiles=tiles))
+    assert extend_choices_of(LAYER, target)[-1].tiles == tiles
     masked = replace(LAYER, custom_mask=True)
     assert str(tiles) in described(masked, target, StepKind.EXTEND)
     assert str(tiles) in described(masked, target, StepKind.MIXED)
     assert described(masked, target, StepKind.MASKED) == described(masked, GFX942, StepKind.MASKED)
     # On sm_90 steps with few new tokens have rows of their own.
     sm_90 = replace(known_target("sm_90"), releases=GFX942.releases)
-    rows = extend_rows_of(LAYER, sm_90)
-    few = replace(sm_90, measured=(row_of(table=Table.EXTEND, tiles=tiles, max_rows=rows[0].max_rows),))
-    assert [row.tiles for row in extend_rows_of(LAYER, few)] == [tiles, *(row.tiles for row in rows[1:])]
+    rows = extend_choices_of(LAYER, sm_90)
+    few = replace(sm_90, measured=(row_of(table=TileTable.EXTEND, tiles=tiles, max_rows=rows[0].max_rows),))
+    assert [row.tiles for row in extend_choices_of(LAYER, few)] == [tiles, *(row.tiles for row in rows[1:])]
 
 
 def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
-    rows = row_of(), row_of(table=Table.EXTEND, tiles=ExtendTiles(64, 32, 4, 1))
+    rows = row_of(), row_of(table=TileTable.EXTEND, tiles=ExtendTiles(64, 32, 4, 1))
     tuned, plain = (
         {kind: each.bound for kind, each in select(LAYER, target, "triton", deterministic=True).kernels.items()}
         for target in (with_rows(*rows), GFX942)
@@ -132,7 +132,7 @@ def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None
     found = sorted_for(other, [row_of()])
     assert not found.serving
     assert found.passed_over == (
-        "1 of 1 measured rows are not used: measured with Triton 3.7.1, and the installed one is 3.6.0"
+        "1 of 1 measured choices are not used: measured with Triton 3.7.1, and the installed one is 3.6.0"
     )
     parted = sorted_for(replace(GFX942, compute_units=38), [row_of()])
     assert "measured on 304 compute units, and this GPU has 38" in parted.passed_over
@@ -208,8 +208,8 @@ def test_a_bad_file_is_refused_with_a_sentence_and_stops_no_runtime(
 def served_with(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     """Behaves as if ROCM_ATTN_TUNING were `named`."""
     chosen = read_settings({settings.TUNING: named})
-    monkeypatch.setattr(measured_rows, "settings", lambda: chosen)
-    measured_rows._warn_once.cache_clear()
+    monkeypatch.setattr(measured_choices, "settings", lambda: chosen)
+    measured_choices._warn_once.cache_clear()
 
 
 def test_a_runtime_takes_the_rows_of_the_file_that_the_environment_names(
@@ -221,15 +221,15 @@ def test_a_runtime_takes_the_rows_of_the_file_that_the_environment_names(
     (chosen,) = choose_kernels([LAYER], GFX942, "triton", SMALLEST_POOL, device=META)
     assert str(TUNED) in chosen.kernel(StepKind.DECODE).bound.describe()
     served_with(monkeypatch, "off")
-    assert with_measured_rows(GFX942) == GFX942
+    assert with_measured_choices(GFX942) == GFX942
     served_with(monkeypatch, str(tmp_path / "missing.json"))
-    assert with_measured_rows(GFX942) == GFX942
+    assert with_measured_choices(GFX942) == GFX942
     assert "missing.json cannot be read" in caplog.text
     served_with(monkeypatch, str(place))
     other = replace(GFX942, releases=Releases(triton=Release.of("3.6.0")))
     for _ in range(2):
-        assert with_measured_rows(other) == other
-    assert caplog.text.count("measured rows are not used") == 1
+        assert with_measured_choices(other) == other
+    assert caplog.text.count("measured choices are not used") == 1
 
 
 def test_a_cache_that_is_closed_to_the_user_stops_no_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,35 +243,35 @@ def test_a_cache_that_is_closed_to_the_user_stops_no_runtime(tmp_path: Path, mon
         return stat(path, **more)
 
     monkeypatch.setattr(os, "stat", closed)
-    assert with_measured_rows(GFX942) == GFX942
+    assert with_measured_choices(GFX942) == GFX942
 
 
 def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     layer, odd = layer_of(LAYER), layer_of(replace(LAYER, num_q_heads=3, num_kv_heads=3))
-    assert refusal(Table.DECODE, TUNED, layer) == ""
-    assert "go with a multiple of 2" in refusal(Table.DECODE, replace(TUNED, heads_per_row=2), odd)
-    assert refusal(Table.DECODE, replace(TUNED, heads_per_row=3), odd) == ""
+    assert refusal(TileTable.DECODE, TUNED, layer) == ""
+    assert "go with a multiple of 2" in refusal(TileTable.DECODE, replace(TUNED, heads_per_row=2), odd)
+    assert refusal(TileTable.DECODE, replace(TUNED, heads_per_row=3), odd) == ""
     coded = replace(odd, kv_encoding=KVEncoding.E4M3FN.name)
-    assert "two by two" in refusal(Table.DECODE, replace(TUNED, heads_per_row=3), coded)
+    assert "two by two" in refusal(TileTable.DECODE, replace(TUNED, heads_per_row=3), coded)
     extend = ExtendTiles(16, 16, 4, 1, heads_per_row=3)
-    assert refusal(Table.EXTEND, extend, odd) == ""
-    assert "go with a multiple of 3" in refusal(Table.EXTEND, extend, layer)
-    assert "without codes" in refusal(Table.EXTEND, extend, coded)
-    assert "cannot fill a block" in refusal(Table.EXTEND, replace(extend, fills=True), odd)
-    assert refusal(Table.EXTEND, replace(extend, heads_per_row=1, fills=True), odd) == ""
+    assert refusal(TileTable.EXTEND, extend, odd) == ""
+    assert "go with a multiple of 3" in refusal(TileTable.EXTEND, extend, layer)
+    assert "without codes" in refusal(TileTable.EXTEND, extend, coded)
+    assert "cannot fill a block" in refusal(TileTable.EXTEND, replace(extend, fills=True), odd)
+    assert refusal(TileTable.EXTEND, replace(extend, heads_per_row=1, fills=True), odd) == ""
     for rounds in (-3, 0, 9, 10**6):
-        words = refusal(Table.DECODE, replace(TUNED, most_rounds=rounds), layer)
+        words = refusal(TileTable.DECODE, replace(TUNED, most_rounds=rounds), layer)
         assert words == f"most_rounds {rounds} is not 1 to 8"
-    assert refusal(Table.DECODE, replace(TUNED, most_rounds=8), layer) == ""
-    assert "merge_group 4 is not 0 or 8 to 1024" in refusal(Table.DECODE, replace(TUNED, merge_group=4), layer)
-    assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
-    assert "no pairs of codes" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
+    assert refusal(TileTable.DECODE, replace(TUNED, most_rounds=8), layer) == ""
+    assert "merge_group 4 is not 0 or 8 to 1024" in refusal(TileTable.DECODE, replace(TUNED, merge_group=4), layer)
+    assert "not transposed" in refusal(TileTable.DECODE, replace(TUNED, paired=True, transposed=True), layer)
+    assert "no pairs of codes" in refusal(TileTable.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
     several = replace(TUNED, dim_block=256, heads_per_row=3)
-    assert refusal(Table.DECODE, several, odd) == ""
-    assert "two blocks of columns at most" in refusal(Table.DECODE, replace(several, dim_block=128), odd)
-    assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)
+    assert refusal(TileTable.DECODE, several, odd) == ""
+    assert "two blocks of columns at most" in refusal(TileTable.DECODE, replace(several, dim_block=128), odd)
+    assert "are ExtendTiles, not DecodeTiles" in refusal(TileTable.EXTEND, TUNED, layer)
     uneven = layer_of(replace(LAYER, v_head_dim=32))
-    assert "not as wide in K as in V" in refusal(Table.DECODE, replace(TUNED, dim_block=64), uneven)
+    assert "not as wide in K as in V" in refusal(TileTable.DECODE, replace(TUNED, dim_block=64), uneven)
 
 
 def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
@@ -280,6 +280,6 @@ def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
     masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
     assert isinstance(masked, KernelByTokens)
     tiles = {sized.steps.max_q_len * layer.gqa_ratio: sized.kernel.kernel.tiles for sized in masked.short}  # type: ignore[attr-defined]
-    rows = {row.max_rows: row.tiles for row in extend_rows_of(layer, known_target("sm_90"))}
+    rows = {row.max_rows: row.tiles for row in extend_choices_of(layer, known_target("sm_90"))}
     assert [tiles[most].query_rows for most in (16, 32, 64, 512)] == [16, 32, 64, 64]
     assert [tiles[most] == rows[most] for most in (16, 32, 64, 512)] == [True, True, True, False]

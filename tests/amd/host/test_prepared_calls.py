@@ -40,7 +40,7 @@ from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, works_by_launches
+from rocm_attn.step.prepared import AddressedCall, LayerForms, PreparedCalls, works_by_launches
 
 STREAM = 77
 ANY_SHAPE = PaddedShape(StepKind.MIXED, 4, 40)
@@ -76,15 +76,15 @@ def stream() -> int:
 
 def calls_after(
     make: Callable[[], object], *tensors: Tensor, memory: object = (), form: Hashable = "form"
-) -> tuple[PreparedCalls, Call]:
+) -> tuple[PreparedCalls, AddressedCall]:
     calls = PreparedCalls()
-    call = Call(form, tuple(tensor.data_ptr() for tensor in tensors), len(tensors))
+    call = AddressedCall(form, tuple(tensor.data_ptr() for tensor in tensors), len(tensors))
     with calls.noting(call, memory):
         make()
     return calls, call
 
 
-def made_again(calls: PreparedCalls, call: Call) -> bool:
+def made_again(calls: PreparedCalls, call: AddressedCall) -> bool:
     """Makes a call if one of its form was prepared. True if it was made."""
     prepared = calls.by_form.get(call.form)
     if prepared is not None:
@@ -104,7 +104,7 @@ def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None
     )
     assert kernel.by_triton == 1
     other_q, other_out = rows(), rows()
-    assert made_again(calls, Call("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
+    assert made_again(calls, AddressedCall("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
     handles = "function", "metadata", None, None, None
     own = other_q.data_ptr(), other_out.data_ptr(), table.data_ptr(), 0.5, None, ("any", 1)
     assert kernel.ran == [(3, 2, 1, STREAM, *handles, *own)]
@@ -161,7 +161,7 @@ def test_nothing_that_runs_under_an_interpreter_is_prepared() -> None:
 
 def test_a_call_that_raises_is_not_prepared() -> None:
     q, kernel, calls = rows(), Kernel(("q",)), PreparedCalls()
-    call = Call("form", (q.data_ptr(),), 1)
+    call = AddressedCall("form", (q.data_ptr(),), 1)
     try:
         with calls.noting(call, ()):
             launch(kernel, (1,), q)
@@ -190,7 +190,7 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
         sizes = [(4, 2, 16), (4, 2, 16), (4, 8, 16), (4, 8, 16), (4, 8)]
         return [rows_at(1 if odd and at == odd_one else 0, *size) for at, size in enumerate(sizes)]
 
-    def made(tensors: list[Tensor]) -> list[Call | None]:
+    def made(tensors: list[Tensor]) -> list[AddressedCall | None]:
         k, v, q, out, lse = tensors
         roped = forms.rope_and_store(calls, 0, Projected(q, k, v, out), QkvWork())
         return [forms.store(calls, 0, k, v), roped, forms.attend(calls, 0, q, out, lse)]
@@ -302,7 +302,7 @@ def rows_at(first: int, *sizes: int) -> Tensor:
 def test_a_tensor_that_is_also_the_layers_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q", "pages"))
     calls = PreparedCalls()
-    call = Call("form", (q.data_ptr(), q.data_ptr()), 1)
+    call = AddressedCall("form", (q.data_ptr(), q.data_ptr()), 1)
     with calls.noting(call, ()):
         launch(kernel, (1,), q, q)
     assert not made_again(calls, call)
@@ -312,7 +312,7 @@ def test_a_step_remembers_a_limited_number_of_forms() -> None:
     q, kernel, calls = rows(), Kernel(("q",)), PreparedCalls()
     made = []
     for form in range(100):
-        call = Call(form, (q.data_ptr(),), 1)
+        call = AddressedCall(form, (q.data_ptr(),), 1)
         with calls.noting(call, ()):
             launch(kernel, (1,), q)
         made.append(made_again(calls, call))
@@ -363,19 +363,19 @@ def q_and_out(tokens: int = 4) -> tuple[Tensor, Tensor]:
     return torch.zeros(tokens, 8, 16), torch.zeros(tokens, 8, 16)
 
 
-def store(forms: LayerForms, layer: int, k: Tensor, v: Tensor) -> Call:
+def store(forms: LayerForms, layer: int, k: Tensor, v: Tensor) -> AddressedCall:
     call = forms.store(NOTHING_PREPARED, layer, k, v)
     assert call is not None
     return call
 
 
-def rope_and_store(forms: LayerForms, layer: int, given: Projected, work: QkvWork) -> Call:
+def rope_and_store(forms: LayerForms, layer: int, given: Projected, work: QkvWork) -> AddressedCall:
     call = forms.rope_and_store(NOTHING_PREPARED, layer, given, work)
     assert call is not None
     return call
 
 
-def attend(forms: LayerForms, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call:
+def attend(forms: LayerForms, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> AddressedCall:
     call = forms.attend(NOTHING_PREPARED, layer, q, out, lse)
     assert call is not None
     return call
@@ -558,7 +558,7 @@ def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytes
 def test_schedules_are_prepared_whose_parts_all_are() -> None:
     problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
-    by_name = {kernel.row.name: kernel.bound.schedule for kernel in selected.values()}
+    by_name = {kernel.entry.name: kernel.bound.schedule for kernel in selected.values()}
     mixed = by_name["triton.extend+decode"]
     assert isinstance(mixed, TwoSchedules)
     assert works_by_launches(by_name["triton.decode"], "build", ANY_SHAPE)
@@ -587,7 +587,7 @@ class _WithOtherWork:
 def test_kernels_are_prepared_whose_parts_all_are() -> None:
     problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     kernels = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
-    by_name = {kernel.row.name: kernel.bound for kernel in kernels.values()}
+    by_name = {kernel.entry.name: kernel.bound for kernel in kernels.values()}
     assert works_by_launches(by_name["triton.decode"], "attend", ANY_SHAPE)
     assert works_by_launches(by_name["triton.extend"], "attend", ANY_SHAPE)
     mixed = by_name["triton.extend+decode"]

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.kernels.launch import does_only_launch, launch, observe_launches, only_launches, repeated_launches
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
-from rocm_attn.kernels.speculative.next_round import launch_next_round
+from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.step.prepared import RepeatedLauncher, stream_of
 from tests.amd.host.test_host_calls import calls_in
 from tests.amd.host.test_prepared_calls import STREAM, Kernel, rows
@@ -83,7 +83,7 @@ def test_an_observer_gets_each_launch() -> None:
     assert (len(seen), len(kernel.ran)) == (1, 1)
 
 
-@pytest.mark.parametrize("launcher", [launch_pick_rows, launch_next_round])
+@pytest.mark.parametrize("launcher", [launch_pick_rows, launch_next_step])
 def test_what_a_round_launches_is_nothing_but_launches(launcher: Callable[..., object]) -> None:
     assert does_only_launch(launcher)
 

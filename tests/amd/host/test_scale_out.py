@@ -10,40 +10,40 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from rocm_lab.benchmarks import gateway_routing, scale_page
-from rocm_lab.benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
+from rocm_lab.benchmarks.scale_engines import Cluster, EngineKind, SimulatedJob, gaps
 from rocm_lab.benchmarks.scale_nodes import (
     BEST,
     LLAMA_70B,
     MIDDLE,
     WORST,
-    Batch,
     Layout,
+    NodeStep,
     step_seconds,
 )
 from rocm_lab.benchmarks.scale_out import RESULT, SETUPS, Setup, jobs_at
 from tests.amd.house.source_tree import ROOT
 
 
-def steady(seconds: float) -> Callable[[Batch], float]:
+def steady(seconds: float) -> Callable[[NodeStep], float]:
     """Returns a step that takes the same time for every batch."""
     return lambda batch: seconds
 
 
-def cluster(step: Callable[[Batch], float], **options: int) -> Cluster:
+def cluster(step: Callable[[NodeStep], float], **options: int) -> Cluster:
     """Returns a cluster of one engine."""
     kind = EngineKind(step, **{"kv_tokens": 1 << 20, **options})
     return Cluster(kind, kind, num_whole=1)
 
 
-def random_jobs(rate: float, num: int, output: int = 1) -> list[Job]:
+def random_jobs(rate: float, num: int, output: int = 1) -> list[SimulatedJob]:
     chance, now, jobs = random.Random(5), 0.0, []
     for _ in range(num):
         now += chance.expovariate(rate)
-        jobs.append(Job(now, 1, output))
+        jobs.append(SimulatedJob(now, 1, output))
     return jobs
 
 
-def sojourns(jobs: Sequence[Job]) -> list[float]:
+def sojourns(jobs: Sequence[SimulatedJob]) -> list[float]:
     return [job.tokens[-1] - job.arrival for job in jobs]
 
 
@@ -61,14 +61,14 @@ def test_every_request_gets_all_of_its_tokens_in_order_and_no_kv_is_left(name: s
 
 
 def test_a_request_alone_takes_its_steps_and_nothing_else() -> None:
-    def step(batch: Batch) -> float:
+    def step(batch: NodeStep) -> float:
         return step_seconds(LLAMA_70B, Layout(8), MIDDLE, batch)
 
-    job = Job(3.0, 5000, 4)
+    job = SimulatedJob(3.0, 5000, 4)
     cluster(step).serve([job])
-    prompt = sum(step(Batch(0, 1, ((new, cached),))) for new, cached in ((2048, 0), (2048, 2048), (904, 4096)))
+    prompt = sum(step(NodeStep(0, 1, ((new, cached),))) for new, cached in ((2048, 0), (2048, 2048), (904, 4096)))
     assert job.tokens[0] == pytest.approx(3.0 + prompt)
-    assert list(gaps([job])) == pytest.approx([step(Batch(1, length)) for length in (5001, 5002, 5003)])
+    assert list(gaps([job])) == pytest.approx([step(NodeStep(1, length)) for length in (5001, 5002, 5003)])
 
 
 def test_one_place_and_equal_steps_are_the_queue_of_the_textbook() -> None:
@@ -81,23 +81,23 @@ def test_one_place_and_equal_steps_are_the_queue_of_the_textbook() -> None:
 
 
 def test_kv_that_runs_out_makes_requests_wait_and_one_that_never_fits_is_refused() -> None:
-    jobs = [Job(0.0, 60, 4) for _ in range(3)]
+    jobs = [SimulatedJob(0.0, 60, 4) for _ in range(3)]
     cluster(steady(1.0), kv_tokens=128).serve(jobs)
     assert sorted(job.tokens[-1] for job in jobs) == [4.0, 5.0, 8.0]
     with pytest.raises(ValueError, match=r"a job of 120 \+ 10 tokens; the engine holds 128"):
-        cluster(steady(1.0), kv_tokens=128).serve([Job(0.0, 120, 10)])
+        cluster(steady(1.0), kv_tokens=128).serve([SimulatedJob(0.0, 120, 10)])
 
 
 def test_a_transfer_comes_between_the_first_token_and_the_second_and_one_after_the_other() -> None:
     kind = EngineKind(steady(1.0), 1 << 20)
-    jobs = [Job(0.0, 8, 3), Job(0.0, 8, 3)]
+    jobs = [SimulatedJob(0.0, 8, 3), SimulatedJob(0.0, 8, 3)]
     Cluster(kind, kind, num_prefill=1, num_decode=1, transfer=lambda job: 10.0).serve(jobs)
     assert [job.tokens for job in jobs] == [[1.0, 12.0, 13.0], [2.0, 22.0, 23.0]]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_what_is_assumed_better_is_faster(setup: Setup) -> None:
-    for batch in (Batch(1, 512), Batch(64, 4096), Batch(32, 2048, ((480, 0),))):
+    for batch in (NodeStep(1, 512), NodeStep(64, 4096), NodeStep(32, 2048, ((480, 0),))):
         best, middle, worst = (
             step_seconds(setup.model, setup.layout, machine, batch) for machine in (BEST, MIDDLE, WORST)
         )

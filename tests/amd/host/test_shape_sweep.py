@@ -22,17 +22,17 @@ from rocm_lab.benchmarks.shape_sweep import (
     TUNED_DIMS,
     TUNED_RATIOS,
     TUNED_RATIOS_OF_DECODE,
-    Shape,
-    Timed,
-    Work,
+    SweepShape,
+    SweepStep,
+    SweepTimes,
     random_shapes,
 )
 
 SHAPES = random_shapes(300, 14)
-PLAIN = Shape(8, 2, 64, 16, UNLIMITED_WINDOW, Work.EXTEND, kv_len=(10, 3), q_len=(4, 3))
+PLAIN = SweepShape(8, 2, 64, 16, UNLIMITED_WINDOW, SweepStep.EXTEND, kv_len=(10, 3), q_len=(4, 3))
 
 
-def pairs_one_by_one(shape: Shape) -> int:
+def pairs_one_by_one(shape: SweepShape) -> int:
     return sum(
         min(token + 1, shape.window_left + 1 if shape.is_windowed else kv_len)
         for kv_len, q_len in zip(shape.kv_len, shape.q_len, strict=True)
@@ -70,14 +70,14 @@ def test_a_neighbour_has_the_nearest_tuned_layout_and_the_same_step() -> None:
     for each in SHAPES:
         neighbour = each.neighbour()
         assert neighbour.head_dim in TUNED_DIMS
-        is_decode = each.work is Work.DECODE
+        is_decode = each.work is SweepStep.DECODE
         assert neighbour.gqa_ratio in (TUNED_RATIOS_OF_DECODE if is_decode else TUNED_RATIOS)
         assert neighbour.neighbour() == neighbour
         assert (neighbour.kv_len, neighbour.q_len, neighbour.page_size) == (each.kv_len, each.q_len, each.page_size)
 
 
-def timed(name: str, us: float, neighbour_us: float, peer_us: float = 0.0) -> Timed:
-    return Timed(name, us, 10.0, "neighbour", neighbour_us, 20.0, peer_us=peer_us)
+def timed(name: str, us: float, neighbour_us: float, peer_us: float = 0.0) -> SweepTimes:
+    return SweepTimes(name, us, 10.0, "neighbour", neighbour_us, 20.0, peer_us=peer_us)
 
 
 def test_a_cliff_is_far_from_its_neighbour_or_from_the_best_peer() -> None:
@@ -187,6 +187,6 @@ def test_a_step_of_a_benchmark_has_the_kernel_that_an_eager_step_has(
 ) -> None:
     target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
     layer = Problem(8, 2, 64, torch.bfloat16, v_head_dim=64, page_size=16, scale=0.125)
-    assert select(layer, target, "triton").kernel(step_kind(q_len, kv_len)).row.name == name
+    assert select(layer, target, "triton").kernel(step_kind(q_len, kv_len)).entry.name == name
     elsewhere = select(layer, known_target("sm_80"), "triton").kernel(step_kind(q_len, kv_len))
-    assert elsewhere.row.name == name.replace("hopper_prefill", "extend").replace("hopper_", "")
+    assert elsewhere.entry.name == name.replace("hopper_prefill", "extend").replace("hopper_", "")

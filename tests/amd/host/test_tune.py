@@ -13,15 +13,15 @@ import pytest
 from rocm_attn.cli import BAD_INPUT, main
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
+from rocm_attn.kernels.tuning.measured import Tiles, TileTable, refusal
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.providers.tiles import layer_of
-from rocm_lab.cost.cost import Shape
+from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
-from rocm_lab.tune.jobs import Job, jobs_of, shapes_named
+from rocm_lab.tune.jobs import TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.search import Judged, SearchEnded, Times
 
 # A release with which paged decode serves on CDNA.
@@ -41,15 +41,15 @@ class FakeBench:
         self.judged: list[Tiles] = []
         self.timed: list[Tiles] = []
 
-    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
         """Does the same as `Bench.expect`."""
 
-    def judge(self, job: Job, tiles: Tiles) -> Judged:
+    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
         return Judged(self._wrong(tiles), spilled=3 if tiles.num_warps == 2 else 0)
 
-    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Does the same as `Bench.times`."""
         assert both[1] in self.judged, "nothing is timed that was not judged"
         self.timed.append(both[1])
@@ -76,8 +76,8 @@ def search(place: Path, bench: FakeBench, *given: str) -> TuningFile:
     return TuningFile.read(place) if place.exists() else TuningFile()
 
 
-def only_job() -> Job:
-    (job,), _ = jobs_of(command.problems_of(options(), GFX942), GFX942, [Shape(4, 1025)])
+def only_job() -> TuneJob:
+    (job,), _ = jobs_of(command.problems_of(options(), GFX942), GFX942, [CostShape(4, 1025)])
     return job
 
 
@@ -85,8 +85,8 @@ def only_job() -> Job:
 @pytest.mark.parametrize("config", ["8x2x128", "64x8x64", "32x1x192"])
 def test_every_candidate_is_taken_by_a_kernel_and_differs_from_the_row_in_use(arch: str, config: str) -> None:
     target = known_target(arch)
-    asked = build_parser().parse_args(["tune", config, "--provider", "triton"])
-    problems = command.problems_of(asked, target)
+    requested = build_parser().parse_args(["tune", config, "--provider", "triton"])
+    problems = command.problems_of(requested, target)
     jobs, left_out = jobs_of(problems, target, shapes_named("64x4k,1x6144+2048,64x2k+2"))
     assert len(jobs) >= 2
     assert not left_out
@@ -103,7 +103,7 @@ def test_every_candidate_is_taken_by_a_kernel_and_differs_from_the_row_in_use(ar
 def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) -> None:
     (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows
     assert (row.tiles.key_block, row.tiles.num_warps) == (64, 4)
-    assert row.table is Table.DECODE
+    assert row.table is TileTable.DECODE
     of = row.measured
     assert (of.device, of.arch, of.compute_units, of.triton) == ("a GPU", "gfx942", 304, TRITON)
     assert of.gain == pytest.approx(0.3)
@@ -136,7 +136,7 @@ def test_noise_makes_no_row(tmp_path: Path) -> None:
     class Noisy(FakeBench):
         """A bench in which half of a candidate's rounds are fast."""
 
-        def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+        def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
             in_use, tiles = super().times(job, both, rounds)
             return in_use, [
                 [us * (0.8 if number % 2 == 0 else 1.2) for us in us_of] for number, us_of in enumerate(tiles)
@@ -150,7 +150,7 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(tmp_pa
     search(tmp_path / "whole.json", whole)
 
     class Interrupted(FakeBench):
-        def judge(self, job: Job, tiles: Tiles) -> Judged:
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
             if len(self.judged) == 9:
                 raise KeyboardInterrupt
             return super().judge(job, tiles)
@@ -177,7 +177,7 @@ def test_a_candidate_that_takes_the_process_with_it_is_passed_over(
     place = tmp_path / "t.json"
 
     class Faulting(FakeBench):
-        def judge(self, job: Job, tiles: Tiles) -> Judged:
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
             if tiles.num_stages == 4:
                 raise SearchEnded("the GPU stopped working")
             return super().judge(job, tiles)

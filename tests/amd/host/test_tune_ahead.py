@@ -12,14 +12,14 @@ import torch
 
 from rocm_attn.kernels.compile_only import AbsentGpu, CompileEvent, compile_only, observe_compiles
 from rocm_attn.kernels.launch import observe_launches
-from rocm_attn.kernels.tuning.measured import Table, Tiles
+from rocm_attn.kernels.tuning.measured import Tiles, TileTable
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_lab.tune.ahead import CompiledAhead, compile_tiles
-from rocm_lab.tune.bench import Steps, kernel_of
-from rocm_lab.tune.data import Lengths, StepData
-from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.bench import JobSteps, kernel_of
+from rocm_lab.tune.data import StepLengths, TuneData
+from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.search import Judged, Times
 
 # Each started process imports torch and Triton.
@@ -40,33 +40,33 @@ class Judge:
     def __init__(self) -> None:
         self.judged: list[Tiles] = []
 
-    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
         """Does the same as `Bench.expect`."""
 
-    def judge(self, job: Job, tiles: Tiles) -> Judged:
+    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
         return Judged("")
 
-    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Does the same as `Bench.times`."""
         raise AssertionError("nothing is timed here")
 
 
-def job(num_q_heads: int) -> Job:
+def job(num_q_heads: int) -> TuneJob:
     layer = Problem(num_q_heads, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125)
-    return Job.of(Table.DECODE, layer, TILES, ())
+    return TuneJob.of(TileTable.DECODE, layer, TILES, ())
 
 
-def no_steps(job: Job) -> list[Lengths]:
+def no_steps(job: TuneJob) -> list[StepLengths]:
     """A worker's steps for a job: nothing to compile, or its end, as with a compiler that crashes."""
     if job.problem.num_q_heads == DEADLY:
         os.kill(os.getpid(), signal.SIGKILL)
     return []
 
 
-def one_step(job: Job) -> list[Lengths]:
-    return [Lengths((40,), (1,))]
+def one_step(job: TuneJob) -> list[StepLengths]:
+    return [StepLengths((40,), (1,))]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def judge() -> Judge:
 
 @pytest.fixture
 def ahead(judge: Judge) -> Iterator[CompiledAhead]:
-    workers = CompiledAhead(judge, GFX942, 1, Steps(no_steps))
+    workers = CompiledAhead(judge, GFX942, 1, JobSteps(no_steps))
     yield workers
     workers.close()
 
@@ -96,12 +96,12 @@ def test_a_compiler_that_ends_its_process_ends_that_one_alone(ahead: CompiledAhe
 
 def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
     """A launch over data compiles the same kernels, by their names in Triton's cache."""
-    heads, steps, gpu = job(8), Steps(one_step), AbsentGpu("gfx942", 304, 64, 64 << 10)
+    heads, steps, gpu = job(8), JobSteps(one_step), AbsentGpu("gfx942", 304, 64, 64 << 10)
     seen: list[CompileEvent] = []
     with compile_only(gpu), observe_launches(launch), observe_compiles(seen.append):
         compile_tiles(heads, TILES, GFX942, steps)
         compiled = len(seen)
-        data = StepData.random(heads.problem, one_step(heads)[0], sets=1, device=torch.device("cpu"), lse=True)
+        data = TuneData.random(heads.problem, one_step(heads)[0], sets=1, device=torch.device("cpu"), lse=True)
         kernel = kernel_of(heads, TILES, data, GFX942)
         args, step = data.runs(kernel)[0]
         kernel.attend(args, step, data.bounds)
@@ -112,4 +112,4 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
 def test_what_cannot_be_compiled_is_left_to_the_bench() -> None:
     gpu = AbsentGpu("gfx942", 304, 64, 64 << 10)
     with compile_only(gpu), observe_launches(launch):
-        compile_tiles(job(8), replace(TILES, key_block=24), GFX942, Steps(one_step))
+        compile_tiles(job(8), replace(TILES, key_block=24), GFX942, JobSteps(one_step))

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.cli.tile_rows import tile_rows
-from rocm_attn.kernels.tuning.measured import MeasuredRow, Table, Tiles, refusal
+from rocm_attn.cli.tile_choices import tile_choices
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles, TileTable, refusal
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
-from rocm_attn.machine.measured_rows import sorted_for
+from rocm_attn.machine.measured_choices import sorted_for
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import decode_tiles_of, layer_of
-from rocm_lab.cost.cost import Shape
+from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import jobs_of
@@ -45,18 +45,18 @@ def search(place: Path, cost: Callable[[Tiles], float], wrong: Callable[[Tiles],
     return bench
 
 
-def only_row(place: Path) -> MeasuredRow:
+def only_row(place: Path) -> MeasuredTileChoice:
     (row,) = TuningFile.read(place).rows
     return row
 
 
-def serving(row: MeasuredRow) -> str:
+def serving(row: MeasuredTileChoice) -> str:
     """Returns the name of the kernel that decodes the layer with the row."""
     found = sorted_for(GFX942, [row])
     assert found.serving == (row,)
     kernel = select(layer(), replace(GFX942, measured=found.serving), "triton").kernel(StepKind.DECODE)
     assert str(row.tiles) in kernel.bound.describe()
-    return kernel.row.name
+    return kernel.entry.name
 
 
 def cdna_is_best(tiles: Tiles) -> float:
@@ -74,8 +74,8 @@ def paged_is_best(tiles: Tiles) -> float:
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: str) -> None:
     target = replace(known_target(arch), releases=GFX942.releases)
-    ours, paged = jobs_of([layer()], target, [Shape(4, 1025)])[0]
-    assert (ours.table, paged.table) == (Table.CDNA_DECODE, Table.DECODE)
+    ours, paged = jobs_of([layer()], target, [CostShape(4, 1025)])[0]
+    assert (ours.table, paged.table) == (TileTable.CDNA_DECODE, TileTable.DECODE)
     assert isinstance(ours.tiles, CdnaTiles)
     assert ours.tiles == ours.in_use == paged.in_use
     assert paged.tiles == decode_tiles_of(layer(), target)
@@ -93,12 +93,12 @@ def test_its_best_tiles_are_found_and_bound(tmp_path: Path) -> None:
     place = tmp_path / "t.json"
     search(place, cdna_is_best)
     row = only_row(place)
-    assert row.table is Table.CDNA_DECODE
+    assert row.table is TileTable.CDNA_DECODE
     assert row.tiles.num_stages == 2
     assert row.measured.gain == pytest.approx(1 / 8)
     assert serving(row) == "triton.cdna_decode"
     selection = select(layer(), replace(GFX942, measured=(row,)), "triton")
-    found = next(each for each in tile_rows(selection) if each.what == "cdna_decode")
+    found = next(each for each in tile_choices(selection) if each.what == "cdna_decode")
     assert found.is_measured
     assert found.tiles == row.tiles
 
@@ -107,7 +107,7 @@ def test_paged_decode_serves_where_it_beats_the_best_of_it(tmp_path: Path, capsy
     place = tmp_path / "t.json"
     search(place, paged_is_best)
     row = only_row(place)
-    assert row.table is Table.DECODE
+    assert row.table is TileTable.DECODE
     assert row.measured.gain == pytest.approx(0.25), "of the time of the kernel that served"
     assert serving(row) == "triton.decode"
     assert "1 rows written" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) ->
     place = tmp_path / "t.json"
     bench = search(place, cdna_is_best, lambda tiles: "wrong: off" if isinstance(tiles, CdnaTiles) else "")
     row = only_row(place)
-    assert row.table is Table.DECODE
+    assert row.table is TileTable.DECODE
     assert isinstance(row.tiles, DecodeTiles)
     assert row.measured.gain == pytest.approx(0.15)
     assert not any(isinstance(tiles, CdnaTiles) for tiles in bench.timed)
@@ -127,10 +127,10 @@ def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) ->
     "changed", [{"num_warps": 2}, {"key_block": 64}, {"transposed": True}, {"heads_per_row": 2}, {"max_registers": 168}]
 )
 def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> None:
-    tiles = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0][0].tiles
-    assert refusal(Table.CDNA_DECODE, tiles, layer_of(layer())) == ""
-    assert refusal(Table.CDNA_DECODE, replace(tiles, **changed), layer_of(layer()))  # type: ignore[arg-type]
-    assert "are DecodeTiles, not CdnaTiles" in refusal(Table.DECODE, tiles, layer_of(layer()))
+    tiles = jobs_of([layer()], GFX942, [CostShape(4, 1025)])[0][0].tiles
+    assert refusal(TileTable.CDNA_DECODE, tiles, layer_of(layer())) == ""
+    assert refusal(TileTable.CDNA_DECODE, replace(tiles, **changed), layer_of(layer()))  # type: ignore[arg-type]
+    assert "are DecodeTiles, not CdnaTiles" in refusal(TileTable.DECODE, tiles, layer_of(layer()))
 
 
 def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     row = only_row(place)
     forged = replace(row, tiles=replace(row.tiles, key_block=32))
     selection = select(layer(), replace(GFX942, measured=(forged,)), "triton")
-    assert selection.kernel(StepKind.DECODE).row.name == "triton.decode"
+    assert selection.kernel(StepKind.DECODE).entry.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}
     assert "its measured tiles have blocks of 32 keys, and gfx942 needs 16" in reasons

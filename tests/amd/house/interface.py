@@ -12,27 +12,43 @@ from functools import cache
 from tests.amd.house.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "names.md"
-STUBS = [ROOT / package / "__init__.pyi" for package in ("rocm_attn", "rocm_serve")]
+# The files of names, and the module of `ra` that each is: none at the top.
+STUBS = {
+    ROOT / "rocm_attn" / "__init__.pyi": "",
+    **{path: path.stem for path in sorted((ROOT / "rocm_attn" / "stable").glob("[!_]*.py"))},
+    ROOT / "rocm_attn" / "errors.py": "errors",
+    ROOT / "rocm_serve" / "__init__.pyi": "",
+}
 
 _HEAD = """# Stable names
 
-The names of `import rocm_attn as ra`, and then those of `import rocm_serve`. [Stability](stability.md) says what may be
-counted on. Shapes, units and errors are in the docstrings: `help(ra.NAME)`. `python -m tests.amd.house.interface`
+The names of `import rocm_attn as ra`, those of its modules such as `ra.drafts`, and then those of `import rocm_serve`.
+[Stability](stability.md) says what may be counted on. Shapes, units and errors are in the docstrings, as
+`help(ra.StepBatch)`. `python -m tests.amd.house.interface`
 writes this page, and a test compares it: what changes the page changes what callers use, and needs a line in the
 [changes](../CHANGELOG.md).
 """
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """Returns the headings of both __init__.pyi; under each, the names and their modules."""
+    """Returns the headings of the files of names; under each, the names as after `ra.`, and where they are defined."""
     found: dict[str, dict[str, str]] = {}
-    for line in "".join(stub.read_text().partition("# isort: off\n")[2] for stub in STUBS).splitlines():
-        if line.startswith("# "):
-            found[line[2:]] = {}
-        elif line.startswith("from "):
-            _, module, _, name, *_ = line.split()
-            found[list(found)[-1]][name] = module
-    return found
+    for stub, tier in STUBS.items():
+        if tier == "errors":
+            top = {name for names in found.values() for name in names}
+            errors = [node.name for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ClassDef)]
+            found["Errors: `ra.errors`"] = {
+                f"errors.{name}": "rocm_attn.errors" for name in errors if name[0] != "_" and name not in top
+            }
+            continue
+        for line in stub.read_text().partition("# isort: off\n")[2].splitlines():
+            if line.startswith("# "):
+                heading = f"{line[2:]}: `ra.{tier}`" if tier else line[2:]
+                found[heading] = {}
+            elif line.startswith("from ") and not line.startswith(("from rocm_attn import", "from rocm_attn.stable ")):
+                _, module, _, name, *_ = line.split()
+                found[heading][f"{tier}.{name}" if tier else name] = module
+    return {heading: names for heading, names in found.items() if names}
 
 
 def page() -> str:
@@ -49,6 +65,7 @@ def page() -> str:
 
 def definition(name: str, module: str) -> ast.stmt:
     """Returns the statement at the top of a module that gives a name its value."""
+    name = name.rpartition(".")[2]
     for node in _syntax_tree(module).body:
         match node:
             case ast.FunctionDef(name=found) | ast.ClassDef(name=found) if found == name:

@@ -68,7 +68,7 @@ def sources_of(house: str) -> tuple[Source, ...]:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Returns every Python file under folder, except links, which lead to another floor, and scripts."""
+    """Returns every Python file under folder, except links, which lead to another level, and scripts."""
     found = sorted(folder.glob("*.py"))
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and child.name != SCRIPTS:

@@ -194,26 +194,26 @@ def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -
     words = plain["text"].split()
     stop, token = words[3], plain["token_ids"][0]
 
-    def asked(*flags: str) -> dict[str, Any]:
+    def requested(*flags: str) -> dict[str, Any]:
         result: dict[str, Any]
         (result,) = generate(capsys, "--raw", "--max-new-tokens", "8", "w5 w6", *flags)["results"]
         return result
 
     before = plain["text"].partition(stop)[0]
-    assert (asked("--stop", stop)["text"], asked("--stop", stop)["finish_reason"]) == (before, "stop")
-    assert asked("--stop", stop, "--include-stop")["text"] == before + stop
-    assert asked("--stop-token-ids", str(token))["token_ids"] == [token]
-    assert len(asked("--stop-token-ids", str(token), "--min-tokens", "5")["token_ids"]) >= 5
-    assert token not in asked("--logit-bias", f"{token}=-100")["token_ids"]
-    told = asked("--logprobs", "2")["logprobs"]
-    assert [each["token_id"] for each in told] == plain["token_ids"]
-    assert all(len(each["likeliest"]) == 2 for each in told)
+    assert (requested("--stop", stop)["text"], requested("--stop", stop)["finish_reason"]) == (before, "stop")
+    assert requested("--stop", stop, "--include-stop")["text"] == before + stop
+    assert requested("--stop-token-ids", str(token))["token_ids"] == [token]
+    assert len(requested("--stop-token-ids", str(token), "--min-tokens", "5")["token_ids"]) >= 5
+    assert token not in requested("--logit-bias", f"{token}=-100")["token_ids"]
+    reported = requested("--logprobs", "2")["logprobs"]
+    assert [each["token_id"] for each in reported] == plain["token_ids"]
+    assert all(len(each["likeliest"]) == 2 for each in reported)
     drawn = ("--temperature", "2", "--seed", "3")
-    assert asked(*drawn, "--top-k", "1") == asked(*drawn, "--min-p", "1") == plain
-    assert asked(*drawn) != plain
+    assert requested(*drawn, "--top-k", "1") == requested(*drawn, "--min-p", "1") == plain
+    assert requested(*drawn) != plain
     for penalty in ("--presence-penalty", "--frequency-penalty"):
-        assert asked(penalty, "-2")["token_ids"] != asked(penalty, "2")["token_ids"]
-    assert asked("--repetition-penalty", "100")["token_ids"] != plain["token_ids"]
+        assert requested(penalty, "-2")["token_ids"] != requested(penalty, "2")["token_ids"]
+    assert requested("--repetition-penalty", "100")["token_ids"] != plain["token_ids"]
 
 
 def test_every_field_of_a_request_has_a_flag_but_those_that_divide_tenants() -> None:

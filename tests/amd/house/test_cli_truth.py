@@ -59,7 +59,7 @@ SPARSE: dict[str, tuple[dict[str, Any], int, str]] = {
 ON_CPU = ["--device", "cpu", "--dtype", "float32", "--lengths", "40,90", "--chunk", "60", "--page-size", "16"]
 
 
-def test_a_models_layers_are_told_apart_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_models_layers_are_reported_apart_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_file(tmp_path, {**GEMMA2, "sliding_window": 32, "head_dim": 64})
     assert main(["truth", config, *ON_CPU]) == DONE
     shown = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "needles were missed, or hidden ones were seen: provider auto, K and V as q" in captured.err
 
 
-def test_bad_input_is_told_from_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_reported_from_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["truth", "dense", "--device", "cpu", "--kv-encodings", "fp7"]) == BAD_INPUT
     assert "encoding 'fp7' is not known; give all, or one of as-q, e4m3fn" in capsys.readouterr().err
     assert main(["truth", "nowhere.json", "--device", "cpu"]) == BAD_INPUT

@@ -50,7 +50,7 @@ def needed_to_stop(options: Any) -> float:
 # Compose
 
 
-def test_the_server_of_compose_is_told_what_it_knows_and_has_the_time_to_drain() -> None:
+def test_the_server_of_compose_is_reported_what_it_knows_and_has_the_time_to_drain() -> None:
     server = SERVICES["server"]
     options = served(server["command"])
     assert (options.host, options.port, options.allow_anonymous) == ("0.0.0.0", 8000, False)
@@ -108,7 +108,7 @@ def test_the_manifest_is_as_kubernetes_has_it(part: dict[str, Any]) -> None:
     kubernetes_validate.validate(part, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_pod_is_told_what_the_server_knows_and_has_the_time_to_drain() -> None:
+def test_the_pod_is_reported_what_the_server_knows_and_has_the_time_to_drain() -> None:
     spec = POD["spec"]
     (container,) = spec["containers"]
     options = served(container["args"])

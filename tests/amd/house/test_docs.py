@@ -1,4 +1,4 @@
-"""Claims of the pages: links, files, names, the floors, the ids that safeguards cite. The pages' code runs."""
+"""Claims of the pages: links, files, names, the levels, the ids that safeguards cite. The pages' code runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.ranks import ONE_RANK, Ranks
 from tests.amd.docs.served import ADDRESS, against_a_server
 from tests.amd.house.source_tree import ROOT
-from tests.amd.house.test_import_rules import FLOORS_UP
+from tests.amd.house.test_import_rules import LEVELS_UP
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 DOCS = ROOT / "docs"
@@ -100,9 +100,9 @@ def test_every_page_is_in_the_list_once_and_the_readme_leads_to_it() -> None:
     assert "docs/README.md" in links(prose(README))
 
 
-def test_the_architecture_has_a_line_for_every_floor_from_the_top_down() -> None:
-    floors = re.findall(r"^\| `(\w+)` \| \S", sections(ARCHITECTURE)["folders"], re.MULTILINE)
-    assert floors == list(reversed(FLOORS_UP))
+def test_the_architecture_has_a_line_for_every_level_from_the_top_down() -> None:
+    levels = re.findall(r"^\| `(\w+)` \| \S", sections(ARCHITECTURE)["folders"], re.MULTILINE)
+    assert levels == list(reversed(LEVELS_UP))
 
 
 def test_every_file_in_the_picture_of_the_architecture_exists() -> None:
@@ -157,7 +157,7 @@ def texts_of_the_tree() -> dict[str, str]:
     return found
 
 
-def test_nobody_is_told_to_install_a_name_that_is_on_no_index() -> None:
+def test_nobody_is_reported_to_install_a_name_that_is_on_no_index() -> None:
     texts = texts_of_the_tree()
     assert {"README.md", "docs/vllm.md", "docker/Dockerfile", "scripts/demo.sh", ".ci/run"} <= set(texts)
     itself = {"pyproject.toml", Path(__file__).relative_to(ROOT).as_posix()}

@@ -1,4 +1,4 @@
-"""Imports go only down the floors: checked by the imports of every file."""
+"""Imports go only down the levels: checked by the imports of every file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from tests.amd.house.source_tree import HOUSES, ROOT, Source, belongs_to, sources
 
-# From the lowest floor up: a module imports from its own floor and from lower ones, at import or later. The floors are
+# From the lowest level up: a module imports from its own level and from lower ones, at import or later. The levels are
 # the files and folders of rocm_attn/, which docs/architecture.md describes, then the engine, and then the laboratory.
-FLOORS_UP = (
+LEVELS_UP = (
     "stable_names",
     "errors",
     "kernels",
@@ -33,6 +33,7 @@ FLOORS_UP = (
     "models",
     "watch",
     "truth",
+    "stable",
     "cli",
     "rocm_serve",
     "rocm_lab",
@@ -75,7 +76,7 @@ def own_imports(source: Source) -> list[str]:
     ]
 
 
-def test_a_module_imports_only_the_libraries_of_its_floor() -> None:
+def test_a_module_imports_only_the_libraries_of_its_level() -> None:
     for source in sources():
         package = next(package for package in LIBRARIES if belongs_to(source.module, package))
         allowed = LIBRARIES[package] | set(sys.stdlib_module_names) | set(HOUSES)
@@ -104,16 +105,16 @@ def test_imports_only_go_down() -> None:
     for source in sources():
         if source.module == "rocm_attn":
             continue  # it is below all of them
-        height = FLOORS_UP.index(floor_of(source.module))
+        height = LEVELS_UP.index(level_of(source.module))
         up = [
             module
             for module in own_imports(source)
-            if module != "rocm_attn" and FLOORS_UP.index(floor_of(module)) > height
+            if module != "rocm_attn" and LEVELS_UP.index(level_of(module)) > height
         ]
         assert not up, f"{source.module} imports {up}, which are above it"
 
 
-def floor_of(module: str) -> str:
+def level_of(module: str) -> str:
     """Returns the file or folder of rocm_attn/ that a module is in, or the package above it."""
     house, _, rest = module.partition(".")
     return rest.partition(".")[0] if house == "rocm_attn" and rest else house
@@ -150,6 +151,6 @@ def test_imports_have_no_cycle() -> None:
 
 
 @pytest.mark.parametrize("folder", ["kernels", "hip_graphs"])
-def test_the_lower_floors_shadow_no_other_package(folder: str) -> None:
+def test_the_lower_levels_shadow_no_other_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
     assert (ROOT / "rocm_attn" / folder).readlink().as_posix() == f"../{folder}"

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections import Counter
+from operator import attrgetter
 
 import pytest
 
@@ -31,22 +32,32 @@ NAMES = [name for names in interface.groups().values() for name in names]
 def test_a_name_is_what_its_module_has_and_says_what_it_is(name: str) -> None:
     (module,) = (names[name] for names in interface.groups().values() if name in names)
     package = importlib.import_module(module.partition(".")[0])
-    value = getattr(package, name)
-    assert value is getattr(importlib.import_module(module), name)
-    assert name in dir(package)
+    value = attrgetter(name)(package)
+    tier, _, own_name = name.rpartition(".")
+    assert value is getattr(importlib.import_module(module), own_name)
+    assert (tier or name) in dir(package)
     if isinstance(value, type) or inspect.isfunction(value):
         assert value.__module__ == module
         assert inspect.getdoc(value)
 
 
 def test_each_name_is_in_one_group_once() -> None:
-    assert Counter(NAMES) == Counter([*vars(ra)["__all__"], *vars(rocm_serve)["__all__"]])
-    assert max(Counter(NAMES).values()) == 1
+    tiers = {name.partition(".")[0] for name in NAMES if "." in name}
+    top = [name for name in NAMES if "." not in name]
+    assert Counter([*top, *tiers]) == Counter([*vars(ra)["__all__"], *vars(rocm_serve)["__all__"]])
+    assert max(Counter(name.rpartition(".")[2] for name in NAMES).values()) == 1
+
+
+def test_a_name_of_a_module_says_where_it_is() -> None:
+    with pytest.raises(AttributeError, match=r"it is rocm_attn\.drafts\.TreeMask"):
+        ra.TreeMask  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_every_error_is_a_stable_name() -> None:
     raised = {name for name, value in vars(errors).items() if isinstance(value, type) and name[0] != "_"}
-    assert {name for name in raised if issubclass(getattr(errors, name), Exception)} <= set(NAMES)
+    assert {name for name in raised if issubclass(getattr(errors, name), Exception)} <= {
+        name.rpartition(".")[2] for name in NAMES
+    }
 
 
 def test_the_page_of_names_is_current() -> None:
@@ -60,7 +71,7 @@ def test_importing_rocm_attn_imports_no_torch() -> None:
         "dir(ra), ra.__all__\n"
         "print(sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))\n"
         "print([name for name in sys.modules if name.startswith('rocm_attn.')])\n"
-        "ra.BadBatch\n"
+        "ra.errors.BadBatch\n"
         "print([name for name in sys.modules if name.startswith('rocm_attn.')], 'torch' in sys.modules)\n"
     )
     assert run_python(code).splitlines() == [
@@ -78,7 +89,8 @@ def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
         "import rocm_attn as ra\n"
         "from tests.amd.house.interface import groups\n"
         "names = [n for heading, names in groups().items() if 'rocm_serve' not in heading for n in names]\n"
-        "print(len([getattr(ra, name) for name in names]) == len(names) > 50)\n"
+        "from operator import attrgetter\n"
+        "print(len([attrgetter(name)(ra) for name in names]) == len(names) > 50)\n"
     )
     assert run_python(code) == "True"
 

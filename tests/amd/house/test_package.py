@@ -34,10 +34,10 @@ BELOW_TORCH = ("torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2",
 HOUSE_NAMES = tuple(HOUSES)
 # Folder of each distribution's pyproject.toml.
 PROJECTS = {"rocm_attn": ".", "rocm_serve": "rocm_serve", "rocm_lab": "rocm_lab"}
-TILE_ROWS = sorted((ROOT / "kernels" / "tuning").glob("*.json"))
+TILE_CHOICES = sorted((ROOT / "kernels" / "tuning").glob("*.json"))
 # Files of each wheel that are no modules.
 DATA = {
-    "rocm_attn": ("py.typed", "__init__.pyi", *(f"kernels/tuning/{path.name}" for path in TILE_ROWS)),
+    "rocm_attn": ("py.typed", "__init__.pyi", *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES)),
     "rocm_serve": ("py.typed", "__init__.pyi"),
     "rocm_lab": ("py.typed", "cost/static_figures.json"),
 }

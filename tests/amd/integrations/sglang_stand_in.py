@@ -305,8 +305,8 @@ class Engine:
     def decoded(self, values: Tensor, scale: float | None) -> Array:
         """Returns rows as the pool gives them back after they were stored."""
         dtype = self.pool.get_key_buffer(0).dtype
-        factor = 1.0 if scale is None else scale
-        rows: Array = ((values.float() / factor).to(dtype).double() * factor).cpu().numpy()
+        scale_value = 1.0 if scale is None else scale
+        rows: Array = ((values.float() / scale_value).to(dtype).double() * scale_value).cpu().numpy()
         return rows
 
     def keep(self, requests: Sequence[Request], step: Step) -> None:

@@ -168,11 +168,11 @@ def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:
         check(wrapper.run_return_lse(q, batch.cache), wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))
 
 
-def test_fp8_pages_have_a_factor_for_k_and_one_for_v(device: torch.device) -> None:
+def test_fp8_pages_have_a_scale_for_k_and_one_for_v(device: torch.device) -> None:
     batch = new_batch(KV_LENS, 4, device=device, dtype=torch.float16)
     codes = batch.cache.to(torch.float8_e4m3fn)
-    for side, factor in ((batch.k, 0.5), (batch.v, 3.0)):
-        side[:] = [torch.from_numpy(rows).half().to(codes.dtype).double().numpy() * factor for rows in side]
+    for side, scale_value in ((batch.k, 0.5), (batch.v, 3.0)):
+        side[:] = [torch.from_numpy(rows).half().to(codes.dtype).double().numpy() * scale_value for rows in side]
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     said: dict[str, Any] = {"q_data_type": torch.float32, "kv_data_type": torch.float8_e4m3fn, "causal": True}
     wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, **said)

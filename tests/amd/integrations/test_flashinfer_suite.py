@@ -42,7 +42,7 @@ def test_fails():
 """
 
 
-def test_each_outcome_is_told_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_outcome_is_reported_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "tests" / "attention"
     folder.mkdir(parents=True)
     (folder / "test_made_up.py").write_text(WRITTEN)

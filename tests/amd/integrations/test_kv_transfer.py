@@ -133,7 +133,7 @@ def coded(encoding: KVEncoding, scales: Scales) -> list[Problem]:
 
 LATENT = replace(small_problem(num_kv_heads=1, head_dim=24, v_head_dim=16), pool=PoolKind.LATENT)
 MODELS = {
-    "codes with factors of tokens": coded(FN, Scales.TOKEN),
+    "codes with scales of tokens": coded(FN, Scales.TOKEN),
     "plain": [small_problem()] * 3,
     "different layers": [small_problem(), small_problem(num_kv_heads=3, head_dim=20, v_head_dim=12)],
     "codes": coded(FNUZ, Scales.HEAD),
@@ -375,7 +375,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
 
 
 @pytest.mark.fast(interpreted=0)
-def test_factors_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
+def test_scales_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
     problems = coded(FN, Scales.LAYER)
     story, source = Story(problems, device), runtime_of(problems, device, provider)
     target = runtime_of(problems, device, provider)
@@ -395,7 +395,7 @@ def test_factors_that_change_later_are_refused_on_both_sides(provider: str, devi
 
 
 @pytest.mark.fast(interpreted=0)
-def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
+def test_other_scales_at_the_address_of_those_that_are_gone_are_refused(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems = coded(FN, Scales.LAYER)
@@ -506,7 +506,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     runtime = runtime_of([*MODELS["index keys"], *coded(FN, Scales.LAYER)], torch.device("cpu"), "torch")
     passport = KVPassport.of(runtime)
     assert KVPassport.from_json(passport.to_json()) == passport
-    assert passport.layers[2].factors == ((1.0,), (1.0,), ())
+    assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
     for text in ("{}", "nonsense", "[]", '{"version": 1, "layers": [{}]}'):
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)

@@ -128,8 +128,8 @@ def test_a_wrong_setting_is_logged_and_registers_nothing(plugin: Plugin, caplog:
 
 
 def test_backends_are_taken_by_the_names_that_the_environment_lists() -> None:
-    asked = read_settings({TAKE_BACKENDS: "aiter, CPU_ATTN"})
-    assert (VLLM.taken(asked), SGLANG.taken(asked)) == (("CPU_ATTN",), ("aiter",))
+    requested = read_settings({TAKE_BACKENDS: "aiter, CPU_ATTN"})
+    assert (VLLM.taken(requested), SGLANG.taken(requested)) == (("CPU_ATTN",), ("aiter",))
     assert VLLM.taken(ON) == SGLANG.taken(ON) == ()
 
 
@@ -192,7 +192,7 @@ def test_one_line_a_process_names_the_kernels_and_why_no_others(
     (line,) = caplog.messages
     assert line.startswith("rocm_attn serves vLLM 0.33.0 on sm_90: 32 query heads over 8 KV heads")
     for kind, kernel in chosen.kernels.items():
-        assert f"{kind.value} by {kernel.row.name}" in line
+        assert f"{kind.value} by {kernel.entry.name}" in line
     for refusal in chosen.refusals:
         assert line.count(refusal.reason) == 1
     log_kernels(VLLM, [chosen, other])

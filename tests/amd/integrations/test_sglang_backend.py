@@ -142,13 +142,13 @@ def test_a_backend_is_one_of_sglangs_and_says_until_when_it_reads_its_table(back
 def test_arguments_of_the_server_choose_kernels_and_masks(
     server: Server, backend: Any, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = backend.serving_of(runner)
-    assert (asked.provider, asked.deterministic, asked.with_trees) == ("torch", False, False)
+    requested = backend.serving_of(runner)
+    assert (requested.provider, requested.deterministic, requested.with_trees) == ("torch", False, False)
     server.is_deterministic, server.topk = True, 4
     monkeypatch.setenv("ROCM_ATTN_ON_FAULT", "log")
-    asked = backend.serving_of(runner)
-    assert (asked.deterministic, asked.with_trees) == (True, True)
-    assert isinstance(asked.on_fault, LogAndCount)
+    requested = backend.serving_of(runner)
+    assert (requested.deterministic, requested.with_trees) == (True, True)
+    assert isinstance(requested.on_fault, LogAndCount)
     server.topk = None
     runner.spec_algorithm = SimpleNamespace(is_ngram=lambda: True)
     assert backend.serving_of(runner).with_trees

@@ -279,11 +279,11 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_eight_bit_pages_are_read_with_the_layers_factors(
+def test_eight_bit_pages_are_read_with_the_layers_scales(
     is_latent: bool, scale: float | None, provider: str, device: torch.device
 ) -> None:
-    factors: dict[str, Any] = {} if is_latent else {"k_scale_float": scale, "v_scale_float": scale}
-    engine = Engine(provider, device, is_latent=is_latent, kv_dtype=torch.float8_e4m3fn, **factors)
+    scale_values: dict[str, Any] = {} if is_latent else {"k_scale_float": scale, "v_scale_float": scale}
+    engine = Engine(provider, device, is_latent=is_latent, kv_dtype=torch.float8_e4m3fn, **scale_values)
     one, two = engine.admit(), engine.admit()
     engine.run(Mode.EXTEND, [one, two], [7, 3])
     engine.run(Mode.DECODE, [one, two], [1, 1])

@@ -120,7 +120,7 @@ class SparseEngine(Engine):
         """Returns the keys that each new token attends to, computed in float64: TOP of the earlier keys and its own."""
         wk, wg = (each.double().cpu() for each in self.indexer.keys_and_gates)
         norm, found, first = self.indexer.k_norm, [], 0
-        factor = self.factor()
+        scale_value = self.scale_value()
         for request, count in zip(requests, step.new, strict=True):
             here = slice(first, first + count)
             positions = torch.arange(request.kv_len - count, request.kv_len)
@@ -131,7 +131,7 @@ class SparseEngine(Engine):
             turned = Rotary()(positions, q[..., :TURNED], k[:, None, :TURNED])
             q = torch.cat((turned[0], q[..., TURNED:]), -1)
             k = torch.cat((turned[1][:, 0], k[:, TURNED:]), -1)
-            coded = (k / factor).float().to(torch.float8_e4m3fn).double() * factor
+            coded = (k / scale_value).float().to(torch.float8_e4m3fn).double() * scale_value
             before = self.index_keys.get(request.row, np.zeros((0, INDEX_DIM)))[: request.kv_len - count]
             keys = self.index_keys[request.row] = np.concatenate([before, coded.numpy()])
             gates = (x[here].double().cpu() @ wg.T).numpy() * HEADS**-0.5
@@ -145,7 +145,7 @@ class SparseEngine(Engine):
             first += count
         return found.__getitem__
 
-    def factor(self) -> float:
+    def scale_value(self) -> float:
         """Returns the smallest power of two with which the largest code covers the norm's range after rotation."""
         norm = self.indexer.k_norm
         largest = float(norm.weight.abs().max()) * math.sqrt(INDEX_DIM) + float(norm.bias.abs().max())
@@ -207,17 +207,17 @@ def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device
     engine.hooks.attention.check_device()
 
 
-def test_index_keys_lie_in_the_engines_pages_each_with_its_factor(provider: str, device: torch.device) -> None:
+def test_index_keys_lie_in_the_engines_pages_each_with_its_scale(provider: str, device: torch.device) -> None:
     """A move or copy of SGLang's pages takes keys with their scales."""
     engine = SparseEngine(provider, device)
     one = engine.admit()
     engine.run_sparse(Mode.EXTEND, [one], [6])
     rows, size = engine.pool.index[0].cpu(), engine.page_size
-    factors = rows.view(torch.float32)[:, size * INDEX_DIM // 4 :]
-    assert (factors == engine.factor()).all()
+    scale_values = rows.view(torch.float32)[:, size * INDEX_DIM // 4 :]
+    assert (scale_values == engine.scale_value()).all()
     codes = rows[:, : size * INDEX_DIM].reshape(-1, size, INDEX_DIM).view(torch.float8_e4m3fn)
     slots = engine.table[one.row, :6].long().cpu()
-    stored = codes[slots // size, slots % size].double().numpy() * engine.factor()
+    stored = codes[slots // size, slots % size].double().numpy() * engine.scale_value()
     assert np.allclose(stored, engine.index_keys[one.row], atol=1e-2, rtol=0.07)  # a code may be rounded differently
     assert (engine.pool.index[1] == 0x7F).all()
 

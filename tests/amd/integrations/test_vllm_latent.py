@@ -261,7 +261,7 @@ def test_graphs_of_sparse_layers_and_steps_that_vllm_runs_for_its_own_sake(devic
     part.group.attention.check_device()
 
 
-def test_a_key_that_a_token_does_not_see_is_told(device: torch.device, provider: str) -> None:
+def test_a_key_that_a_token_does_not_see_is_reported(device: torch.device, provider: str) -> None:
     part = Rank(0, 1, device, provider, TOP)
     draw = np.random.default_rng(5)
     of_seq = rows_of([5, 33])

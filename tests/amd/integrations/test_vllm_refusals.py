@@ -100,14 +100,14 @@ def test_steps_of_ranks_that_share_contexts_are_not_captured(ours: dict[str, Any
     assert alone.get_cudagraph_support(alone.vllm_config, spec()) == support.ALWAYS
 
 
-@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("is_requested", [False, True])
 def test_batch_invariance_asks_for_deterministic_kernels(
-    is_asked: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    is_requested: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", is_asked)
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", is_requested)
     made = builder(ours, "backend")
     made.build(0, step())
-    assert made.group.attention.options.deterministic is is_asked
+    assert made.group.attention.options.deterministic is is_requested
     assert backend_of(ours, "backend").supports_batch_invariance()
 
 

@@ -15,7 +15,7 @@ from rocm_attn.errors import Unsupported
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.shared_context import Ranks, SharedContextGroup, Sharing
+from rocm_attn.integrations.vllm.shared_context import ContextRanks, ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import DecodesOfStep
 from tests.amd.integrations.oracle import Array, Scores, attention
 
@@ -106,8 +106,10 @@ class Cache:
 class Rank:
     """One rank: its layer, its blocks of each sequence, and its metadata of a step."""
 
-    def __init__(self, ranks: Ranks, stretch: int, device: torch.device, provider: str, sinks: Tensor | None) -> None:
-        self.device, self.sharing = device, Sharing(ranks, stretch)
+    def __init__(
+        self, ranks: ContextRanks, stretch: int, device: torch.device, provider: str, sinks: Tensor | None
+    ) -> None:
+        self.device, self.sharing = device, ContextSharing(ranks, stretch)
         heads = HEADS // ranks.world_size
         mine = None if sinks is None else sinks[ranks.rank_in_group * heads :][:heads]
         self.layer = Cache(1, device)
@@ -197,7 +199,7 @@ def forward(
 def test_what_a_rank_keeps_of_a_sequence_is_every_nth_stretch_of_it() -> None:
     lengths = torch.arange(0, 50)
     for stretch in (1, 4):
-        of_ranks = [Sharing(ThreadRanks(Meeting(3), rank), stretch).kept(lengths) for rank in range(3)]
+        of_ranks = [ContextSharing(ThreadRanks(Meeting(3), rank), stretch).kept(lengths) for rank in range(3)]
         for length in range(50):
             want = [sum(place // stretch % 3 == rank for place in range(length)) for rank in range(3)]
             assert [int(each[length]) for each in of_ranks] == want
@@ -215,7 +217,7 @@ def test_layers_that_ranks_cannot_share_are_refused(change: dict[str, object], s
     terms = replace(LayerTerms(2, DIM, SCALE, 1), **change)  # type: ignore[arg-type]
     problem = terms.problem(CacheTerms(BLOCK, DIM, torch.float32, torch.float8_e4m3fn))
     layer = GroupLayer(Cache(1, torch.device("cpu")), problem)
-    sizes, sharing = GroupSizes(SEQS, MAX_TOKENS, MAX_LEN), Sharing(ThreadRanks(Meeting(2), 0))
+    sizes, sharing = GroupSizes(SEQS, MAX_TOKENS, MAX_LEN), ContextSharing(ThreadRanks(Meeting(2), 0))
     with pytest.raises(Unsupported, match=sentence):
         SharedContextGroup({"layer": layer}, sizes, torch.device("cpu"), GroupOptions(), sharing)
     assert KVGroup({"layer": layer}, sizes, torch.device("cpu"), GroupOptions())

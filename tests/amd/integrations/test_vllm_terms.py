@@ -99,16 +99,16 @@ def test_an_mla_layer_is_latent_with_the_heads_of_all_ranks_that_share_its_seque
 
 
 @pytest.mark.parametrize(
-    ("asked", "what"),
+    ("requested", "what"),
     [
         ({"sliding_window": 8}, "a sliding window"),
         ({"logits_soft_cap": 5.0}, "a soft cap"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "KV of another layer"),
     ],
 )
-def test_what_mla_layers_have_no_kernels_for_is_refused(asked: dict[str, Any], what: str) -> None:
+def test_what_mla_layers_have_no_kernels_for_is_refused(requested: dict[str, Any], what: str) -> None:
     with pytest.raises(Unsupported, match=f"an MLA layer asks for {what}"):
-        replace(LayerTerms(16, 576, 0.1, 1), **asked).latent_problem(CACHE, 512)
+        replace(LayerTerms(16, 576, 0.1, 1), **requested).latent_problem(CACHE, 512)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])

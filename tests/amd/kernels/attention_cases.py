@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention import decode
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
@@ -25,7 +25,7 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # The initial value of every tensor that a kernel must overwrite or leave unchanged.
@@ -108,11 +108,11 @@ class Case:
     latent: bool = False
 
     @property
-    def codes(self) -> Codes:
+    def codes(self) -> CodeKind:
         """Codes by which tiles are chosen."""
         if self.kv is None:
-            return Codes.NONE
-        return Codes.BY_TOKEN if self.scales is Scales.TOKEN else Codes.BY_ROW
+            return CodeKind.NONE
+        return CodeKind.BY_TOKEN if self.scales is Scales.TOKEN else CodeKind.BY_ROW
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -291,11 +291,11 @@ class _Drawn:
     """K or V of a sequence: the stored values, the scales of its tokens, and the decoded values in float64.
 
     held:   [tokens, kv_heads, dim]
-    factor: [tokens, kv_heads]
+    scale_value: [tokens, kv_heads]
     """
 
     held: Tensor
-    factor: Tensor
+    scale_value: Tensor
     values: Tensor
 
     def first_columns(self, dim: int) -> _Drawn:
@@ -306,7 +306,7 @@ class _Drawn:
         """Puts tokens [first, first + tokens) at the beginning of a page."""
         side.held[page, :tokens] = self.held[first : first + tokens]
         if side.case.scales is Scales.TOKEN and side.scale is not None:
-            side.scale[page, :, :tokens] = self.factor[first : first + tokens].T
+            side.scale[page, :, :tokens] = self.scale_value[first : first + tokens].T
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,8 +330,8 @@ class _Side:
         nan = 0x80 if case.kv is Encoding.E4M3FNUZ else 0x7F
         scale = {
             Scales.NONE: None,
-            Scales.LAYER: _factors(1, generator=generator),
-            Scales.HEAD: _factors(heads, generator=generator),
+            Scales.LAYER: _scale_values(1, generator=generator),
+            Scales.HEAD: _scale_values(heads, generator=generator),
             Scales.TOKEN: _nan(num_pages, heads, case.page_size, dtype=torch.float32),
         }[case.scales]
         return cls(case, torch.full((*shape, dim), nan, dtype=torch.uint8), scale, nan)
@@ -340,16 +340,16 @@ class _Side:
         """Returns random tokens."""
         case, heads = self.case, self.case.heads[1]
         values = torch.randn(tokens, heads, self.held.shape[3], generator=generator)
-        factor = torch.ones(tokens, heads)
+        scale_value = torch.ones(tokens, heads)
         if case.kv is None:
             held = values.to(case.dtype)
-            return _Drawn(held, factor, held.double())
+            return _Drawn(held, scale_value, held.double())
         if case.scales is Scales.TOKEN:
-            factor = _factors(tokens, heads, generator=generator)
+            scale_value = _scale_values(tokens, heads, generator=generator)
         elif self.scale is not None:
-            factor = factor * self.scale
-        codes = (values / factor[..., None]).clamp(-case.kv.largest, case.kv.largest).to(case.kv.dtype)
-        return _Drawn(codes.view(torch.uint8), factor, codes.double() * factor[..., None].double())
+            scale_value = scale_value * self.scale
+        codes = (values / scale_value[..., None]).clamp(-case.kv.largest, case.kv.largest).to(case.kv.dtype)
+        return _Drawn(codes.view(torch.uint8), scale_value, codes.double() * scale_value[..., None].double())
 
     def poison(self, page: int, offset: int) -> None:
         """Makes a token NaN, and its scales."""
@@ -364,7 +364,7 @@ class _Side:
         return held if self.case.kv is None else held.view(self.case.kv.dtype)
 
 
-def _factors(*shape: int, generator: torch.Generator) -> Tensor:
+def _scale_values(*shape: int, generator: torch.Generator) -> Tensor:
     """Returns scales with which a standard deviation of 1 fills most of an encoding."""
     return 0.01 + 0.03 * torch.rand(shape, generator=generator)
 
@@ -480,7 +480,7 @@ def run_decode_twin(tensors: Tensors) -> None:
 
 
 def run_extend(
-    tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None, sharing: Sharing = WHOLE_ROWS
+    tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None, sharing: RowSharing = WHOLE_ROWS
 ) -> None:
     """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
 
@@ -500,7 +500,7 @@ def run_extend(
     launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
-def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
+def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: RowSharing, *, min_q_len: int = 1) -> ExtendCut:
     """Returns the cut of a step's layer. sharing: rows, causality and window are replaced by those of the tensors"""
     cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
     if not sharing.programs:
@@ -514,7 +514,7 @@ def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: Sharing, *, min_q_
 
 
 # Every row of a step is shared out, in parts of a few key blocks.
-ALL_SHARED = Sharing(programs=5, row_keys=24, split_keys=-(1 << 20), gain=0, least_keys=1)
+ALL_SHARED = RowSharing(programs=5, row_keys=24, split_keys=-(1 << 20), gain=0, least_keys=1)
 
 
 def run_shared_extend(tensors: Tensors, *, tiles: ExtendTiles | None = None) -> None:

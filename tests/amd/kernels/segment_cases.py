@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, Sharing
+from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, RowSharing
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS, SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
@@ -36,7 +36,7 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
-def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sharing: Sharing = WHOLE_ROWS) -> int:
+def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sharing: RowSharing = WHOLE_ROWS) -> int:
     """Runs schedule and extend, with scratch memory that is NaN or garbage before. Returns the number of shared query
     blocks.
 
@@ -59,7 +59,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sha
     return int(schedule[first_share + SHARE_CUT.value]) if sharing.programs else 0
 
 
-def all_shared(tiles: SegmentTiles, programs: int) -> Sharing:
+def all_shared(tiles: SegmentTiles, programs: int) -> RowSharing:
     """Returns a sharing of every row by whole segments, in which a share may begin anywhere."""
     most_keys = tiles.shared_segments * tiles.segment_len
     return ALL_SHARED._replace(programs=programs, most_keys=most_keys, segment_len=tiles.segment_len)

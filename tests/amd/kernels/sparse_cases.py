@@ -23,8 +23,8 @@ from rocm_attn.kernels.sparse.arguments import (
     LastUnit,
     Pooling,
     SelectedArgs,
-    Selection,
-    TokenPlaces,
+    SelectedKeys,
+    SparseTokens,
 )
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -87,9 +87,9 @@ class Step:
             for new in range(q_len)
         ]
 
-    def tokens(self, device: torch.device) -> TokenPlaces:
+    def tokens(self, device: torch.device) -> SparseTokens:
         pad = [0] * self.tail
-        return TokenPlaces(
+        return SparseTokens(
             torch.tensor([self.row(seq) for seq, _ in self.places] + pad, dtype=torch.int32, device=device),
             torch.tensor([position for _, position in self.places] + pad, dtype=torch.int32, device=device),
             torch.tensor([len(self.places)], dtype=torch.int32, device=device),
@@ -122,7 +122,7 @@ class IndexProblem:
 
     case: IndexCase
     args: IndexArgs
-    selection: Selection
+    selection: SelectedKeys
     scores: list[Tensor]
 
     @property
@@ -150,26 +150,28 @@ def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
     weights = whole(step.num_tokens, case.heads, most=3) / 4
     page_keys = step.page_size // indexing.key_tokens
     keys = torch.full((step.num_pages, page_keys, case.dim), float("nan"))
-    factors = torch.full((step.num_pages, page_keys), float("nan"))
+    scale_values = torch.full((step.num_pages, page_keys), float("nan"))
     for seq, kv_len in enumerate(step.kv_len):
         for page, offset in step.slots(seq, page_keys)[: kv_len // indexing.key_tokens]:
             keys[page, offset] = whole(case.dim)
-            factors[page, offset] = 2.0 ** int(torch.randint(-1, 2, (), generator=generator))
-    layer_factor = torch.tensor([0.5])
+            scale_values[page, offset] = 2.0 ** int(torch.randint(-1, 2, (), generator=generator))
+    layer_scale = torch.tensor([0.5])
     scores = []
     for token, (seq, position) in enumerate(step.places):
         places = step.slots(seq, page_keys)[: (position + 1) // indexing.key_tokens]
         seen = torch.stack([keys[place] for place in places]).double() if places else torch.zeros(0, case.dim).double()
-        factor = torch.tensor([float(factors[place]) for place in places], dtype=torch.float64)
+        scale_value = torch.tensor([float(scale_values[place]) for place in places], dtype=torch.float64)
         if case.scales is not Scales.TOKEN:
-            factor = torch.ones(len(places), dtype=torch.float64) * (0.5 if case.scales is Scales.LAYER else 1.0)
-        scores.append(plain_scores(q[token].double(), weights[token].double(), seen, factor, case))
+            scale_value = torch.ones(len(places), dtype=torch.float64) * (0.5 if case.scales is Scales.LAYER else 1.0)
+        scores.append(plain_scores(q[token].double(), weights[token].double(), seen, scale_value, case))
     args = IndexArgs(
         q.to(case.dtype).to(device),
         weights.to(device) if case.weighted else None,
         IndexPages(
             keys.to(case.key_dtype).to(device),
-            {Scales.NONE: None, Scales.LAYER: layer_factor.to(device), Scales.TOKEN: factors.to(device)}[case.scales],
+            {Scales.NONE: None, Scales.LAYER: layer_scale.to(device), Scales.TOKEN: scale_values.to(device)}[
+                case.scales
+            ],
         ),
         step.table.to(device),
         step.tokens(device),
@@ -177,7 +179,7 @@ def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
     return IndexProblem(case, args, empty_selection(step.num_tokens, indexing, device), scores)
 
 
-def plain_scores(q: Tensor, weights: Tensor, keys: Tensor, factor: Tensor, case: IndexCase) -> Tensor:
+def plain_scores(q: Tensor, weights: Tensor, keys: Tensor, scale_value: Tensor, case: IndexCase) -> Tensor:
     """Returns scores of one token's candidates, [sets, units].
 
     q: [heads, dim], keys: the visible ones, factor: the scale of each
@@ -189,7 +191,7 @@ def plain_scores(q: Tensor, weights: Tensor, keys: Tensor, factor: Tensor, case:
     for index_set in range(indexing.sets):
         total = torch.zeros(len(keys), dtype=torch.float64)
         for head in range(index_set * heads_of_set, (index_set + 1) * heads_of_set):
-            score = indexing.scale * (keys @ q[head]) * factor
+            score = indexing.scale * (keys @ q[head]) * scale_value
             score = torch.where(score < 0, 0, score) if indexing.rectified else score
             total += score * (weights[head] if case.weighted else 1.0)
         for unit in range(units):
@@ -211,13 +213,13 @@ def best_units(scores: list[float], visible: int, indexing: Indexing) -> list[in
     return [*chosen, whole] if rest and indexing.last_unit is LastUnit.ADDED else chosen
 
 
-def empty_selection(num_tokens: int, indexing: Indexing, device: torch.device) -> Selection:
+def empty_selection(num_tokens: int, indexing: Indexing, device: torch.device) -> SelectedKeys:
     units = torch.full((num_tokens, indexing.sets, indexing.width), UNTOUCHED, dtype=torch.int32, device=device)
     counts = torch.full((num_tokens, indexing.sets), UNTOUCHED, dtype=torch.int32, device=device)
-    return Selection(units, counts, indexing.unit_tokens)
+    return SelectedKeys(units, counts, indexing.unit_tokens)
 
 
-def assert_units(selection: Selection, expected: list[list[list[int]]]) -> None:
+def assert_units(selection: SelectedKeys, expected: list[list[list[int]]]) -> None:
     """Checks each token's units and their number, with NO_UNIT after them; padded tokens have none."""
     units, counts = selection.units.tolist(), selection.counts.tolist()
     pads: list[list[list[int]]] = [[[]] * selection.sets] * (len(units) - len(expected))
@@ -309,7 +311,7 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
         pages=moved,
         table=step.table.to(device),
         tokens=step.tokens(device),
-        selection=Selection(units.to(device), counts.to(device), case.unit_tokens),
+        selection=SelectedKeys(units.to(device), counts.to(device), case.unit_tokens),
         out=torch.full((step.num_tokens, num_heads, v_head_dim), UNTOUCHED, dtype=case.dtype, device=device),
         lse=torch.full((step.num_tokens, num_heads), UNTOUCHED, dtype=torch.float32, device=device),
         sinks=None if sinks is None else sinks.to(device),
@@ -363,7 +365,7 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
         rows = torch.randn(*shape, dim, generator=generator)
         return rows.masked_fill(~read[..., None], float("nan")).to(encoding.dtype)
 
-    def factors() -> Tensor | None:
+    def scale_values() -> Tensor | None:
         if case.scales is Scales.TOKEN:
             return (
                 torch.where(read, torch.rand(shape, generator=generator) + 0.5, float("nan"))
@@ -378,16 +380,16 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
 
     kind = PoolKind.LATENT if case.latent else PoolKind.SPLIT
     form = PageFormat(encoding, kind, step.page_size, num_kv_heads, head_dim, v_head_dim, case.scales)
-    k, k_scale = side(head_dim), factors()
+    k, k_scale = side(head_dim), scale_values()
     if case.latent:
         return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
-    return LayerPages(k, side(v_head_dim), form, k_scale, factors())
+    return LayerPages(k, side(v_head_dim), form, k_scale, scale_values())
 
 
-def _value(rows: Tensor, factors: Tensor | None, at: tuple[int, int, int], scales: Scales) -> Tensor:
+def _value(rows: Tensor, scale_values: Tensor | None, at: tuple[int, int, int], scales: Scales) -> Tensor:
     """Returns a row as float64: its codes times its scale. at: page, offset, KV head"""
     row = rows[at].double()
-    if factors is None:
+    if scale_values is None:
         return row
     index = {Scales.LAYER: (0,), Scales.HEAD: at[2:], Scales.TOKEN: (at[0], at[2], at[1])}[scales]
-    return row * factors[index].double()
+    return row * scale_values[index].double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.moved_rows import AlikePages
-from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, Accepted, GuessedRound, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 Launch = Callable[..., None]
@@ -45,13 +45,13 @@ def of_move_paths(move: Launch, no_page: int) -> Launch:
     return of_tensors
 
 
-def of_next_round(next_round: Launch, width: int) -> Launch:
-    """Returns next_round(picked, row_of_seq, limit, numbers, and its outputs, named as in GuessedRound)."""
+def of_next_round(next_step: Launch, width: int) -> Launch:
+    """Returns next_step(picked, row_of_seq, limit, numbers, and its outputs, named as in SpeculativeStep)."""
 
     def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, numbers: Tensor, *written: Tensor) -> None:
-        counts, kv_len, token_ids, texts, told, terms, num_taken = written
-        given = GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told, numbers, terms, num_taken)
-        next_round(picked, given, width, draws=True, looks_up=True)
+        counts, kv_len, token_ids, texts, emitted, terms, num_appended = written
+        given = SpeculativeStep(counts, rows, kv_len, token_ids, texts, limit, emitted, numbers, terms, num_appended)
+        next_step(picked, given, width, draws=True, looks_up=True)
 
     return of_tensors
 
@@ -63,7 +63,7 @@ def rounds(last_limit: int) -> list[Tensor]:
 
 
 def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
-    """Returns counts, with an error word, kv_len, token_ids with an entry after them, texts, told, terms and num_taken.
+    """Returns counts, with an error word, kv_len, token_ids and one more, texts, emitted, terms and num_appended.
 
     The first text is one token long, the second wraps around, the third repeats itself once, the last one never.
     """
@@ -73,13 +73,13 @@ def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
     texts[0, :6] = ints([7, 8, 9, 5, 8, 6])
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
-    told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)
+    emitted = torch.full((4, EMITTED_WORDS), garbage, dtype=torch.int32)
     return [
         ints([4, 12, 7, error]),
         ints([3, 1034, 8, 6]),
         ids,
         texts,
-        told,
+        emitted,
         torch.full((12, 3), 0.5),
         ints([garbage] * 4),
     ]

@@ -60,7 +60,7 @@ EXTENDS = Case([27, 18, 0, 1], [2, 18, 0, 1], heads=(6, 2), dims=(24, 40), page_
 @pytest.mark.fast
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_DECODE, ids=lambda run: run.__name__)
-def test_decode_reads_every_encoding_with_every_kind_of_factor(
+def test_decode_reads_every_encoding_with_every_kind_of_scale(
     run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
 ) -> None:
     tensors = build(replace(DECODES, kv=encoding, scales=scales), kernel_device)
@@ -71,7 +71,7 @@ def test_decode_reads_every_encoding_with_every_kind_of_factor(
 @pytest.mark.fast
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
-def test_extend_reads_every_encoding_with_every_kind_of_factor(
+def test_extend_reads_every_encoding_with_every_kind_of_scale(
     run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
 ) -> None:
     tensors = build(replace(EXTENDS, kv=encoding, scales=scales), kernel_device)
@@ -99,7 +99,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
         {"slopes": True},
     ],
 )
-def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
+def test_scales_meet_caps_slopes_sinks_and_windows_where_they_must(
     scales: Scales, scores: dict[str, float], kernel_device: torch.device
 ) -> None:
     """A scale of K applies before the cap; no scale of V changes a sink's share."""
@@ -114,7 +114,7 @@ def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
 
 @pytest.mark.fast(1)
 @by_turns("how", [{}, {"transposed": True}, {"paired": True}])
-def test_two_heads_in_one_row_have_a_factor_each(
+def test_two_heads_in_one_row_have_a_scale_each(
     how: dict[str, bool], scales: Scales, kernel_device: torch.device
 ) -> None:
     tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=2, **how)
@@ -142,7 +142,7 @@ def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
 @pytest.mark.parametrize("heads_per_row", [1, 2])
 @pytest.mark.parametrize("change", [2.0**-40, 2.0**-75], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
-def test_factors_of_tokens_may_differ_far_from_block_to_block(
+def test_scales_of_tokens_may_differ_far_from_block_to_block(
     first: int, change: float, heads_per_row: int, kernel_device: torch.device
 ) -> None:
     """Weights are float16 and sums float32: neither may vanish or overflow because of another block's scales.
@@ -165,7 +165,7 @@ def test_factors_of_tokens_may_differ_far_from_block_to_block(
     assert_lse_close(tensors.lse, lse, torch.float16)
 
 
-def test_a_factor_that_is_no_number_stays_with_its_head(kernel_device: torch.device) -> None:
+def test_a_scale_that_is_no_number_stays_with_its_head(kernel_device: torch.device) -> None:
     """Two heads of a row share one amount, which ignores scales that are NaN."""
     tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=2, paired=True)
     case = Case([64], [1], heads=(4, 2), dims=(32, 32), page_size=16, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
@@ -179,7 +179,7 @@ def test_a_factor_that_is_no_number_stays_with_its_head(kernel_device: torch.dev
 
 @pytest.mark.fast(1)
 @each_scales
-def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_device: torch.device) -> None:
+def test_a_packed_mask_hides_keys_and_their_scales(scales: Scales, kernel_device: torch.device) -> None:
     for run in EVERY_EXTEND:
         tensors = build(replace(EXTENDS, masked=True, kv=Encoding.E4M3FN, scales=scales), kernel_device)
         run(tensors)
@@ -210,7 +210,7 @@ def run_segment_extend(tensors: Tensors) -> None:
         )
     ],
 )
-def test_where_a_factor_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
+def test_where_a_scale_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
     run: Callable[[Tensors], None], masked: bool, window_left: int, scales: Scales, kernel_device: torch.device
 ) -> None:
     """The score of an unseen key is -inf, and 0 times that is NaN. Rows without keys are 0, and their LSE is -inf."""
@@ -229,7 +229,7 @@ def test_where_a_factor_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
 
 @pytest.mark.nightly
 @each_scales
-def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales, kernel_device: torch.device) -> None:
+def test_where_a_scale_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales, kernel_device: torch.device) -> None:
     tensors, alike = with_k_of_zeros(replace(DECODES, kv=Encoding.E4M3FN, scales=scales, window_left=5), kernel_device)
     run_decode(tensors)
     run_decode(alike)

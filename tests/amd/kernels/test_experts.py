@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.refs.experts import expert_product
-from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
+from rocm_attn.kernels.tuning.expert_tiles import EXPERT_CHOICES, expert_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.attention_cases import dtypes
@@ -98,4 +98,4 @@ def test_groups_hold_every_pair_once_in_the_order_of_experts() -> None:
 def test_an_arch_without_tiles_is_refused() -> None:
     with pytest.raises(NoTiles, match=r"no tiles of experts for gfx90a with torch.bfloat16; rows exist for sm_90"):
         expert_tiles("gfx90a", torch.bfloat16, 1)
-    assert {row.item_bytes for row in EXPERT_ROWS if row.arch == "gfx942"} == {2, 4}
+    assert {row.item_bytes for row in EXPERT_CHOICES if row.arch == "gfx942"} == {2, 4}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.refs.schedules import extend_schedule
 
@@ -25,7 +25,7 @@ class Step:
     """Sequences, and the sharing of their rows."""
 
     seqs: tuple[tuple[int, int], ...]  # tokens before the step, new tokens
-    sharing: Sharing
+    sharing: RowSharing
 
     @property
     def cut(self) -> ExtendCut:
@@ -52,7 +52,7 @@ class Step:
 def steps(draw: st.DrawFn) -> Step:
     """Draws few sequences and many, short and long, and costs with which everything, something or nothing is shared."""
     seqs = draw(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 23)), min_size=1, max_size=6))
-    sharing = Sharing(
+    sharing = RowSharing(
         programs=draw(st.integers(1, 12)),
         rows=draw(st.integers(1, 4)),
         causal=draw(st.booleans()),
@@ -69,21 +69,21 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 # A program's whole row, and the last part of another row.
-ALIGNED = Step(((20, 5), (5, 5)), Sharing(programs=3, row_keys=5, split_keys=-99999, gain=0, least_keys=1))
+ALIGNED = Step(((20, 5), (5, 5)), RowSharing(programs=3, row_keys=5, split_keys=-99999, gain=0, least_keys=1))
 
 
 ALIKE = Step(
     ((600, 5),) * 4,
-    Sharing(programs=17, rows=2, row_keys=40, split_keys=30, gain=0, least_keys=40, alike_keys=10),
+    RowSharing(programs=17, rows=2, row_keys=40, split_keys=30, gain=0, least_keys=40, alike_keys=10),
 )
 # Shorter rows have one part less, or only one part.
 NEARLY_ALIKE = Step(
     ((600, 5), (390, 5), (170, 5)),
-    Sharing(programs=12, rows=1, row_keys=40, split_keys=200, gain=0, least_keys=40, alike_keys=1),
+    RowSharing(programs=12, rows=1, row_keys=40, split_keys=200, gain=0, least_keys=40, alike_keys=1),
 )
 
 # There are more programs than any row has room for.
-ONE_ROW_ALIKE = Step(((0, 2),), Sharing(programs=5, row_keys=1, split_keys=0, gain=0, least_keys=1, alike_keys=1))
+ONE_ROW_ALIKE = Step(((0, 2),), RowSharing(programs=5, row_keys=1, split_keys=0, gain=0, least_keys=1, alike_keys=1))
 
 
 def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
@@ -200,7 +200,9 @@ def test_other_rows_have_no_equal_parts(seqs: tuple[tuple[int, int], ...], chang
 @pytest.mark.parametrize(("rows_at_once", "is_shared"), [(1, False), (2, True)])
 def test_rows_that_run_two_at_a_time_are_shared_where_one_would_be_late(rows_at_once: int, is_shared: bool) -> None:
     """Three long rows among many short ones are as good as balanced, unless each long one has to share its unit."""
-    sharing = Sharing(programs=4, rows=1, rows_at_once=rows_at_once, row_keys=64, split_keys=100, gain=1, least_keys=64)
+    sharing = RowSharing(
+        programs=4, rows=1, rows_at_once=rows_at_once, row_keys=64, split_keys=100, gain=1, least_keys=64
+    )
     step = Step(((1000, 5), (990, 5), (980, 5), *[(60, 5)] * 14), sharing)
     assert (step.shares()[0][7] > 0) == is_shared
 
@@ -209,7 +211,7 @@ def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
     """There are four rows more than programs. Segments of few rows fill programs up, which avoids a round of four rows,
     and a merge of all rows' segments.
     """
-    sharing = Sharing(
+    sharing = RowSharing(
         programs=32, rows=2, row_keys=64, split_keys=64, gain=4, least_keys=256, most_keys=2048, segment_len=256
     )
     step = Step(((1450, 90),), sharing)
@@ -221,7 +223,7 @@ def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
 
 FIVE_ROWS = Step(
     ((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)),
-    Sharing(programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128),
+    RowSharing(programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128),
 )
 
 
@@ -243,11 +245,11 @@ def test_where_whole_rows_begin_after_shares_these_are_worth_less() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (Sharing(programs=5, row_keys=0), "costs something"),
-        (Sharing(programs=5, shares_first=True), "counts with it in any case"),
-        (Sharing(programs=5, segment_len=32, alike_keys=1), "by equal shares"),
+        (RowSharing(programs=5, row_keys=0), "costs something"),
+        (RowSharing(programs=5, shares_first=True), "counts with it in any case"),
+        (RowSharing(programs=5, segment_len=32, alike_keys=1), "by equal shares"),
     ],
 )
-def test_what_would_leave_rows_out_is_refused(wrong: Sharing, said: str) -> None:
+def test_what_would_leave_rows_out_is_refused(wrong: RowSharing, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         ExtendCut(query_tokens=5, sharing=wrong)

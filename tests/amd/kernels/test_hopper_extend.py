@@ -14,7 +14,7 @@ from triton import JITFunction
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.schedules import extend_schedule
@@ -89,7 +89,7 @@ PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
 
 
 def run_hopper(
-    tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
+    tensors: Tensors, sharing: RowSharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
 ) -> ExtendCut:
     """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
 
@@ -319,7 +319,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
 
 @coded_dims
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
-def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(
+def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(
     scales: Scales, dim: int, device: torch.device
 ) -> None:
     """Rows are converted to float16 with a scale, and the product of both scales and -inf must not be NaN."""
@@ -392,7 +392,7 @@ def test_padded_tokens_never_change_a_real_one(dim: int, device: torch.device) -
 def test_few_tokens_after_many_are_right(dim: int, device: torch.device) -> None:
     """Every program has a part of the only row."""
     tensors = build(replace(RAGGED, kv_len=[70001], q_len=[3], tail=0, heads=(4, 1), dims=(dim, dim)), device)
-    run_hopper(tensors, Sharing(programs=132))
+    run_hopper(tensors, RowSharing(programs=132))
     assert_served(tensors)
 
 
@@ -474,7 +474,7 @@ def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
 def test_many_short_sequences_are_right(dim: int, device: torch.device) -> None:
     kv_len, q_len = [20 + at % 37 for at in range(300)], [at % 3 for at in range(300)]
     tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, heads=(2, 1), dims=(dim, dim)), device)
-    run_hopper(tensors, Sharing(programs=132))
+    run_hopper(tensors, RowSharing(programs=132))
     assert_served(tensors)
 
 
@@ -485,7 +485,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
     tiles = hopper_tiles(dim, long.page_size, coded=False)
     first, second = build(long, device), build(short, device, seed=1)
-    cut = extend_cut(first, tiles.extend, Sharing(programs=132))
+    cut = extend_cut(first, tiles.extend, RowSharing(programs=132))
     schedule = garbage(cut.words(60, 2), device)
     partials = torch.full(
         (cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim),), float("nan"), device=device
@@ -514,7 +514,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
         assert_served(replace(tensors, reference=step.reference, reference_lse=step.reference_lse))
 
 
-def run_segments(tensors: Tensors, *, sharing: Sharing = NONE_SHARED) -> ExtendCut:
+def run_segments(tensors: Tensors, *, sharing: RowSharing = NONE_SHARED) -> ExtendCut:
     """Runs the deterministic schedule, extend and merge."""
     return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
 
@@ -611,17 +611,17 @@ DECODE = {"one_kv_head": "triton.hopper_decode"}
 def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool, device: torch.device) -> None:
     problem = LAYERS[layer]
     chosen = select(problem, detect_target(device), "triton")
-    assert chosen.kernel(StepKind.EXTEND).row.name == "triton.hopper_extend"
-    assert chosen.kernel(StepKind.MIXED).row.name == "triton.hopper_extend+decode"
-    assert chosen.kernel(StepKind.DECODE).row.name == DECODE.get(layer, "triton.decode")
+    assert chosen.kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend"
+    assert chosen.kernel(StepKind.MIXED).entry.name == "triton.hopper_extend+decode"
+    assert chosen.kernel(StepKind.DECODE).entry.name == DECODE.get(layer, "triton.decode")
     teller = Teller(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
-    told, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
-    teller.step([(told, 500)])
-    teller.step([(beside, 300), (told, 200)])
+    reported, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
+    teller.step([(reported, 500)])
+    teller.step([(beside, 300), (reported, 200)])
     for new in (70, 1, 60, 1):
-        teller.step([(told, new), (beside, 1)])
-    teller.step([(beside, 400), (told, 1)])
-    for each in (told, beside):
+        teller.step([(reported, new), (beside, 1)])
+    teller.step([(beside, 400), (reported, 1)])
+    for each in (reported, beside):
         teller.check(each)
 
 

@@ -118,7 +118,7 @@ def test_latents_in_eight_bits_are_what_their_codes_are_worth(case: Case, kernel
             assert_served(tensors)
 
 
-def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(kernel_device: torch.device) -> None:
+def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(kernel_device: torch.device) -> None:
     """Rows of bfloat16 are converted with a scale, and the product of both scales and -inf must not be NaN."""
     tensors = build(replace(DECODES, dtype=torch.bfloat16, kv=Encoding.E4M3FN, scales=Scales.LAYER), kernel_device)
     assert tensors.k_scale is not None

@@ -41,7 +41,7 @@ def one_byte(pages: int, page_size: int) -> list[Tensor]:
     return [page_words(value_rows(counted(pages, page_size, 1, 7, dtype=torch.uint8)))]
 
 
-def factors(pages: int, page_size: int) -> list[Tensor]:
+def scale_values(pages: int, page_size: int) -> list[Tensor]:
     return [counted(pages, 3, page_size).transpose(1, 2)[:, :, None, None]]
 
 
@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[Words, tuple[int, ...]]] = {
     "linear": (linear, (1, 2, 3, 16)),
     "wide": (wide, (4,)),
     "one byte": (one_byte, (2,)),
-    "factors": (factors, (4,)),
+    "factors": (scale_values, (4,)),
     "vectorised K": (vectorised_keys, (4, 8)),
     "vectorised V": (vectorised_values, (4, 8)),
 }

@@ -51,7 +51,7 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     )
     is_hoppers = dim >= MIN_HEAD_DIM and Release.of(triton_version()) in TRITONS
     prefill = select(problem, detect_target(device), "triton").kernel(StepKind.PREFILL)
-    assert prefill.row.name == ("triton.hopper_prefill" if is_hoppers else "triton.prefill")
+    assert prefill.entry.name == ("triton.hopper_prefill" if is_hoppers else "triton.prefill")
     launch = Mock(wraps=hopper_launches.launch_hopper_extend)
     monkeypatch.setattr(triton_hopper, "hopper_launches", SimpleNamespace(launch_hopper_extend=launch))
     teller = Teller(
@@ -72,10 +72,10 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     assert isinstance(many, TritonExtend)
     assert many.tiles.query_rows == most_rows
     for q_len in lengths:
-        told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
-        teller.step(list(zip(told, q_len, strict=True)))
+        reported = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
+        teller.step(list(zip(reported, q_len, strict=True)))
         assert launch.call_count == 0
-        for each in told:
+        for each in reported:
             teller.check(each)
             teller.free(each)
     long = teller.begin(Story.random(problem, 1000, 9))

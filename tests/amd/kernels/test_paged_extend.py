@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
@@ -320,7 +320,7 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
     return words
 
 
-BY_SEGMENTS = Sharing(
+BY_SEGMENTS = RowSharing(
     programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32
 )
 
@@ -330,15 +330,15 @@ BY_SEGMENTS = Sharing(
     "sharing",
     [
         WHOLE_ROWS,
-        Sharing(programs=7, rows=2, rows_at_once=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
-        Sharing(programs=3, rows=1, row_keys=1, split_keys=3, gain=1, least_keys=9, window_left=33),
-        Sharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
-        Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
-        Sharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
+        RowSharing(programs=7, rows=2, rows_at_once=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
+        RowSharing(programs=3, rows=1, row_keys=1, split_keys=3, gain=1, least_keys=9, window_left=33),
+        RowSharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
+        RowSharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
+        RowSharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
         BY_SEGMENTS,
         BY_SEGMENTS._replace(shares_first=True),
-        Sharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=12, alike_keys=1),
-        Sharing(programs=60, rows=1, row_keys=9, split_keys=999, gain=0, least_keys=5, window_left=33, alike_keys=4),
+        RowSharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=12, alike_keys=1),
+        RowSharing(programs=60, rows=1, row_keys=9, split_keys=999, gain=0, least_keys=5, window_left=33, alike_keys=4),
     ],
     ids=[
         "whole",
@@ -358,7 +358,7 @@ BY_SEGMENTS = Sharing(
     [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), pytest.param(70, 3, 2, 5, marks=pytest.mark.nightly)],
 )
 def test_the_device_lists_the_tiles_of_the_host_twin(
-    sharing: Sharing,
+    sharing: RowSharing,
     num_seqs: int,
     longest_q: int,
     min_q_len: int,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.refs import sampling as refs
-from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
+from rocm_attn.kernels.sampling.row_results import ALL_ZERO
 
 Pick = Callable[..., None]
 Float64Array = npt.NDArray[np.float64]
@@ -105,7 +105,7 @@ def test_rows_that_draw_and_rows_that_do_not_stand_side_by_side(pick: Pick, kern
 @pytest.mark.fast
 @picks
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
-def test_a_row_that_no_token_can_be_picked_from_is_told_and_has_one_that_exists(
+def test_a_row_that_no_token_can_be_picked_from_is_reported_and_has_one_that_exists(
     pick: Pick, temperature: float, kernel_device: torch.device
 ) -> None:
     rows = [[1, NAN, 3], [NAN, NAN, NAN], [1, INF, 3], [-INF, -INF, -INF], [0, 0, 0], [-0.0, 0.0, 0.0], [-INF, 0, -1]]

@@ -17,7 +17,7 @@ import torch
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_lab.bench.clocks import GraphClock
 from rocm_lab.benchmarks.random_shapes import ROUND_US, cases_of
-from rocm_lab.benchmarks.shape_sweep import Shape, Work
+from rocm_lab.benchmarks.shape_sweep import SweepShape, SweepStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,21 +28,21 @@ PROCESSES = 3
 SECONDS = 2.0
 
 
-def shape(heads: tuple[int, int], dim: int, page_size: int, work: Work, kv_len: list[int], new: int) -> Shape:
-    return Shape(*heads, dim, page_size, UNLIMITED_WINDOW, work, tuple(kv_len), (new,) * len(kv_len))
+def shape(heads: tuple[int, int], dim: int, page_size: int, work: SweepStep, kv_len: list[int], new: int) -> SweepShape:
+    return SweepShape(*heads, dim, page_size, UNLIMITED_WINDOW, work, tuple(kv_len), (new,) * len(kv_len))
 
 
 # Keys gathered and by TMA, rows drawn and assigned, prompts only, drafts to verify, decode.
 SHAPES = {
-    "gathered, drawn": shape((70, 10), 72, 1, Work.EXTEND, [30] * 3, 20),
-    "gathered, drawn, long": shape((12, 4), 80, 4, Work.EXTEND, [2200] * 8, 600),
-    "gathered": shape((16, 4), 64, 2, Work.EXTEND, [700] * 3, 500),
-    "drawn": shape((32, 2), 80, 128, Work.EXTEND, [3245] * 2, 1445),
-    "heads of 128": shape((32, 8), 128, 16, Work.EXTEND, [1500] * 4, 300),
-    "heads of 256": shape((16, 4), 256, 16, Work.EXTEND, [900] * 2, 400),
-    "prompts": shape((32, 8), 96, 16, Work.EXTEND, [60] * 16, 60),
-    "drafts": shape((32, 8), 128, 16, Work.VERIFY, [2000] * 16, 5),
-    "decode": shape((32, 8), 128, 16, Work.DECODE, [3000] * 16, 1),
+    "gathered, drawn": shape((70, 10), 72, 1, SweepStep.EXTEND, [30] * 3, 20),
+    "gathered, drawn, long": shape((12, 4), 80, 4, SweepStep.EXTEND, [2200] * 8, 600),
+    "gathered": shape((16, 4), 64, 2, SweepStep.EXTEND, [700] * 3, 500),
+    "drawn": shape((32, 2), 80, 128, SweepStep.EXTEND, [3245] * 2, 1445),
+    "heads of 128": shape((32, 8), 128, 16, SweepStep.EXTEND, [1500] * 4, 300),
+    "heads of 256": shape((16, 4), 256, 16, SweepStep.EXTEND, [900] * 2, 400),
+    "prompts": shape((32, 8), 96, 16, SweepStep.EXTEND, [60] * 16, 60),
+    "drafts": shape((32, 8), 128, 16, SweepStep.VERIFY, [2000] * 16, 5),
+    "decode": shape((32, 8), 128, 16, SweepStep.DECODE, [3000] * 16, 1),
 }
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.refs import sampling as refs
-from rocm_attn.kernels.sampling.asked import IN_PROMPT, NONE
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
+from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT, NONE
 from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from tests.amd.tolerances import assert_logprobs_close, assert_shaped_close
 
@@ -44,7 +44,7 @@ def asked_of(
     top_k: int = 0,
     depth: float = -INF,
 ) -> list[int]:
-    """Returns a row of asked.py. penalties: repetition, presence, frequency"""
+    """Returns a row of request_options.py. penalties: repetition, presence, frequency"""
     return [row, counts, mask, *map(bits, penalties), top_k, bits(depth)]
 
 
@@ -89,7 +89,7 @@ def test_rows_are_shaped_by_their_own_counts_and_masks(
     masks = torch.randint(-(2**31), 2**31, (2, words), generator=random).int()
     allowed = [(int(masks[at, token // 32]) >> (token % 32)) & 1 == 1 for at in range(2) for token in range(vocab)]
     penalties = [(1.3, 0.5, 0.25), (0.7, -1.5, 2.0), (1.0, 0.0, 0.0), (2.0, 1.0, 0.0)]
-    asked = torch.tensor(
+    requested = torch.tensor(
         [
             asked_of(4, 2, 1, penalties[0]),
             asked_of(0, 0, NONE, penalties[1]),
@@ -103,7 +103,7 @@ def test_rows_are_shaped_by_their_own_counts_and_masks(
     masks_room, bits_here = amid(masks, -1, kernel_device)
     room, shaped = amid(torch.zeros(4, vocab), NAN, kernel_device)
     before = logits.clone()
-    shape(logits, asked, here, bits_here, shaped)
+    shape(logits, requested, here, bits_here, shaped)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert_around_is_poison(room, NAN)
     assert_around_is_poison(counts_room, 77)
@@ -133,9 +133,11 @@ def test_only_the_likeliest_are_kept_and_of_equal_ones_the_first(
     values = torch.randn(6, vocab, generator=torch.Generator().manual_seed(5)).mul(4).round()
     values[:, ::5] = -INF
     wanted = [(0, -INF), (7, -INF), (0, -2.0), (11, -1.5), (1, 0.0), (vocab, -1e30)]
-    asked = torch.tensor([asked_of(9, 9, 9, top_k=k, depth=depth) for k, depth in wanted], device=kernel_device).int()
+    requested = torch.tensor(
+        [asked_of(9, 9, 9, top_k=k, depth=depth) for k, depth in wanted], device=kernel_device
+    ).int()
     room, shaped = amid(values, NAN, kernel_device)
-    cut(asked, shaped)
+    cut(requested, shaped)
     assert_around_is_poison(room, NAN)
     for row, before, (top_k, depth) in zip(shaped.cpu().numpy(), values.numpy(), wanted, strict=True):
         order = np.argsort(-before, kind="stable")
@@ -161,9 +163,9 @@ def test_logprobs_of_the_picked_and_of_the_likeliest_tokens_are_those_of_float64
     nums, width, unwritten = {4: 20, 0: 5, 1: 3, 2: 0}, 20, -77
     picked = torch.randint(0, vocab, (5,), generator=random).int()
     picked[0] = 1
-    asked = torch.tensor(list(nums.items()), dtype=torch.int32, device=kernel_device)
+    requested = torch.tensor(list(nums.items()), dtype=torch.int32, device=kernel_device)
     room, found = amid(torch.full((4, 1 + 2 * width), unwritten, dtype=torch.int32), unwritten, kernel_device)
-    find(logits.to(kernel_device), asked, picked.to(kernel_device), found)
+    find(logits.to(kernel_device), requested, picked.to(kernel_device), found)
     assert_around_is_poison(room, unwritten)
     for (row, num), words in zip(nums.items(), found.cpu(), strict=True):
         exact = logits[row].double().log_softmax(-1)
@@ -176,23 +178,26 @@ def test_logprobs_of_the_picked_and_of_the_likeliest_tokens_are_those_of_float64
 
 
 @finds
-def test_of_a_row_that_no_token_can_be_picked_from_anything_is_told_and_nothing_else_written(
+def test_of_a_row_that_no_token_can_be_picked_from_anything_is_reported_and_nothing_else_written(
     find: Launch, kernel_device: torch.device
 ) -> None:
     rows = [[1, NAN, 3], [1, INF, 3], [-INF, -INF, -INF]]
-    asked = torch.tensor([[0, 2], [1, 2], [2, 2]], dtype=torch.int32, device=kernel_device)
+    requested = torch.tensor([[0, 2], [1, 2], [2, 2]], dtype=torch.int32, device=kernel_device)
     room, found = amid(torch.zeros(3, 5, dtype=torch.int32), -77, kernel_device)
     find(
-        torch.tensor(rows, device=kernel_device), asked, torch.zeros(3, dtype=torch.int32, device=kernel_device), found
+        torch.tensor(rows, device=kernel_device),
+        requested,
+        torch.zeros(3, dtype=torch.int32, device=kernel_device),
+        found,
     )
     assert_around_is_poison(room, -77)
 
 
 def test_more_likeliest_tokens_than_there_are_tokens_are_all_of_them(kernel_device: torch.device) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]], device=kernel_device)
-    asked = torch.tensor([[0, 20]], dtype=torch.int32, device=kernel_device)
+    requested = torch.tensor([[0, 20]], dtype=torch.int32, device=kernel_device)
     for find in (launch_likeliest, refs.likeliest):
         found = torch.full((1, 41), -77, dtype=torch.int32, device=kernel_device)
-        find(logits, asked, torch.zeros(1, dtype=torch.int32, device=kernel_device), found)
+        find(logits, requested, torch.zeros(1, dtype=torch.int32, device=kernel_device), found)
         assert sorted(found[0, 1:7:2].tolist()) == [0, 1, 2]
         assert bool((found[0, 7:] == -77).all())

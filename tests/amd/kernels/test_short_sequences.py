@@ -13,8 +13,8 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendRow
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTileChoice
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
@@ -89,7 +89,7 @@ def test_a_shape_tells_how_many_new_tokens_a_sequence_is_likely_to_have(shape: P
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("arch", sorted({row.arch for row in EXTEND_ROWS if row.max_rows < ANY_ROWS}))
+@pytest.mark.parametrize("arch", sorted({row.arch for row in EXTEND_CHOICES if row.max_rows < ANY_ROWS}))
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MASKED])
 def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: StepKind) -> None:
     """Buffers are made for the largest shapes, which have other tiles than smaller ones."""
@@ -105,8 +105,8 @@ def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: S
             assert kernel.schedule.words(shape) <= kernel.schedule.words(largest)
 
 
-def rows_of(arch: str, gqa_ratio: int, dim: int) -> Sequence[ExtendRow]:
-    return extend_rows(arch, gqa_ratio=gqa_ratio, num_kv_heads=1, head_dim=dim, v_head_dim=dim, dtype=BF16)
+def rows_of(arch: str, gqa_ratio: int, dim: int) -> Sequence[ExtendTileChoice]:
+    return extend_choices(arch, gqa_ratio=gqa_ratio, num_kv_heads=1, head_dim=dim, v_head_dim=dim, dtype=BF16)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942", "gfx950", "interpreter"])

@@ -9,7 +9,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.refs.attention import seq_of_tokens
 from rocm_attn.kernels.refs.sparse import selected_attention
-from rocm_attn.kernels.sparse.arguments import SelectedArgs, Selection, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.cuts import segment_cut, selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
@@ -125,7 +125,7 @@ def selected_everything(dense: Tensors, unit_tokens: int) -> SelectedArgs:
         - dense.q_indptr[seq_of_token + 1]
         + torch.arange(len(dense.q), device=dense.q.device)
     )
-    tokens = TokenPlaces(
+    tokens = SparseTokens(
         dense.row_of_seq[seq_of_token],
         torch.where(is_token, position, 0).int(),
         dense.q_indptr[-1:],
@@ -142,7 +142,7 @@ def selected_everything(dense: Tensors, unit_tokens: int) -> SelectedArgs:
         pages=given.pages,
         table=given.table,
         tokens=tokens,
-        selection=Selection(units[:, None].contiguous(), counts[:, None].contiguous(), unit_tokens),
+        selection=SelectedKeys(units[:, None].contiguous(), counts[:, None].contiguous(), unit_tokens),
         out=torch.full_like(dense.out, UNTOUCHED),
         lse=torch.full_like(dense.lse, UNTOUCHED),
         sinks=given.sinks,

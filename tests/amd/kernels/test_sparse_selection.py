@@ -20,8 +20,8 @@ from rocm_attn.kernels.sparse.arguments import (
     Indexing,
     LastUnit,
     Pooling,
-    Selection,
-    TokenPlaces,
+    SelectedKeys,
+    SparseTokens,
 )
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import index_splits, select_words, top_k_cut
@@ -106,11 +106,11 @@ def lines_of(scores: Tensor, indexing: Indexing, *, longest_part: int = 8192) ->
     return expected
 
 
-def tokens_at(positions: list[int], device: torch.device) -> TokenPlaces:
+def tokens_at(positions: list[int], device: torch.device) -> SparseTokens:
     """Returns tokens of one row each."""
     numbers = torch.tensor(positions, dtype=torch.int32, device=device)
     rows = torch.arange(len(positions), dtype=torch.int32, device=device)
-    return TokenPlaces(
+    return SparseTokens(
         rows, numbers, torch.tensor([len(positions)], dtype=torch.int32, device=device), 1, max(positions) + 1
     )
 
@@ -238,7 +238,7 @@ def test_a_selection_that_leaves_its_sequence_is_reported(
     tokens.num_tokens.fill_(2)
     for check in (launch_check_selection, check_selection):
         faults = torch.zeros(1, dtype=torch.int32, device=kernel_device)
-        check(Selection(units.to(kernel_device), counts.to(kernel_device), 4), tokens, faults)
+        check(SelectedKeys(units.to(kernel_device), counts.to(kernel_device), 4), tokens, faults)
         assert faults.tolist() == [fault]
 
 

@@ -182,12 +182,12 @@ def _wrapped(value: int) -> int:
 @settings(max_examples=25)
 @given(case=given_lengths())
 def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_device: torch.device, case: Given) -> None:
-    kv_len, kv_bound, q_len, q_bound, floor, stored = (list(column) for column in zip(*case.seqs, strict=True))
+    kv_len, kv_bound, q_len, q_bound, first_writable, stored = (list(column) for column in zip(*case.seqs, strict=True))
     n, most = len(case.seqs), sum(q_bound)
     words = [n, most, 41, 0, 40, 0, 40, 0, *range(1, n + 1), *kv_bound, *q_bound]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     ids = list(range(100, 100 + most)) if case.with_ids else []
-    sources = [device_ints(values, kernel_device) for values in (kv_len, q_len, ids, floor, stored)]
+    sources = [device_ints(values, kernel_device) for values in (kv_len, q_len, ids, first_writable, stored)]
     counts = device_ints([n, most, 41, 0], kernel_device)
     lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
     token_ids = garbage(max(1, most + case.token_pads), kernel_device)
@@ -202,18 +202,18 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
         if kept[seq] - new[seq] > stored[seq]:
             error |= UNSTORED_TOKEN
             kept[seq] = stored[seq] + new[seq]
-        if new[seq] and kept[seq] - new[seq] < floor[seq]:
+        if new[seq] and kept[seq] - new[seq] < first_writable[seq]:
             error |= SHARED_TOKEN
-            kept[seq] = min(floor[seq] + new[seq], kv_bound[seq])
-            new[seq] = min(new[seq], kept[seq] - floor[seq])
-        assert not new[seq] or floor[seq] <= kept[seq] - new[seq]
+            kept[seq] = min(first_writable[seq] + new[seq], kv_bound[seq])
+            new[seq] = min(new[seq], kept[seq] - first_writable[seq])
+        assert not new[seq] or first_writable[seq] <= kept[seq] - new[seq]
         assert kept[seq] <= kv_bound[seq]
     pads = [GARBAGE] * case.seq_pads
     assert [x.tolist() for x in lengths] == [kept + pads, new + pads]
     assert counts.tolist() == [n, sum(new), 41, error]
     live = ids[: sum(new)]
     assert token_ids.tolist() == live + [0] * (len(token_ids) - len(live))
-    assert [x.tolist() for x in sources] == [given, q_len, ids, floor, stored]
+    assert [x.tolist() for x in sources] == [given, q_len, ids, first_writable, stored]
     assert slot.tolist() == words
 
 

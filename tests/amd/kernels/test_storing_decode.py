@@ -136,7 +136,7 @@ def test_tokens_and_slots_of_no_one_are_dropped(kernel_device: torch.device) -> 
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_stored_as_0_and_told(side: str, value: float, kernel_device: torch.device) -> None:
+def test_what_is_not_finite_is_stored_as_0_and_reported(side: str, value: float, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, heads=(4, 2)), kernel_device)
     new = _new_rows(tensors)
     getattr(new, side)[4, 1, 3] = value

@@ -12,12 +12,19 @@ import torch
 
 from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows, extend_tiles
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES, decode_tiles
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices, extend_tiles
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
-from rocm_attn.kernels.tuning.rows import Rows
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, ExtendRow, ExtendTiles, NoTiles
+from rocm_attn.kernels.tuning.tile_choices import TableFile
+from rocm_attn.kernels.tuning.tiles import (
+    CodeKind,
+    DecodeTileChoice,
+    DecodeTiles,
+    ExtendTileChoice,
+    ExtendTiles,
+    NoTiles,
+)
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16
@@ -77,7 +84,7 @@ def test_a_miss_is_an_error_that_says_what_exists(
 
 
 def test_a_family_serves_only_members_without_a_row_of_their_own() -> None:
-    family = next(row.tiles for row in DECODE_ROWS if row.arch == "sm_")
+    family = next(row.tiles for row in DECODE_CHOICES if row.arch == "sm_")
     assert decode_for("sm_80", (8, 8), (128, 128)) == family
     assert decode_for("sm_90", (8, 8), (128, 128)) != family
 
@@ -109,7 +116,7 @@ def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> No
 
     def joined(num_kv_heads: int, gqa_ratio: int, dim: int) -> list[tuple[int, int]]:
         heads: dict[str, Any] = {"gqa_ratio": gqa_ratio, "num_kv_heads": num_kv_heads}
-        rows = extend_rows("sm_90", **heads, head_dim=dim, v_head_dim=dim, dtype=BF16)
+        rows = extend_choices("sm_90", **heads, head_dim=dim, v_head_dim=dim, dtype=BF16)
         return [(row.max_rows, row.tiles.heads_per_row) for row in rows if row.max_rows <= 64]
 
     assert joined(8, 1, 16) == [(4, 4), (16, 1), (32, 2), (64, 1)]
@@ -118,13 +125,13 @@ def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> No
     assert joined(3, 4, 24) == [(16, 1), (64, 1)], "an odd number of KV heads"
     assert joined(12, 40, 24) == [(64, 1)], "more query heads than half a block has rows"
     assert joined(8, 4, 32) == [(16, 1), (64, 1)], "of more elements"
-    assert all(row.tiles.heads_per_row == 1 or _is_one_block(row) for row in EXTEND_ROWS)
+    assert all(row.tiles.heads_per_row == 1 or _is_one_block(row) for row in EXTEND_CHOICES)
 
 
 def test_layers_of_windows_have_tiles_of_their_own_up_to_the_windows_that_they_were_measured_with() -> None:
     def of_many_tokens(dim: int, **window: Any) -> ExtendTiles:
         shape: dict[str, Any] = {"gqa_ratio": 8, "num_kv_heads": 8, "head_dim": dim, "v_head_dim": dim, "dtype": BF16}
-        return extend_rows("sm_90", **shape, **window)[-1].tiles
+        return extend_choices("sm_90", **shape, **window)[-1].tiles
 
     for dim in (72, 80, 96):
         assert of_many_tokens(dim).query_rows == 128
@@ -132,8 +139,8 @@ def test_layers_of_windows_have_tiles_of_their_own_up_to_the_windows_that_they_w
     assert of_many_tokens(128, window=128) == of_many_tokens(128)
 
 
-def _is_one_block(row: ExtendRow) -> bool:
-    return row.max_rows * row.tiles.heads_per_row <= row.tiles.query_rows and row.codes == (Codes.NONE,)
+def _is_one_block(row: ExtendTileChoice) -> bool:
+    return row.max_rows * row.tiles.heads_per_row <= row.tiles.query_rows and row.codes == (CodeKind.NONE,)
 
 
 def test_query_blocks_are_filled_by_fewer_heads_of_a_kv_head() -> None:
@@ -163,15 +170,15 @@ def test_a_row_of_a_file_with_a_wrong_name_or_value_is_refused(
 ) -> None:
     monkeypatch.setattr(pkgutil, "get_data", lambda *_: f'{{"decode": [{{{fields}}}]}}'.encode())
     with pytest.raises((AssertionError, KeyError), match=refusal):
-        list(Rows(DecodeRow, "decode.json", "decode"))
+        list(TableFile(DecodeTileChoice, "decode.json", "decode"))
 
 
 def test_every_row_starts_with_whole_tiles() -> None:
     """Triton needs powers of two, matrix units at least 16 on a side."""
-    sides = [row.tiles.key_block for row in DECODE_ROWS]
-    sides += [side for row in EXTEND_ROWS for side in (row.tiles.query_rows, row.tiles.key_block)]
+    sides = [row.tiles.key_block for row in DECODE_CHOICES]
+    sides += [side for row in EXTEND_CHOICES for side in (row.tiles.query_rows, row.tiles.key_block)]
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
-    assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_ROWS)
+    assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_CHOICES)
 
 
 @pytest.mark.fast

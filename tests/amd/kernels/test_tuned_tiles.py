@@ -13,19 +13,19 @@ import torch
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_lab.cost.cost import Shape
-from rocm_lab.tune.bench import LayerBench, Steps
-from rocm_lab.tune.data import Lengths
-from rocm_lab.tune.jobs import Job, jobs_of
-from rocm_lab.tune.timer import Sample, Work
+from rocm_lab.cost.cost import CostShape
+from rocm_lab.tune.bench import JobSteps, LayerBench
+from rocm_lab.tune.data import StepLengths
+from rocm_lab.tune.jobs import TuneJob, jobs_of
+from rocm_lab.tune.timer import LayerLaunches, Sample
 
 TARGET = known_target("interpreter")
-SHAPES = (Shape(1, 20), Shape(1, 18, 3))
+SHAPES = (CostShape(1, 20), CostShape(1, 18, 3))
 CPU = torch.device("cpu")
 
 
@@ -33,9 +33,9 @@ class FakeTimer:
     """A timer whose samples are the cost of the tiles: 10 us for blocks of 16 keys, otherwise 8."""
 
     def __init__(self) -> None:
-        self.seen: list[Work] = []
+        self.seen: list[LayerLaunches] = []
 
-    def ready(self, work: Work) -> Sample:
+    def ready(self, work: LayerLaunches) -> Sample:
         """Like Timer.ready; it runs the work, as a graph would."""
         work.launch()
         self.seen.append(work)
@@ -51,35 +51,38 @@ LATENT = Problem(4, 1, 48, torch.float32, 16, v_head_dim=32, scale=48**-0.5, poo
 CODED = layer(dtype=torch.float16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
 
 
-def job_of(problem: Problem, table: Table, shapes: tuple[Shape, ...] = SHAPES) -> Job:
+def job_of(problem: Problem, table: TileTable, shapes: tuple[CostShape, ...] = SHAPES) -> TuneJob:
     jobs, _ = jobs_of([problem], TARGET, shapes)
     return next(job for job in jobs if job.table is table)
 
 
-def few_edges(job: Job) -> list[Lengths]:
+def few_edges(job: TuneJob) -> list[StepLengths]:
     """Returns a step with sequences that end in a page and with it, and one of every kind; a GPU has more of them."""
-    return [Lengths((5, 16), (1, 1)) if job.kind.decodes else Lengths((5, 16), (2, 3)), Lengths((17, 4), (1, 3))]
+    return [
+        StepLengths((5, 16), (1, 1)) if job.kind.decodes else StepLengths((5, 16), (2, 3)),
+        StepLengths((17, 4), (1, 3)),
+    ]
 
 
 @pytest.fixture
 def bench(kernel_device: torch.device) -> LayerBench:
     if kernel_device.type != "cpu":
         pytest.skip("the clock of these tests is a stand-in that reads no GPU")
-    return LayerBench(CPU, TARGET, FakeTimer(), Steps(few_edges, apart=1))
+    return LayerBench(CPU, TARGET, FakeTimer(), JobSteps(few_edges, apart=1))
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("problem", "table"),
     [
-        (layer(window_left=20, has_sinks=True), Table.DECODE),
-        (layer(), Table.EXTEND),
-        pytest.param(CODED, Table.DECODE, marks=pytest.mark.nightly),
-        pytest.param(LATENT, Table.LATENT_DECODE, marks=pytest.mark.nightly),
+        (layer(window_left=20, has_sinks=True), TileTable.DECODE),
+        (layer(), TileTable.EXTEND),
+        pytest.param(CODED, TileTable.DECODE, marks=pytest.mark.nightly),
+        pytest.param(LATENT, TileTable.LATENT_DECODE, marks=pytest.mark.nightly),
     ],
     ids=["decode", "extend", "codes", "latent"],
 )
-def test_other_tiles_are_right_and_are_the_ones_that_run(bench: LayerBench, problem: Problem, table: Table) -> None:
+def test_other_tiles_are_right_and_are_the_ones_that_run(bench: LayerBench, problem: Problem, table: TileTable) -> None:
     job = job_of(problem, table)
     other = replace(job.in_use, key_block=32)
     assert bench.judge(job, job.in_use).wrong == ""
@@ -91,7 +94,7 @@ def test_other_tiles_are_right_and_are_the_ones_that_run(bench: LayerBench, prob
 
 def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One KV head's results are in the other's place, as with tiles that mix up heads."""
-    job = job_of(layer(), Table.DECODE)
+    job = job_of(layer(), TileTable.DECODE)
     assert isinstance(job.in_use, DecodeTiles)
     launch = triton_launches.launch_paged_decode
 
@@ -106,7 +109,7 @@ def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkey
 
 
 def test_what_does_not_compile_is_a_sentence_and_the_next_candidate_runs(bench: LayerBench) -> None:
-    job = job_of(layer(), Table.DECODE)
+    job = job_of(layer(), TileTable.DECODE)
     wrong = bench.judge(job, replace(job.in_use, key_block=24)).wrong
     assert wrong.startswith("does not compile or run: ")
     assert bench.judge(job, job.in_use).wrong == ""

@@ -38,7 +38,7 @@ class ByHand:
 
     def step(self, now: int, table: list[list[int]], seqs: list[tuple[int, int, int]], dropped: set[int]) -> bool:
         """Runs a step. True if a page was taken. seqs: row, kv_len, new tokens; dropped: tokens that are not stored"""
-        told, size, writes = False, self.page_size, []
+        reported, size, writes = False, self.page_size, []
         first = 0
         for row, length, new in seqs:
             begin, cell = length - new, row * WIDTH
@@ -55,7 +55,7 @@ class ByHand:
                 step_of_write, by = self.written.get(page, (0, cell + page_no))
                 is_read = new > 0 or (page_no + 1) * size <= length
                 taken = known and is_read and step_of_write > seen[0] and by != cell + page_no
-                told |= taken
+                reported |= taken
                 if taken or not known:
                     self.named[cell + page_no] = now, page
             self.rows[row] = since, begin, length
@@ -66,9 +66,9 @@ class ByHand:
             ]
             first += new
         for page, by in writes:
-            told |= any(other == page and its != by for other, its in writes)
+            reported |= any(other == page and its != by for other, its in writes)
             self.written[page] = now, max(its for other, its in writes if other == page)
-        return told
+        return reported
 
 
 Seqs = list[tuple[int, int, int]]
@@ -132,7 +132,7 @@ def test_each_step_tells_what_plain_python_tells(
     watch_pages: Launch, page_size: int, null_page: bool, kernel_device: torch.device
 ) -> None:
     """Rows continue, go back or are replaced, with new tokens or none, over a table whose entries change."""
-    choice, told = random.Random(page_size), []
+    choice, reported = random.Random(page_size), []
     for _ in range(20):
         both = Both(watch_pages, page_size, null_page, kernel_device)
         pages = choice.sample(range(-1, ROWS * WIDTH - 1), ROWS * WIDTH)
@@ -146,15 +146,17 @@ def test_each_step_tells_what_plain_python_tells(
                 lengths[row] = min(begin + new, WIDTH * page_size)
                 seqs.append((row, lengths[row], max(lengths[row] - begin, 0)))
             if not meet(table, seqs, page_size):
-                told.append(both.step(table, seqs, {choice.randint(0, 9)}))
+                reported.append(both.step(table, seqs, {choice.randint(0, 9)}))
             row, page_no = choice.randrange(ROWS), choice.randrange(WIDTH)
             table[row][page_no] = choice.choice([*choice.choice(table), *choice.choice(table), -1, 0, PAGES])
-    assert told.count(True) > 3
-    assert told.count(False) > 30
+    assert reported.count(True) > 3
+    assert reported.count(False) > 30
 
 
 @watches
-def test_a_page_that_two_entries_write_in_one_step_is_told(watch_pages: Launch, kernel_device: torch.device) -> None:
+def test_a_page_that_two_entries_write_in_one_step_is_reported(
+    watch_pages: Launch, kernel_device: torch.device
+) -> None:
     both = Both(watch_pages, 4, True, kernel_device)
     table = [[2, 3, 4, 0, 0, 0], [5, 6, 7, 0, 0, 0], *[[0] * WIDTH] * 3]
     assert not both.step(table, [(0, 8, 8), (1, 8, 8)], set())

@@ -76,8 +76,8 @@ def moves(memory: Memory) -> None:
 def coded_pages(num_pages: int, scales: Scales) -> list[Tensor]:
     """Bytes of three heads of odd dims, with gaps, and the scales of K and V."""
     pages = [torch.zeros(num_pages, 3, PAGE_SIZE, dim + 8, dtype=torch.uint8)[..., :dim] for dim in (24, 40)]
-    factors = torch.full((3,), 0.02) if scales is Scales.HEAD else torch.zeros(num_pages, PAGE_SIZE, 3)
-    return [*(side.transpose(1, 2) for side in pages), factors, factors.clone()]
+    scale_values = torch.full((3,), 0.02) if scales is Scales.HEAD else torch.zeros(num_pages, PAGE_SIZE, 3)
+    return [*(side.transpose(1, 2) for side in pages), scale_values, scale_values.clone()]
 
 
 def of_coded_pages(launch: Callable[..., None], scales: Scales) -> Callable[..., None]:

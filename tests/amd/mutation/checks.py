@@ -87,5 +87,5 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "speculative/accept_drawn.py": speculative_checks.accept_drawn,
     "speculative/accept_sampled.py": speculative_checks.accept_sampled,
     "speculative/move_paths.py": speculative_checks.move_paths,
-    "speculative/next_round.py": speculative_checks.next_round,
+    "speculative/next_step.py": speculative_checks.next_step,
 }

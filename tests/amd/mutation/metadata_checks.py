@@ -265,13 +265,13 @@ def device_inputs(memory: Memory) -> None:
     Lengths also lie below the shared length and above the stored one.
     """
     slot = ints([2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
-    for kv_len, q_len, floor, stored in (
+    for kv_len, q_len, first_writable, stored in (
         ([29, 40], [1, 2], [28, 0], [28, 38]),
         ([31, 1], [4, 2], [0, 0], [40, 40]),
         ([29, 1], [3, 1], [28, 9], [40, 40]),
         ([20, 30], [3, 2], [0, 0], [9, 27]),
     ):
-        inputs = [slot, *(ints(values) for values in (kv_len, q_len, [11, 12, 13, 14, 15], floor, stored))]
+        inputs = [slot, *(ints(values) for values in (kv_len, q_len, [11, 12, 13, 14, 15], first_writable, stored))]
         outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
         assert_same(
             memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs

@@ -11,7 +11,7 @@ from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
-from tests.amd.kernels.asked_cases import asked_rows, finding, shaping
+from tests.amd.kernels.parameter_cases import asked_rows, finding, shaping
 from tests.amd.mutation.fresh_tensors import garbage
 from tests.amd.mutation.memory import Memory, assert_same
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.sparse.arguments import NOT_ASCENDING, Indexing, IndexPages, Selection, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import NOT_ASCENDING, Indexing, IndexPages, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import selected_cut, top_k_cut
@@ -73,7 +73,7 @@ def placed_index(memory: Memory, problem: IndexProblem) -> IndexProblem:
     return replace(problem, args=placed)
 
 
-def placed_tokens(memory: Memory, tokens: TokenPlaces) -> TokenPlaces:
+def placed_tokens(memory: Memory, tokens: SparseTokens) -> SparseTokens:
     """Tokens in memory; those of no sequence have a place all the same."""
     position = tokens.position_of_token.clone()
     position[int(tokens.num_tokens) :] = 5
@@ -95,7 +95,7 @@ def top_k(memory: Memory) -> None:
             cut = top_k_cut(40, indexing, longest_part=longest_part)
             one = torch.tensor([3], dtype=torch.int32)
             numbers = torch.tensor(positions, dtype=torch.int32)
-            tokens = placed_tokens(memory, TokenPlaces(numbers, numbers, one, 1, 40))
+            tokens = placed_tokens(memory, SparseTokens(numbers, numbers, one, 1, 40))
             selection = placed_selection(memory, empty_selection(4, indexing, CPU))
             scratch = placed_scratch(memory, 4 * (cut.line_words - cut.stride)).view(torch.int32)
             launch_top_k(memory.put(given), scratch, tokens, selection, indexing=indexing, cut=cut)
@@ -112,7 +112,7 @@ def placed_scratch(memory: Memory, words: int) -> Tensor:
     return memory.put(torch.full((words,), GARBAGE, dtype=torch.int32).view(torch.float32)) if words else torch.empty(0)
 
 
-def placed_selection(memory: Memory, selection: Selection) -> Selection:
+def placed_selection(memory: Memory, selection: SelectedKeys) -> SelectedKeys:
     return selection._replace(units=memory.put(selection.units), counts=memory.put(selection.counts))
 
 
@@ -165,9 +165,9 @@ def check_selection(memory: Memory) -> None:
     for last, fault in ((right, 0), ([0, 1, 2, 3, 3], NOT_ASCENDING)):
         units = [[right], [last]]
         counts = torch.full((2, 1), 5, dtype=torch.int32)
-        selection = placed_selection(memory, Selection(torch.tensor(units, dtype=torch.int32), counts, 2))
+        selection = placed_selection(memory, SelectedKeys(torch.tensor(units, dtype=torch.int32), counts, 2))
         position, two = torch.tensor([9, 9], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         faults = memory.put(torch.zeros(1, dtype=torch.int32))
-        launch_check_selection(selection, placed_tokens(memory, TokenPlaces(position, position, two, 1, 10)), faults)
+        launch_check_selection(selection, placed_tokens(memory, SparseTokens(position, position, two, 1, 10)), faults)
         assert faults.tolist() == [fault]
         memory.assert_surroundings_untouched()

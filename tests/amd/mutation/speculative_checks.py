@@ -7,7 +7,7 @@ from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
-from rocm_attn.kernels.speculative.next_round import launch_next_round
+from rocm_attn.kernels.speculative.next_step import launch_next_step
 from tests.amd.kernels.speculative_cases import (
     drawn,
     layers_of_pages,
@@ -46,9 +46,9 @@ def move_paths(memory: Memory) -> None:
         assert_same(memory, launch, twin, paths(), [layers_of_pages()])
 
 
-def next_round(memory: Memory) -> None:
+def next_step(memory: Memory) -> None:
     """Checks texts of one token and of more than a block, some with repetitions, and a length that is cut or kept."""
-    launch, twin = of_next_round(launch_next_round, 3), of_next_round(twins.next_round, 3)
+    launch, twin = of_next_round(launch_next_step, 3), of_next_round(twins.next_step, 3)
     # Programs run in any order: the reports of a program are there before, or none are.
     for last_limit, error in ((8, 64 | LENGTH_BEYOND_BOUND), (9, 64)):
         assert_same(memory, launch, twin, rounds(last_limit), of_rounds(_GARBAGE, error))

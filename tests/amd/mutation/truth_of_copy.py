@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import ALL_KEYS, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.truth.check import Truth, TruthPlan
+from rocm_attn.truth.check import NeedleCheck, TruthPlan
 from tests.amd.interpreted import quicken
 
 # Pages of 32 KiB, so that few of them reach beyond 2 GiB. Those of index keys are as large.
@@ -47,7 +47,9 @@ def main(folder: str, *, selects: bool) -> None:
     )
     pages = (17 << 27) // (_PAGE_SIZE * _HEADS * _DIM)
     plan = TruthPlan((260,), 250, 250, decode_steps=2, num_pages=pages, provider="triton", graphs=False)
-    report = Truth([problem], plan, lambda problems, options: build_runtime(problems, options, device="cpu")).run()
+    report = NeedleCheck(
+        [problem], plan, lambda problems, options: build_runtime(problems, options, device="cpu")
+    ).run()
     print("passed" if report.passed else "missed")
 
 

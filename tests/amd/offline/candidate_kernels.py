@@ -1,4 +1,4 @@
-"""Compiles a candidate's decode or extend kernel as the runtime would launch it, independent of the tuning rows."""
+"""Compiles a candidate's decode or extend kernel as the runtime would launch it, independent of the tuning choices."""
 
 from __future__ import annotations
 

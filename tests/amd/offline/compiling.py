@@ -81,7 +81,7 @@ _WITH_TILES = (
 class LaunchedTiles(NamedTuple):
     """The parameters that a launch is compiled with.
 
-    tiles:         those of a tuning row, the very object
+    tiles:         those of a tuning choice, the very object
     has_window:    true if tokens see a limited number of keys
     merges_within: true if decode adds up parts in its own launch
     """

@@ -12,7 +12,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
 from rocm_lab.cost import cost
-from rocm_lab.cost.cost import GPUS, SHAPES, Shape, predicted, predictions
+from rocm_lab.cost.cost import GPUS, SHAPES, CostShape, predicted, predictions
 from rocm_lab.cost.published import Published, published_decodes, published_extends
 from rocm_lab.cost.static_figures import StaticFigures
 
@@ -35,7 +35,7 @@ def _on(arch: str, triton: str) -> Target:
 
 def _sample() -> str:
     lines = [each.line() for each in predictions(LAYER, _on("gfx942", _TRITONS[0]))]
-    wanted = (str(Shape(64, 4096)), str(Shape(8, 4608, 512)))
+    wanted = (str(CostShape(64, 4096)), str(CostShape(8, 4608, 512)))
     said = [f"    {line}" for line in lines if line.startswith(wanted)]
     head = "  predicted of one layer in Triton (sequences x cached + new tokens), never measured:"
     return "\n".join(["```", head, *said, "```", ""])

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from rocm_lab.cost.static_figures import Candidate, LayerFigures
+from rocm_lab.cost.static_figures import LayerFigures, TileCandidate
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.aiter_source.static_figures import of_layer
 from tests.amd.offline.cdna_decode import figures_of
 from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.tile_candidates import Estimate, Kind, chosen_tiles, estimate
-from tests.amd.offline.tile_cost import floor_clocks
+from tests.amd.offline.tile_cost import lower_bound_clocks
 
 
 def serving_layer(checkout: Checkout, row: Row, kind: Kind) -> LayerFigures:
@@ -32,7 +32,7 @@ def serving_layer(checkout: Checkout, row: Row, kind: Kind) -> LayerFigures:
         heads=heads,
         head_dim=head_dim,
         dtype=dtype,
-        floor=round(floor_clocks(row, kind), 1),
+        lower_bound=round(lower_bound_clocks(row, kind), 1),
         ranked="",
         candidates=(candidate(found, serves=True),),
         busy=busy_of(found.cost.cycles),
@@ -58,8 +58,8 @@ def layer_key(row: Row, kind: Kind) -> tuple[str, str, tuple[int, int], int, str
     return row.arch, step, row.heads, head_dim, str(row.dtype).removeprefix("torch.")
 
 
-def candidate(found: Estimate, *, serves: bool) -> Candidate:
+def candidate(found: Estimate, *, serves: bool) -> TileCandidate:
     """Converts an estimate that has a cost."""
     assert found.code
     assert found.cost
-    return Candidate(found.tiles, serves, kernel_figures(found.code, found.waves, found.cost))
+    return TileCandidate(found.tiles, serves, kernel_figures(found.code, found.waves, found.cost))

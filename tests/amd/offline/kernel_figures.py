@@ -22,7 +22,7 @@ from rocm_attn.problem import PoolKind
 from tests.amd.offline.code_object import AmdCode, read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels
 from tests.amd.offline.matrix import ROWS, Row
-from tests.amd.offline.sparse_matrix import ROWS as SPARSE_ROWS
+from tests.amd.offline.sparse_matrix import ROWS as SPARSE_ENTRIES
 from tests.amd.offline.sparse_matrix import LayerRow, SparseRow, compiled_sparse_kernels
 
 AnyRow = Row | SparseRow
@@ -101,7 +101,7 @@ def _figures() -> dict[tuple[str, str], Figures]:
 
 
 def _rows() -> Iterator[AnyRow]:
-    for row in (*ROWS, *SPARSE_ROWS):
+    for row in (*ROWS, *SPARSE_ENTRIES):
         is_ranked = isinstance(row, Row) and row.pool is PoolKind.SPLIT and row.scales is Scales.NONE
         if row.arch in AMD_ARCHS and not is_ranked and not row.is_large:
             yield row
@@ -119,10 +119,10 @@ def _layer(row: AnyRow) -> str:
     if not isinstance(row, Row):
         name = f"sparse: {row.name.replace('_', ' ')}"
         return f"{name}, {_heads(row.heads, row.dims)}" if isinstance(row, LayerRow) else f"{name}, {row.heads} heads"
-    factors = f", scales {_FACTORS[row.scales]}" if row.scales is not Scales.NONE else ""
+    scale_values = f", scales {_FACTORS[row.scales]}" if row.scales is not Scales.NONE else ""
     # gfx942 has no instruction for it.
     encoding = f" {row.kv.name}" if row.kv.name == "E5M2" else ""
-    return f"{_heads(row.heads, row.dims)}{encoding}{factors}"
+    return f"{_heads(row.heads, row.dims)}{encoding}{scale_values}"
 
 
 def _heads(heads: tuple[int, int], dims: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""The compiles that a change must pass: layers on an arch, over a pool of a size. Every tuning row is among them.
+"""The compiles that a change must pass: layers on an arch, over a pool of a size. Every tuning choice is among them.
 
 A row is driven through the runtime, so the compiled kernels are those that it would launch: the metadata kernels, the
 store, and the attention of a decode, an extend and a mixed step, specialised on the arguments that they would get.
@@ -44,20 +44,20 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PADS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
-from rocm_attn.kernels.sampling.asked import NUM_COLUMNS
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
+from rocm_attn.kernels.sampling.parameter_columns import NUM_COLUMNS
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
-from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, Accepted, GuessedRound, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
-from rocm_attn.kernels.speculative.next_round import launch_next_round
+from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
-from rocm_attn.kernels.tuning.extend_tiles import extend_rows
+from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
@@ -76,7 +76,7 @@ SMALL_POOL_BYTES = 64 << 20
 LARGE_POOL_BYTES = 2 << 30
 
 KV_LEN = 256
-# More new tokens than any tuning row for short sequences serves.
+# More new tokens than any tuning choice for short sequences serves.
 LONG_Q_LEN = 128
 # With 8 KV heads these are more rows than a grid has programs, which cuts the merge in another way.
 MANY_SEQS = 1024
@@ -311,9 +311,12 @@ def _has_segments(row: Row) -> bool:
 
 
 def _short_q_lens(row: Row) -> list[int]:
-    """New tokens per sequence for which the tuning rows of short sequences are chosen; one token is a decode step."""
+    """New tokens per sequence for which the tuning choices of short sequences are chosen.
+
+    One token is a decode step.
+    """
     problem = row.problems[0]
-    tuned = extend_rows(
+    tuned = extend_choices(
         row.arch,
         gqa_ratio=problem.gqa_ratio,
         num_kv_heads=problem.num_kv_heads,
@@ -585,14 +588,14 @@ def _launch_of_engines(page_size: int) -> None:
 def launch_picks(num_seqs: int) -> None:
     """Launches picks of tokens of narrow and of wide logits, and the other options of rows."""
     terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
-    tokens, asked = torch.empty(num_seqs, dtype=torch.int32), torch.empty(num_seqs, NUM_COLUMNS, dtype=torch.int32)
+    tokens, requested = torch.empty(num_seqs, dtype=torch.int32), torch.empty(num_seqs, NUM_COLUMNS, dtype=torch.int32)
     counts, masks = (torch.empty(num_seqs, columns, dtype=torch.int32) for columns in (32000, 1000))
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(num_seqs, 32000, dtype=dtype)
         launch_pick_rows(logits, terms, tokens, words, num_drawing=1)
-        launch_shape_rows(logits, asked, counts, masks, torch.empty(num_seqs, 32000))
+        launch_shape_rows(logits, requested, counts, masks, torch.empty(num_seqs, 32000))
         launch_likeliest(logits, words, tokens, torch.empty(num_seqs, 41, dtype=torch.int32))
-    launch_cut_rows(asked, torch.empty(num_seqs, 32000))
+    launch_cut_rows(requested, torch.empty(num_seqs, 32000))
 
 
 def launch_speculative(page_size: int) -> None:
@@ -606,10 +609,10 @@ def launch_speculative(page_size: int) -> None:
     launch_accept_drawn(ids, given, accepted)
     launch_accept_sampled(Probabilities(rows, rows, uniform, uniform), given, accepted)
     table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
-    told = torch.empty(num_seqs, TOLD_WORDS, dtype=torch.int32)
+    reported = torch.empty(num_seqs, EMITTED_WORDS, dtype=torch.int32)
     numbers, terms = torch.empty(num_seqs + 1, 64), torch.empty(tokens, 3)
-    guessed = GuessedRound(of_seq, of_seq, of_seq, ids, table, of_seq, told, numbers, terms, of_seq)
-    launch_next_round(ids, guessed, num_nodes, draws=True, looks_up=True)
+    guessed = SpeculativeStep(of_seq, of_seq, of_seq, ids, table, of_seq, reported, numbers, terms, of_seq)
+    launch_next_step(ids, guessed, num_nodes, draws=True, looks_up=True)
     paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
     step = StepTensors.of(
         torch.empty(0, dtype=torch.int32),
@@ -631,8 +634,8 @@ def launch_speculative(page_size: int) -> None:
 def _sides_that_move(page_size: int) -> tuple[torch.Tensor, ...]:
     """Whole rows, separate heads, and scales of tokens."""
     pages = torch.empty(64, page_size, 2, 128, dtype=torch.int64)
-    factors = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
-    return page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), factors
+    scale_values = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
+    return page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), scale_values
 
 
 def launch_moves(page_size: int) -> None:

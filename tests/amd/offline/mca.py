@@ -118,8 +118,8 @@ def find_llvm_mca() -> tuple[str, int]:
         path = shutil.which(name)
         if path is None:
             continue
-        told = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-        version = re.search(r"LLVM version (\d+)", told)
+        reported = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"LLVM version (\d+)", reported)
         if version and int(version[1]) >= OLDEST_LLVM:
             return path, int(version[1])
         seen.append(path)

@@ -21,15 +21,15 @@ from rocm_attn.kernels.sparse.arguments import (
     LastUnit,
     Pooling,
     SelectedArgs,
-    Selection,
-    TokenPlaces,
+    SelectedKeys,
+    SparseTokens,
 )
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_tiles, selected_tiles
-from rocm_attn.kernels.tuning.tiles import Codes
+from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
 from tests.amd.offline.offline_driver import compiled_by
@@ -138,7 +138,7 @@ class LayerRow:
                 self.arch,
                 dims=self.dims,
                 dtype=self.dtype,
-                codes=Codes.NONE if self.scales is Scales.NONE else Codes.BY_TOKEN,
+                codes=CodeKind.NONE if self.scales is Scales.NONE else CodeKind.BY_TOKEN,
                 is_latent=self.kind is PoolKind.LATENT,
             )
             words = segment_cut(keys, heads=heads, tiles=segments).words(NUM_TOKENS, v_head_dim)
@@ -168,14 +168,14 @@ class LayerRow:
         num_pages = pool_bytes // (page_size * row_bytes) + 1
         shape = num_pages, page_size, num_kv_heads
 
-        def factors() -> Tensor | None:
+        def scale_values() -> Tensor | None:
             return torch.empty(num_pages, num_kv_heads, page_size) if is_coded else None
 
         form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
-        k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), factors()
+        k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), scale_values()
         if self.kind is PoolKind.LATENT:
             return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
-        return LayerPages(k, torch.empty(*shape, v_head_dim, dtype=encoding.dtype), form, k_scale, factors())
+        return LayerPages(k, torch.empty(*shape, v_head_dim, dtype=encoding.dtype), form, k_scale, scale_values())
 
 
 def encoding_of(arch: str) -> Encoding:
@@ -187,14 +187,14 @@ def _table(page_size: int) -> Tensor:
     return torch.empty(NUM_TOKENS + 1, MAX_KV_LEN // page_size, dtype=torch.int32)
 
 
-def _tokens(max_q_len: int) -> TokenPlaces:
+def _tokens(max_q_len: int) -> SparseTokens:
     of_token = torch.empty(NUM_TOKENS, dtype=torch.int32)
-    return TokenPlaces(of_token, of_token, torch.empty(1, dtype=torch.int32), max_q_len, MAX_KV_LEN)
+    return SparseTokens(of_token, of_token, torch.empty(1, dtype=torch.int32), max_q_len, MAX_KV_LEN)
 
 
-def _selection(sets: int, width: int, unit_tokens: int) -> Selection:
+def _selection(sets: int, width: int, unit_tokens: int) -> SelectedKeys:
     units = torch.empty(NUM_TOKENS, sets, width, dtype=torch.int32)
-    return Selection(units, torch.empty(NUM_TOKENS, sets, dtype=torch.int32), unit_tokens)
+    return SelectedKeys(units, torch.empty(NUM_TOKENS, sets, dtype=torch.int32), unit_tokens)
 
 
 # The arch for which the oldest supported Triton compiles every kernel of sparse attention.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
-from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS
-from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
+from rocm_attn.kernels.tuning.expert_tiles import EXPERT_CHOICES, expert_tiles
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
     latent_decode_tiles,
@@ -20,7 +20,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_segment_tiles,
 )
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles
+from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
@@ -298,8 +298,8 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
 
 def too_few_waves(name: str, code: AmdCode) -> Iterator[str]:
     """Yields a clause if registers and LDS leave a SIMD room for too few waves of a kernel."""
-    asked = code.waves_asked if Release.of(triton_version()) >= GRANTS_WAVES else 0
-    least = max(asked, LEAST_WAVES.get(name, WAVES_OF_SMALL_BLOCKS))
+    requested = code.waves_asked if Release.of(triton_version()) >= GRANTS_WAVES else 0
+    least = max(requested, LEAST_WAVES.get(name, WAVES_OF_SMALL_BLOCKS))
     if code.waves_per_simd < least:
         yield f"room for {code.waves_per_simd} waves, {least} are needed"
 
@@ -338,10 +338,10 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
     for is_large in (False, True) if arch in AMD_ARCHS else (False,):
         compiled = {id(launched.tiles) for launched in launched_in_the_matrix(arch, is_large=is_large)}
         own_name = FAMILIES.get(arch, arch)
-        tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS, *SEGMENT_ROWS) if row.arch == own_name]
+        tuned = [row for row in (*DECODE_CHOICES, *EXTEND_CHOICES, *SEGMENT_ROWS) if row.arch == own_name]
         if is_large:  # it changes only loads of pages, coded or not
-            tuned = [row for row in tuned if Codes.NONE in row.codes]
-        assert tuned, f"no tuning row for {arch}"
+            tuned = [row for row in tuned if CodeKind.NONE in row.codes]
+        assert tuned, f"no tuning choice for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
         assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"
 
@@ -349,7 +349,7 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
 @LAUNCHED
 def test_every_way_that_decode_adds_up_parts_is_in_the_matrix_without_a_window(arch: str) -> None:
     """Within its launch too, if the tiles say so; steps with a program per row have no other way then."""
-    rows = [row for row in DECODE_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    rows = [row for row in DECODE_CHOICES if row.arch == FAMILIES.get(arch, arch)]
     ways = [(row.tiles, within) for row in rows for within in (False, True) if row.tiles.merge_group or not within]
     ways += [(row.alone.tiles, row.alone.tiles.merge_group > 0) for row in rows if row.alone]
     launched = launched_in_the_matrix(arch, is_large=False)
@@ -375,7 +375,7 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
                 compiled |= {segments.block, segments.of_decode(row.heads[0])}
         tuned = [row.tiles for row in (*latent_tiles.DECODE_ROWS, *latent_tiles.EXTEND_ROWS) if row.arch == own_name]
         of_segments = [row.tiles for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
-        assert tuned, f"no latent tuning row for {arch}"
+        assert tuned, f"no latent tuning choice for {arch}"
         walked = [tiles for segments in of_segments for tiles in (segments.block, *segments.decoders)]
         assert {*tuned, *walked} <= compiled
 
@@ -384,8 +384,8 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
 def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
     dtypes = {row.dtype for row in ROWS if row.arch == arch and not row.is_large}
     compiled = {id(expert_tiles(arch, dtype, rows)) for dtype in dtypes for rows in (1, 128)}
-    tuned = [row for row in EXPERT_ROWS if row.arch == FAMILIES.get(arch, arch)]
-    assert tuned, f"no tuning row for {arch}"
+    tuned = [row for row in EXPERT_CHOICES if row.arch == FAMILIES.get(arch, arch)]
+    assert tuned, f"no tuning choice for {arch}"
     assert all(id(row.tiles) in compiled for row in tuned)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, Sharing
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.hopper_tiles import (
@@ -78,7 +78,7 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
     """Returns the kernels of a step in which nothing else runs, by name. early=False: those of a mixed step."""
     tiles = replace(tiles, extend=replace(tiles.extend, early=early))
     tensors = build(case, torch.device("cpu"))
-    sharing = Sharing(programs=known_target("sm_90").compute_units)
+    sharing = RowSharing(programs=known_target("sm_90").compute_units)
     if tiles.segment_len:
         sharing = sharing._replace(split_keys=NEVER_SPLIT, most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing)
@@ -109,7 +109,7 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer:
     tiles = hopper_tiles(dim, case.page_size, coded=case.kv is not None)
     # If a cap bounds the sums there is no running maximum, and nothing to scale.
     asks = tiles.scales_seldom and layer != "capped"
-    assert_fast(compiled(case, tiles), SPILLED.get((dim, layer), 0), asks_to_scale=asks)
+    assert_fast(compiled(case, tiles), SPILLED.get((dim, layer), 0), parameters_to_scale=asks)
 
 
 @pytest.mark.parametrize("dim", [96, pytest.param(128, marks=pytest.mark.nightly)])
@@ -127,14 +127,14 @@ def test_what_mixed_steps_launch_does_too(dim: int) -> None:
 def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
     case = replace(CASE, dims=(dim, dim), page_size=page_size)
     tiles = hopper_tiles(dim, case.page_size, coded=False)
-    assert_fast(compiled(case, tiles), SPILLED_OF_PADDED[dim], asks_to_scale=tiles.scales_seldom)
+    assert_fast(compiled(case, tiles), SPILLED_OF_PADDED[dim], parameters_to_scale=tiles.scales_seldom)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_extend_does_too(dim: int) -> None:
     tiles = hopper_segment_tiles(dim, CASE.page_size)
-    assert_fast(compiled(replace(CASE, dims=(dim, dim)), tiles), SPILLED_AROUND_MERGES[dim], asks_to_scale=False)
+    assert_fast(compiled(replace(CASE, dims=(dim, dim)), tiles), SPILLED_AROUND_MERGES[dim], parameters_to_scale=False)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +156,15 @@ def test_decode_of_latents_does_too(heads: int, layer: str) -> None:
         hopper_launches.launch_hopper_latent_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
 
     kernels = {kernel.name: kernel for kernel in compiled_by(launch, "sm_90")}
-    assert_fast(kernels, SPILLED_OF_LATENTS, asks_to_scale=True, name="_hopper_latent_kernel")
+    assert_fast(kernels, SPILLED_OF_LATENTS, parameters_to_scale=True, name="_hopper_latent_kernel")
 
 
 def assert_fast(
-    kernels: dict[str, CompiledKernel], spilled: int, *, asks_to_scale: bool, name: str = "_hopper_extend_kernel"
+    kernels: dict[str, CompiledKernel], spilled: int, *, parameters_to_scale: bool, name: str = "_hopper_extend_kernel"
 ) -> None:
     """Asserts that the kernel fits, spills at most `spilled` bytes, and waits where the source does.
 
-    asks_to_scale: true if warps with no row to scale skip scaling
+    parameters_to_scale: true if warps with no row to scale skip scaling
     """
     kernel, merge = kernels.pop(name), kernels.popitem()[1]
     assert not kernels
@@ -172,7 +172,7 @@ def assert_fast(
     assert_waits(merge, reads_before=True)
     assert_sound(kernel, spilled)
     opcodes = [each.opcode for each in machine_code(kernel)]
-    assert ("VOTE.ANY" in opcodes) == asks_to_scale
+    assert ("VOTE.ANY" in opcodes) == parameters_to_scale
     waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
     assert opcodes.count("WARPGROUP.DEPBAR.LE") == waits
 

@@ -231,9 +231,9 @@ def test_the_command_prints_what_it_compiled(config: Path, cache: Path, capsys: 
     assert f"cache {cache}" in printed.out
     assert printed.err == ""
     assert main([*command, "--json"]) == DONE
-    told = json.loads(capsys.readouterr().out)
-    assert (told["arch"], told["ran"], told["compiled"]) == (ARCH, False, {})
-    assert told["cached"]["_store_kernel"] == 2  # of few tokens and of many
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["arch"], reported["ran"], reported["compiled"]) == (ARCH, False, {})
+    assert reported["cached"]["_store_kernel"] == 2  # of few tokens and of many
 
 
 @pytest.mark.nightly
@@ -247,8 +247,8 @@ def test_the_command_prewarms_deterministic_mode(config: Path, capsys: pytest.Ca
 def test_the_command_chooses_the_pages_that_are_left_open(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64", "--json"]
     assert main([*command, "--page-size", "auto", "--pool", "auto"]) == DONE
-    told = json.loads(capsys.readouterr().out)
-    assert (told["page_size"], told["pool"]) == (16, "linear")
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["page_size"], reported["pool"]) == (16, "linear")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.tuning.sparse_tiles import INDEX_ROWS, SELECTED_ROWS
+from rocm_attn.kernels.tuning.sparse_tiles import INDEXER_CHOICES, SELECTED_CHOICES
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
 from tests.amd.offline.sparse_matrix import ARCHS, ROWS, SparseRow, compiled_sparse_kernels
@@ -80,4 +80,4 @@ def test_no_two_rows_have_one_name() -> None:
 
 
 def test_every_arch_of_the_matrix_has_tiles() -> None:
-    assert set(ARCHS) <= {row.arch for row in INDEX_ROWS} & {row.arch for row in SELECTED_ROWS}
+    assert set(ARCHS) <= {row.arch for row in INDEXER_CHOICES} & {row.arch for row in SELECTED_CHOICES}

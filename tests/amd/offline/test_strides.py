@@ -15,7 +15,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
-from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.prepared import PreparedLayer, ints, step_kind
 from tests.amd.offline.offline_driver import compiled_by
 
 HEADS = 3
@@ -45,7 +45,9 @@ def kernels_of_layer(head_dim: int, q_len: tuple[int, ...]) -> list[CompiledKern
     bounds = StepBounds(PaddedShape(step_kind(q_len, [64] * num_seqs), num_seqs, num_tokens), max(q_len), 64)
     k, v = (torch.zeros(8, 16, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
     q, out = (torch.zeros(num_tokens, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    return compiled_by(lambda: Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)).attend(), "sm_90")
+    return compiled_by(
+        lambda: PreparedLayer.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)).attend(), "sm_90"
+    )
 
 
 @pytest.mark.parametrize(("name", "q_len"), [("_decode_kernel", (1, 1)), ("_extend_kernel", (9, 9))])

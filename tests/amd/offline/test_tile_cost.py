@@ -21,7 +21,7 @@ from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
 from tests.amd.offline.pages import pages
 from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, Kind, chosen_tiles, layers, rank, spilled
-from tests.amd.offline.tile_cost import cost_of_loop, floor_clocks
+from tests.amd.offline.tile_cost import cost_of_loop, lower_bound_clocks
 
 PAGE = ROOT / "docs" / "amd_tuning.md"
 LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
@@ -36,10 +36,10 @@ def test_decode_costs_clocks_a_token() -> None:
 
 
 def test_break_even_is_the_latency_at_which_the_programs_ask_for_what_hbm_delivers() -> None:
-    floor, programs, keys, clock = floor_clocks(ROW, DecodeTiles), 3, 32, 2.1e3
+    lower_bound, programs, keys, clock = lower_bound_clocks(ROW, DecodeTiles), 3, 32, 2.1e3
     cost = cost_of_loop(ROW, DecodeTiles(keys, 4, 2, programs), LOOP, CYCLES, waves_per_simd=4)
     clocks = CLOCKS_PER_CYCLE * CYCLES.alone(cost.break_even * clock / CLOCKS_PER_CYCLE)
-    assert clocks / (programs * keys) == pytest.approx(floor)
+    assert clocks / (programs * keys) == pytest.approx(lower_bound)
 
 
 def test_two_latencies_in_series_halve_it() -> None:
@@ -96,7 +96,7 @@ def test_the_figures_are_of_the_rows_that_serve() -> None:
     assert set(figures.code_objects) == set(AMD_ARCHS)
 
 
-def test_what_was_tried_and_does_not_serve_is_told() -> None:
+def test_what_was_tried_and_does_not_serve_is_reported() -> None:
     studies = StaticFigures.read().studies
     assert [(study.arch, study.rows, study.lazy) for study in studies] == [
         (row.arch, rows, lazy) for row, rows, lazy in STUDIES

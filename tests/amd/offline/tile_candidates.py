@@ -1,4 +1,4 @@
-"""The tiles that a tuning row for gfx942 or gfx950 is chosen from, with figures of the compiler and the model for each.
+"""The tiles that a tuning choice for gfx942 or gfx950 is chosen from, with the compiler's and the model's figures.
 
 Each row for 2-byte elements is ranked, on the widest layer that it serves. float32 and the deterministic rows only have
 to pass the compile gate.
@@ -23,7 +23,7 @@ from tests.amd.offline.code_object import AmdCode, read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import Unfinished
-from tests.amd.offline.tile_cost import TileCost, floor_clocks, room_of, tile_cost
+from tests.amd.offline.tile_cost import TileCost, lower_bound_clocks, room_of, tile_cost
 
 # A row may cost this much more than its cheapest candidate: the model is not more exact than that.
 TOLERANCE = 0.1
@@ -94,10 +94,10 @@ class Ranking:
     def excess(self) -> float:
         """The relative excess of the chosen tiles over the best; infinite if they spill.
 
-        Extend that is cheaper than the floor is not better: the matrix units bound it there.
+        Extend that is cheaper than the lower bound is not better: the matrix units bound it there.
         """
-        floor = floor_clocks(self.row, self.kind) if self.kind is ExtendTiles else 0.0
-        return max(self.chosen.order, floor) / max(self.best.order, floor) - 1
+        lower_bound = lower_bound_clocks(self.row, self.kind) if self.kind is ExtendTiles else 0.0
+        return max(self.chosen.order, lower_bound) / max(self.best.order, lower_bound) - 1
 
 
 def layers() -> Iterator[tuple[Row, Kind]]:
@@ -133,7 +133,7 @@ def rank(row: Row, kind: Kind) -> Ranking:
 
 
 def chosen_tiles(row: Row, kind: Kind) -> Tiles:
-    """Returns the tiles that the tuning rows give the layer."""
+    """Returns the tiles that the tuning choices give the layer."""
     problem = row.problems[0]
     tiles_for = decode_tiles if kind is DecodeTiles else extend_tiles
     return tiles_for(

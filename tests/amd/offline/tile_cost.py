@@ -14,7 +14,7 @@ No unit bounds decode: all of its rows stay below the time that HBM needs. So de
 latency, the longest that a load may take while all programs of a CU together still request data at the rate that HBM
 delivers:
 
-    (programs * work * floor / 4 - own cycles) / latencies in series      cycles of 4 clocks, here in microseconds
+    (programs * work * lower bound / 4 - own cycles) / latencies in series      cycles of 4 clocks, here in microseconds
 
 The memory latency of extend is an assumption, below. The model ignores cache misses, bank conflicts, uneven work, the
 clock under load and the cost of starting a row or a tile. Nothing here was measured.
@@ -123,9 +123,9 @@ def cost_of(
         loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
         loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
     )
-    floor = floor_clocks(row, kind)
-    spare = programs * work * floor / CLOCKS_PER_CYCLE - cycles.own
-    is_fed = is_decode and max(units) <= floor and spare > 0
+    lower_bound = lower_bound_clocks(row, kind)
+    spare = programs * work * lower_bound / CLOCKS_PER_CYCLE - cycles.own
+    is_fed = is_decode and max(units) <= lower_bound and spare > 0
     microseconds = CLOCKS_PER_CYCLE / CLOCK_GHZ[row.arch] / 1000
     return TileCost(
         *units,
@@ -143,7 +143,7 @@ def work_of_iteration(tiles: DecodeTiles | ExtendTiles) -> float:
     return tiles.query_rows * tiles.key_block / PAIRS
 
 
-def floor_clocks(row: Row, kind: type[DecodeTiles] | type[ExtendTiles]) -> float:
+def lower_bound_clocks(row: Row, kind: type[DecodeTiles] | type[ExtendTiles]) -> float:
     """The clocks that no tiles can go below: HBM for decode, the matrix units for extend; data-sheet numbers."""
     dims = sum(row.dims)
     if kind is DecodeTiles:

@@ -60,14 +60,14 @@ has. Heads of 128, bfloat16, next to the rows that serve:
 _STUDIED = """\
 It would serve if it cost 15 % less.
 {verdicts}
-Each wave loads all keys for itself: with 32 rows the loads alone take the floor of gfx942, and twice that of gfx950.
+Each wave loads all keys for itself: with 32 rows the loads alone take the bound of gfx942, and twice that of gfx950.
 With 64 rows a SIMD has room for one wave, and nothing fills its waits. On gfx950 the vector unit bounds extend, and
 turning V for products without LDS adds to its work.
 """
 _HEAD = """\
 # Where the AMD tiles come from
 
-**Nothing on this page was measured on hardware.** No AMD GPU was at hand. The tuning rows of gfx942 and gfx950
+**Nothing on this page was measured on hardware.** No AMD GPU was at hand. The tuning choices of gfx942 and gfx950
 (`kernels/tuning/`) were chosen from the compiler's figures and from a static model around `llvm-mca`, which reads
 machine code and runs none. A first measurement may overturn the order of candidates; differences below {tolerance:.0%}
 mean nothing. AITER's Triton and Gluon kernels for the same layers stand next to the rows.
@@ -100,12 +100,12 @@ and a key (extend), in full tiles:
 | loads | bytes that the waves load, at 64 a clock |
 | waits | an iteration of one wave alone, divided by the programs on the CU |
 
-Registers, LDS and, for decode, `programs_per_cu` decide how many programs run on a CU. The floor in a heading is the
+Registers, LDS and, for decode, `programs_per_cu` decide how many programs run on a CU. The bound in a heading is the
 data sheets' limit: HBM for decode, the matrix units for extend. "own" and "in series" are one wave's iteration: its
 cycles, of 4 clocks each, with immediate loads, and the load latencies that come on top.
 
 * **Extend** is ranked by the largest bound, with loads of {extend} cycles (assumed).
-* **Decode** stays below its floor in all of them, so it is ranked by its *break-even latency*: the microseconds that a
+* **Decode** stays below its bound in all of them, so it is ranked by its *break-even latency*: the microseconds that a
   load may take until all programs of a CU together ask for less than HBM delivers. The latency while HBM is busy is not
   published; 1 to 2.5 us are likely. The column of waits is for {decode} cycles.
 
@@ -144,7 +144,7 @@ def title(layer: LayerFigures) -> str:
     """Returns the title of a layer's section."""
     q_heads, kv_heads = layer.heads
     what = f"{q_heads} x {kv_heads} heads of {layer.head_dim}, {layer.dtype}"
-    return f"{layer.arch} {layer.step}: {what}, floor {layer.floor:.1f}"
+    return f"{layer.arch} {layer.step}: {what}, lower bound {layer.lower_bound:.1f}"
 
 
 def words(tiles: Tiles) -> str:
@@ -173,9 +173,11 @@ def _table(layer: LayerFigures) -> str:
         name = f"`triton.cdna_decode: {words(cdna.tiles)}`{'' if cdna.kind == 'plain' else ', ' + cdna.kind}"
         lines.append(_line(f"**{name}**" if cdna.serves else name, cdna.figures, layer.step))
     refused = [f"`{name}` does not serve this layer: {why}." for name, why in layer.refused.items()]
-    told = f"Candidates were ranked with {layer.ranked}; others are worse, spill or do not fit." if layer.ranked else ""
-    told = told or "No candidate is shown: they were not ranked since the row or the model changed."
-    return "\n".join([*lines, "", " ".join([told, *refused])]) + "\n"
+    reported = (
+        f"Candidates were ranked with {layer.ranked}; others are worse, spill or do not fit." if layer.ranked else ""
+    )
+    reported = reported or "No candidate is shown: they were not ranked since the row or the model changed."
+    return "\n".join([*lines, "", " ".join([reported, *refused])]) + "\n"
 
 
 def _line(name: str, figures: KernelFigures, step: str) -> str:

@@ -40,7 +40,7 @@ def main(docs: Path, titles: Sequence[str] = ()) -> int:
     worst = 0.0
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for layer, excess in pool.map(_ranked, *zip(*work, strict=True)):
-            print(f"{title(layer)}: {excess:.1%} worse than the best, or above the floor", flush=True)
+            print(f"{title(layer)}: {excess:.1%} worse than the best, or above the lower bound", flush=True)
             old[layer.key] = replace(layer, ranked=tools)
             worst = max(worst, excess)
     if worst > TOLERANCE:

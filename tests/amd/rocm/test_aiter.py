@@ -38,7 +38,7 @@ def test_a_kernel_of_aiters_equals_the_reference(case: Case, device: torch.devic
     measured("largest error", largest_error(case, device, selection))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.row.graph_safe], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.entry.graph_safe], ids=str)
 def test_a_captured_kernel_of_aiters_gives_what_it_gives_eagerly(
     case: Case, device: torch.device, measured: Measured
 ) -> None:

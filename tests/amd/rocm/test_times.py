@@ -16,7 +16,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_lab.cost.cost import SHAPES, Shape, predicted
+from rocm_lab.cost.cost import SHAPES, CostShape, predicted
 from tests.amd.rocm.models import HEADS, Measured, layer
 from tests.amd.tolerances import assert_attention_close
 
@@ -29,7 +29,7 @@ IMPOSSIBLE_BYTES_PER_S, IMPOSSIBLE_FLOP_PER_S = 20e12, 5e15
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B on one of 8 GPUs"])
-def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Measured) -> None:
+def test_one_layer(model: str, shape: CostShape, device: torch.device, measured: Measured) -> None:
     problem = layer(model)
     num_q_heads, num_kv_heads, head_dim = HEADS[model]
     runtime = build_runtime(

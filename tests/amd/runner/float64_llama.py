@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.models.weights import LayerWeights
@@ -93,8 +93,8 @@ def assert_greedy(model: Float64Llama, prompt: Sequence[int], token_ids: Sequenc
         assert short.max() <= margin, f"token {int(short.argmax())} of {list(token_ids)} after {list(prompt)}"
 
 
-def _of_heads(layer: LayerWeights) -> HeadWeights:
-    assert isinstance(layer.attention, HeadWeights)
+def _of_heads(layer: LayerWeights) -> KVHeadWeights:
+    assert isinstance(layer.attention, KVHeadWeights)
     return layer.attention
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 
 from rocm_attn.capture.graphs import Progress
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.engine import Engine
 from rocm_serve.request import Sequence
 from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
 from rocm_serve.speculation.speculation import Speculation
-from rocm_serve.taking import Taken
 
 
 class ScriptedDrafter:
@@ -32,7 +32,7 @@ class ScriptedDrafter:
         self._branches = branches
         self._mistakes = mistakes
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Does the same as `Drafter.draft`."""
         assert {each.number for each, _ in decoding} <= set(alive)
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
@@ -43,13 +43,13 @@ class ScriptedDrafter:
         """Does the same as `Drafter.looks_up`."""
         return False
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, taken: Many[AppendedTokens]) -> None:
         """Does nothing: the tokens of a sequence are enough for its drafts."""
 
     def capture_all(self, progress: Progress) -> None:
         """Does nothing: there are no graphs to capture."""
 
-    def _tree(self, sequence: Sequence, num: int) -> Drafts:
+    def _tree(self, sequence: Sequence, num: int) -> DraftTree:
         text = self._texts[sequence.number]
         token_ids: list[int] = []
         parents: list[int] = []
@@ -62,31 +62,31 @@ class ScriptedDrafter:
             token_ids.append(text[place] if right else self._random.randrange(self._vocabulary))
             parents.append(parent)
             depths.append(depth)
-        return Drafts(tuple(token_ids), tuple(parents))
+        return DraftTree(tuple(token_ids), tuple(parents))
 
 
 class EveryOtherStep(ScriptedDrafter):
     """All drafts are right except the first one of a tree, which is a branch of its own; every other step has none."""
 
-    _num_asked = 0
+    _num_requested = 0
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Does the same as `Drafter.draft`."""
-        self._num_asked += 1
-        return {} if self._num_asked % 2 == 0 else super().draft(decoding, alive)
+        self._num_requested += 1
+        return {} if self._num_requested % 2 == 0 else super().draft(decoding, alive)
 
-    def _tree(self, sequence: Sequence, num: int) -> Drafts:
+    def _tree(self, sequence: Sequence, num: int) -> DraftTree:
         text, first = self._texts[sequence.number], len(sequence.token_ids)
         right = tuple(text[first : first + num])
         if not self._branches or len(right) < num or num < 2:
-            return Drafts.chain(right)
+            return DraftTree.chain(right)
         beside = (right[0] + 1) % self._vocabulary
-        return Drafts((beside, *right[:-1]), (LAST_TOKEN, LAST_TOKEN, *range(1, num - 1)))
+        return DraftTree((beside, *right[:-1]), (LAST_TOKEN, LAST_TOKEN, *range(1, num - 1)))
 
 
 def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
     """Returns the engine, with drafts from a script."""
     assert isinstance(engine._speculation, Speculation)
     engine._speculation._drafter = drafter
-    engine._speculation.has_rounds = False  # rounds belong to the engine's own drafter
+    engine._speculation.has_speculative_steps = False  # rounds belong to the engine's own drafter
     return engine

@@ -23,11 +23,11 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.device_steps import DeviceSpeculation
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.eagle import EagleDrafter
-from rocm_serve.speculation.engines import guesses_of, model_drafter
+from rocm_serve.speculation.engines import draft_tokens_of, model_drafter
 from rocm_serve.speculation.reading import MOST_AHEAD
-from rocm_serve.speculation.rounds import DeviceRounds
 from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
@@ -122,16 +122,22 @@ class Run:
             drafter = model_drafter(small, loaded, world.options, engine.runtime)
             num, branches = world.options.draft_tokens, world.options.topk > 1
             engine._speculation = Speculation(
-                drafter, engine.runtime, engine._picker, num, engine.metrics, has_rounds=True, branches=branches
+                drafter,
+                engine.runtime,
+                engine._picker,
+                num,
+                engine.metrics,
+                has_speculative_steps=True,
+                branches=branches,
             )
-            guesses = guesses_of(drafter, world.options, engine.runtime)
-            engine._rounds = DeviceRounds(
-                engine.runtime, engine._runner, engine._picker, guesses, num, MOST_AHEAD, ranks=ONE_RANK
+            draft_tokens = draft_tokens_of(drafter, world.options, engine.runtime)
+            engine._speculative_steps = DeviceSpeculation(
+                engine.runtime, engine._runner, engine._picker, draft_tokens, num, MOST_AHEAD, ranks=ONE_RANK
             )
         self._begins = [self._tokens(self._random.randrange(8, 36)) for _ in range(3)]
         self.requests: list[Request] = []
         self.wanted: list[Completion] = []
-        self.told: dict[int, list[int]] = {}
+        self.emitted: dict[int, list[int]] = {}
         self.done: dict[int, Completion] = {}
 
     def _tokens(self, num: int) -> tuple[int, ...]:
@@ -173,7 +179,7 @@ class Run:
             self._texts.append(wanted.prompt_token_ids + wanted.token_ids)
             self.requests.append(request)
             self.wanted.append(wanted)
-            self.told[number] = []
+            self.emitted[number] = []
         if self.requests and self._random.random() < 0.04:
             self.engine.abort(self._random.randrange(len(self.requests)))
 
@@ -206,7 +212,7 @@ class Run:
     def _note(self, events: Many[Event]) -> None:
         for event in events:
             if isinstance(event, TokenEvent):
-                self.told[event.request].append(event.token_id)
+                self.emitted[event.request].append(event.token_id)
         for number in {event.request for event in events}:
             if not isinstance(last := [e for e in events if e.request == number][-1], TokenEvent) or last.finish_reason:
                 self.done[number] = self.engine.completion(number)
@@ -214,7 +220,7 @@ class Run:
     def _compare(self, number: int, done: Completion) -> None:
         request, wanted = self.requests[number], self.wanted[number]
         what = f"{self.world}; request {number} of {len(request.prompt_token_ids)} tokens, {request.sampling}"
-        assert tuple(self.told[number]) == done.token_ids, f"{what}: events and completion differ"
+        assert tuple(self.emitted[number]) == done.token_ids, f"{what}: events and completion differ"
         if done.finish_reason == "abort":
             wanted = replace(wanted, token_ids=wanted.token_ids[: len(done.token_ids)])
         else:

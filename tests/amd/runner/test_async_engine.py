@@ -21,7 +21,7 @@ from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request
-from rocm_serve.request_stream import Piece, RequestFailed, RequestStream
+from rocm_serve.request_stream import OutputChunk, RequestFailed, RequestStream
 from rocm_serve.text.tokenizer import TextStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
 from tests.amd.runner.small_tokenizers import sentencepiece
@@ -130,7 +130,7 @@ def test_an_abort_before_the_first_step_computes_nothing(loaded: LoadedModel) ->
             async with front.paused():
                 stream = front.stream(LONG)
                 await front.abort(stream.number)
-            assert [piece async for piece in stream] == [Piece((), "", "abort")]
+            assert [piece async for piece in stream] == [OutputChunk((), "", "abort")]
             assert (await stream.completion()).token_ids == ()
             await front.abort(stream.number)  # it has ended
             await front.abort(12345)  # there is no such request
@@ -142,7 +142,7 @@ def test_an_abort_before_the_first_step_computes_nothing(loaded: LoadedModel) ->
 def test_a_late_reader_finds_all_tokens_in_one_piece_and_holds_up_no_other(loaded: LoadedModel) -> None:
     request = replace(LONG, max_new_tokens=12)
 
-    async def main() -> tuple[list[Piece], Completion]:
+    async def main() -> tuple[list[OutputChunk], Completion]:
         async with AsyncEngine(engine(loaded)) as front:
             late = front.stream(request)
             other = await front.complete(request)

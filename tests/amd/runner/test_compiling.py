@@ -24,8 +24,8 @@ from rocm_serve.request import Request
 from rocm_serve.text import matching
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import Matching
-from tests.amd.runner.asking import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
 from tests.amd.runner.async_engines import is_empty, run
+from tests.amd.runner.with_parameters import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
 
 
 class HeldUp:
@@ -157,7 +157,7 @@ def test_a_constraint_that_many_ask_for_counts_once(held_up: HeldUp, monkeypatch
     assert is_empty(served)
 
 
-def test_whether_there_is_room_is_told_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_there_is_room_is_reported_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a constraint whose client has left would be compiled again after it is dropped, for no one."""
     served, compiled = Engine(character_model(), BASE), list[Any]()
     assert served._matching is not None

@@ -108,7 +108,7 @@ def test_both_layouts_of_rotary_parameters_mean_the_same(old: dict[str, Any], ne
     assert config_from_json({**bare, **old}) == config_from_json({**bare, "rope_parameters": new})
 
 
-def test_yarn_without_a_factor_stretches_to_the_context() -> None:
+def test_yarn_without_a_scale_stretches_to_the_context() -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 32768}
     rope = config_from_json({**LLAMA31, "rope_scaling": scaling}).layers[0].rope
     assert isinstance(rope.scaling, YarnScaling)

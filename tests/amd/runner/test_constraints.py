@@ -20,8 +20,8 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import TextMatcher
-from tests.amd.runner.asking import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.runner.with_parameters import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
     assert re.fullmatch("[a-f]{4,9}[0-9]", regex.text)
     assert choice.text in ("yes", "no")  # although min_tokens is larger
     assert all(done.finish_reason == "stop" and done.token_ids[-1] == END for done in alone[1:])
-    assert [told.token_id for told in schema.logprobs] == list(schema.token_ids)
+    assert [emitted.token_id for emitted in schema.logprobs] == list(schema.token_ids)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 6))])

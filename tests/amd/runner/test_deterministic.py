@@ -16,8 +16,8 @@ from rocm_serve.models.linears import ROWS, AllRows, BlocksOfRows
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
-from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.runner.with_parameters import BASE as ALIKE
 from tests.amd.tolerances import assert_products_close
 
 BASE = replace(ALIKE, chunk=16, max_kv_len=64)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rocm_serve.engine import Engine
+from rocm_serve.speculation.device_trees import Trees
+from rocm_serve.speculation.draft_tokens import ModelDraftTokens
 from rocm_serve.speculation.drafts_again import DraftsAgain
-from rocm_serve.speculation.round_drafts import ModelGuesses
-from rocm_serve.speculation.round_trees import Trees
-from tests.amd.runner.test_rounds import KINDS, Kind, at_pace, rounds_of
+from tests.amd.runner.test_device_steps import KINDS, Kind, at_pace, rounds_of
 
 
 @pytest.fixture(params=["drafted", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("trees", "head"))])
@@ -34,21 +34,21 @@ class Watched:
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.again, self.calls, self.begun = list[bool](), list[int](), list[int]()
-        guesses = rounds_of(engine)._guesses
-        assert isinstance(guesses, ModelGuesses)
-        runners = guesses._runners
+        draft_tokens = rounds_of(engine)._draft_tokens
+        assert isinstance(draft_tokens, ModelDraftTokens)
+        runners = draft_tokens._runners
         self._num_calls = 0
         for owner, name in (
             (runners._runner, "_body"),
             (runners.runtime.gate._publisher, "publish_whole"),
         ):
             patch.setattr(owner, name, self._counting(getattr(owner, name)))
-        guess, begin, run = guesses.guess, guesses.begin, DraftsAgain.run
+        draft, begin, run = draft_tokens.draft, draft_tokens.begin, DraftsAgain.run
 
         def and_watch(*arguments: Any) -> bool:
             self._num_calls = 0
             self.again.append(False)
-            is_made = guess(*arguments)
+            is_made = draft(*arguments)
             self.calls.append(self._num_calls)
             return is_made
 
@@ -60,8 +60,8 @@ class Watched:
             self.begun.append(len(self.again))
             return begin(sequences)
 
-        patch.setattr(guesses, "guess", and_watch)
-        patch.setattr(guesses, "begin", and_begin)
+        patch.setattr(draft_tokens, "draft", and_watch)
+        patch.setattr(draft_tokens, "begin", and_begin)
         patch.setattr(DraftsAgain, "run", and_note)
 
     def _counting(self, call: Any) -> Any:
@@ -84,10 +84,10 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
     assert sum(watched.again) > 5
     assert {calls for calls, is_again in zip(watched.calls, watched.again, strict=True) if is_again} == {0}
     assert engine.metrics.fallbacks == {}
-    guesses = rounds_of(engine)._guesses
-    assert isinstance(guesses, ModelGuesses)
+    draft_tokens = rounds_of(engine)._draft_tokens
+    assert isinstance(draft_tokens, ModelDraftTokens)
     # A graph also moves the accepted drafts of trees into order.
-    assert not isinstance(guesses._planned_for, Trees) or guesses._planned_for.accepting is not None
+    assert not isinstance(draft_tokens._planned_for, Trees) or draft_tokens._planned_for.accepting is not None
 
 
 @pytest.mark.nightly
@@ -100,24 +100,24 @@ def test_a_length_beyond_what_is_reserved_is_cut_and_the_model_begins_anew(
     """
     requests = [kind.request(seed, new_tokens) for seed, new_tokens in enumerate((60, 60, 40))]
     engine = at_pace(2, full(kind))
-    guesses = rounds_of(engine)._guesses
-    assert isinstance(guesses, ModelGuesses)
+    draft_tokens = rounds_of(engine)._draft_tokens
+    assert isinstance(draft_tokens, ModelDraftTokens)
     reserve, left = DraftsAgain.reserve, list[int]()
-    leave = guesses._drafter.leave
+    leave = draft_tokens._drafter.leave
 
     def and_leave(number: int) -> None:
         left.append(number)
         leave(number)
 
     monkeypatch.setattr(DraftsAgain, "reserve", lambda self, rows, most: reserve(self, rows, np.full_like(most, 12)))
-    had_fault, faults = guesses._had_fault, list[bool]()
+    had_fault, faults = draft_tokens._had_fault, list[bool]()
 
     def and_note() -> bool:
         faults.append(had_fault())
         return faults[-1]
 
-    monkeypatch.setattr(guesses, "_had_fault", and_note)
-    monkeypatch.setattr(guesses._drafter, "leave", and_leave)
+    monkeypatch.setattr(draft_tokens, "_had_fault", and_note)
+    monkeypatch.setattr(draft_tokens._drafter, "leave", and_leave)
     assert engine.generate(requests) == kind.plainly(requests)
     assert any(faults)
     assert left

@@ -15,7 +15,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadModel
 from rocm_serve.engine import Engine
-from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.speculation.eagle import EagleDrafter
@@ -184,7 +184,7 @@ def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: 
     weights = seeded_head3(loaded)
     of_layer, of_head, size = weights.model.weights.layers[0], weights.model.weights, CONFIG.hidden_size
     attention, mlp = of_layer.attention, of_layer.mlp
-    assert isinstance(attention, HeadWeights)
+    assert isinstance(attention, KVHeadWeights)
     assert isinstance(mlp, DenseWeights)
     engine = Engine(loaded, replace(SEEDED3, draft_tokens=1))
     runners = drafter_of(engine).runners

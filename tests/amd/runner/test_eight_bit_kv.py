@@ -43,21 +43,21 @@ class RoundedAttention(DenseAttention):
     """Keeps K and V in eight bits with one scale for each; a latent row has the one of K."""
 
     code: torch.dtype = torch.float8_e4m3fn
-    factors: tuple[float, float] = (1.0, 1.0)
+    scale_values: tuple[float, float] = (1.0, 1.0)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         is_latent = v.data_ptr() == k.data_ptr()
-        k_factor, v_factor = self.factors[0], self.factors[0 if is_latent else 1]
-        super().store(layer, self._rounded(k, k_factor), self._rounded(v, v_factor))
+        k_scale_value, v_scale_value = self.scale_values[0], self.scale_values[0 if is_latent else 1]
+        super().store(layer, self._rounded(k, k_scale_value), self._rounded(v, v_scale_value))
 
-    def _rounded(self, x: Tensor, factor: float) -> Tensor:
+    def _rounded(self, x: Tensor, scale_value: float) -> Tensor:
         most = torch.finfo(self.code).max
-        return (x / factor).clamp(-most, most).to(self.code).to(x.dtype) * factor
+        return (x / scale_value).clamp(-most, most).to(self.code).to(x.dtype) * scale_value
 
 
-def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, factors: tuple[float, float]) -> Tensor:
+def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, scale_values: tuple[float, float]) -> Tensor:
     model, dense = dense_model(loaded, len(tokens))
-    attention = RoundedAttention(dense.problems, dense.head_weights, code=code, factors=factors)
+    attention = RoundedAttention(dense.problems, dense.head_weights, code=code, scale_values=scale_values)
     return dense_logits_of(model, attention, tokens)
 
 
@@ -79,7 +79,7 @@ def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("names", "factors"),
+    ("names", "scale_values"),
     [
         (("k_scale", "v_scale"), (0.5, 0.125)),
         (("k_proj.k_scale", "v_proj.v_scale"), (2.0, 0.25)),
@@ -88,16 +88,16 @@ def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_pat
     ids=str,
 )
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
-def test_factors_that_a_model_brings_are_used(
-    kv_dtype: str, names: tuple[str, ...], factors: tuple[float, float], tmp_path: Path
+def test_scales_that_a_model_brings_are_used(
+    kv_dtype: str, names: tuple[str, ...], scale_values: tuple[float, float], tmp_path: Path
 ) -> None:
     """Those were found for E4M3FN: in E4M3FNUZ, whose codes are worth half, they count twice."""
-    loaded, tokens = load(with_factors(tmp_path, names, factors)), random_tokens(20)
+    loaded, tokens = load(with_scales(tmp_path, names, scale_values)), random_tokens(20)
     engine = Engine(loaded, replace(OPTIONS, kv_dtype=kv_dtype))
     formats = [pages.format for pages in pages_of(engine)]
     assert {form.scales for form in formats} == {Scales.LAYER}
     by = 2.0 if kv_dtype == "fp8_e4m3fnuz" else 1.0
-    in_use = factors[0] * by, factors[1] * by
+    in_use = scale_values[0] * by, scale_values[1] * by
     for pages in pages_of(engine):
         assert pages.k_scale is not None
         assert pages.v_scale is not None
@@ -109,30 +109,30 @@ def test_factors_that_a_model_brings_are_used(
     assert completion.token_ids == tuple(best[len(prompt) - 1 : -1].tolist())
 
 
-def with_factors(directory: Path, names: tuple[str, ...], factors: tuple[float, ...]) -> Path:
+def with_scales(directory: Path, names: tuple[str, ...], scale_values: tuple[float, ...]) -> Path:
     """Writes a small Qwen3 whose file has scales of every layer."""
     path = save(family_model("qwen3"), directory) / "model.safetensors"
     tensors = load_file(path)
     for layer in range(3):
-        for name, factor in zip(names, factors, strict=False):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(factor)
+        for name, scale_value in zip(names, scale_values, strict=False):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale_value)
     save_file(tensors, path)
     return directory
 
 
 @pytest.mark.parametrize(
-    ("names", "factors", "sentence"),
+    ("names", "scale_values", "sentence"),
     [
         (("k_scale",), (1.0,), "has one of .*k_scale and .*v_scale; it must have both or none"),
         (("k_scale", "v_scale"), (1.0, 0.0), "v_scale is 0.0; it must be one positive number"),
         (("k_scale", "v_scale"), (float("nan"), 1.0), "k_scale is nan"),
     ],
 )
-def test_factors_that_cannot_be_are_refused(
-    names: tuple[str, ...], factors: tuple[float, ...], sentence: str, tmp_path: Path
+def test_scales_that_cannot_be_are_refused(
+    names: tuple[str, ...], scale_values: tuple[float, ...], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadModel, match=sentence):
-        load(with_factors(tmp_path, names, factors))
+        load(with_scales(tmp_path, names, scale_values))
 
 
 def test_a_pool_takes_a_quarter_of_the_memory_and_as_many_bytes_hold_more_pages(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_pool_takes_a_quarter_of_the_memory_and_as_many_bytes_hold_more_pages(
     assert more.runtime.pool.num_pages == 4 * OPTIONS.num_pages  # type: ignore[operator]
 
 
-def test_factors_of_tokens_are_the_default_where_a_model_brings_none(tmp_path: Path) -> None:
+def test_scales_of_tokens_are_the_default_where_a_model_brings_none(tmp_path: Path) -> None:
     loaded = load(save(family_model("qwen3"), tmp_path))
     engine = Engine(loaded, replace(OPTIONS, kv_dtype="fp8"))
     assert {pages.format.scales for pages in pages_of(engine)} == {Scales.TOKEN}
@@ -167,9 +167,9 @@ def test_factors_of_tokens_are_the_default_where_a_model_brings_none(tmp_path: P
 def test_fp8_is_what_the_matrix_units_read(arch: str, encoding: KVEncoding) -> None:
     target = known_target(arch)
     assert KVFormat.named("fp8", "auto", target) == KVFormat(encoding, Scales.TOKEN)
-    assert KVFormat.named("fp8", "auto", target, has_factors=True) == KVFormat(encoding, Scales.LAYER)
-    assert KVFormat.named("fp8_e5m2", "auto", target, has_factors=True) == KVFormat(KVEncoding.E5M2, Scales.TOKEN)
-    assert KVFormat.named("auto", "auto", target, has_factors=True) == AS_COMPUTED
+    assert KVFormat.named("fp8", "auto", target, has_scales=True) == KVFormat(encoding, Scales.LAYER)
+    assert KVFormat.named("fp8_e5m2", "auto", target, has_scales=True) == KVFormat(KVEncoding.E5M2, Scales.TOKEN)
+    assert KVFormat.named("auto", "auto", target, has_scales=True) == AS_COMPUTED
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel
     assert (stopped.token_ids, stopped.finish_reason) == (free[: free.index(end) + 1], "stop")
     passed = engine(ends).generate([replace(request, ignore_eos=True)])[0]
     assert (passed.token_ids, passed.finish_reason) == (free, "length")
-    asked = engine(loaded).generate([replace(request, stop_token_ids=(end,))])[0]
-    assert asked == stopped
+    requested = engine(loaded).generate([replace(request, stop_token_ids=(end,))])[0]
+    assert requested == stopped
 
 
 def test_a_stop_token_is_no_part_of_the_text() -> None:

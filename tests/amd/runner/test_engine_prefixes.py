@@ -22,7 +22,7 @@ from rocm_serve.models.model import Model
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.drafts import Drafts
+from rocm_serve.speculation.drafts import DraftTree
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.serving import engine as small_engine
 from tests.amd.runner.serving import until_done
@@ -216,7 +216,7 @@ def test_what_is_computed_again_alone_uses_no_page_of_the_cache(
         served.submit(Request((*SHARED, last, 1, 2), 20))
     next_step = served._scheduler.next_step
 
-    def watched(drafts: Mapping[int, Drafts]) -> ScheduledStep | None:
+    def watched(drafts: Mapping[int, DraftTree]) -> ScheduledStep | None:
         step = next_step(drafts)
         if step is not None and step.is_of_a_suspect:
             starts.add(int(step.batch.kv_len[0] - step.batch.q_len[0]))

@@ -12,7 +12,7 @@ from rocm_attn.paging.rows import Rows
 from rocm_serve import prefix_cache, scheduler
 from rocm_serve.request import Request
 from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep, Scheduler
-from rocm_serve.speculation.drafts import Drafts
+from rocm_serve.speculation.drafts import DraftTree
 from tests.amd.runner.interrupts import Lines
 from tests.amd.runner.test_scheduler import World, expected_tokens
 
@@ -42,7 +42,7 @@ def _served(lines: Lines, *, drops: bool) -> World:
     world = World(page_size=4, num_pages=1 + 14, max_batch_size=3, chunk=16, max_kv_len=40)
     decide = world.scheduler.next_step
 
-    def next_step(drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
+    def next_step(drafts: Mapping[int, DraftTree] = NO_SEQUENCE) -> ScheduledStep | None:
         try:
             with lines.traced():
                 step: ScheduledStep | None = decide(drafts)

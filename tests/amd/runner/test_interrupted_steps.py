@@ -12,29 +12,29 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.scheduler import Scheduler
-from rocm_serve.speculation.rounds import DeviceRounds, RoundPicks
+from rocm_serve.speculation.device_steps import DeviceSpeculation, SpeculativePicks
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.asking import character_model
 from tests.amd.runner.interrupts import Counts, Lines, in_functions, within
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.serving import some_requests
-from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, one_by_one
+from tests.amd.runner.test_device_steps import BASE, KINDS, at_pace, one_by_one
 from tests.amd.runner.test_speculation import BASE as TREES
 from tests.amd.runner.test_speculation import guessing, without_speculation
 from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.with_parameters import character_model
 
 # While one of these runs, a step's tokens are no longer only on the device, and not reported yet.
 READING = within(str(ROOT / "rocm_serve"), Engine._read_oldest, Engine._publish_read)
 # What reads rounds together, and what launches a step.
 ROUNDS = in_functions(
     Engine._go_on,
-    Engine._read_rounds,
-    Engine._take_rounds,
-    Engine._publish_rounds,
+    Engine._read_speculative_steps,
+    Engine._append_speculative_steps,
+    Engine._publish_speculative_steps,
     Engine._publish_rest,
-    DeviceRounds.read_together,
-    DeviceRounds.took,
-    RoundPicks.read,
+    DeviceSpeculation.read_together,
+    DeviceSpeculation.took,
+    SpeculativePicks.read,
     Scheduler.take_together,
 )
 LAUNCHING = in_functions(Engine._advance, Scheduler.launched)
@@ -112,18 +112,18 @@ def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
         ],
     ],
 )
-def test_tokens_are_told_once_wherever_an_interrupt_comes(
+def test_tokens_are_reported_once_wherever_an_interrupt_comes(
     kind: str, counts: Counts, apart: int, loaded: LoadedModel
 ) -> None:
     """No page is lost either. apart: number of chosen lines from one interrupt to the next"""
     make, requests = world_of_trees() if kind == "trees" else world(kind, loaded)
     lines = Lines(counts)
-    wanted, told = served(make(), requests, lines)
+    wanted, emitted = served(make(), requests, lines)
     assert {done.finish_reason for done in wanted} == {"length", "stop"}
     chosen = lines.chosen()
     assert len(chosen) > (200 if counts is READING else 20)
     for number in chosen[::apart]:
-        _check(make(), requests, Lines(counts, (number,)), wanted, told, lines.places[number])
+        _check(make(), requests, Lines(counts, (number,)), wanted, emitted, lines.places[number])
 
 
 def _check(
@@ -131,7 +131,7 @@ def _check(
     requests: list[Request],
     lines: Lines,
     wanted: list[Completion],
-    told: list[Event],
+    emitted: list[Event],
     place: tuple[str, int],
     num_interrupts: int = 1,
 ) -> None:
@@ -142,7 +142,7 @@ def _check(
         # Logprobs of a step that is computed in another batch differ in the last bits.
         assert len(one.logprobs) == len(other.logprobs), place
         assert replace(one, logprobs=()) == replace(other, logprobs=()), place
-        assert _tokens_of(number, events) == _tokens_of(number, told), place
+        assert _tokens_of(number, events) == _tokens_of(number, emitted), place
     engine.forget_prefixes()
     assert engine.runtime.table.is_empty, place
 
@@ -156,10 +156,10 @@ def test_several_interrupts_one_after_another_lose_nothing_either(loaded: Loaded
     """Each comes where the engine continues after the one before it."""
     make, requests = world("text", loaded)
     lines = Lines(READING)
-    wanted, told = served(make(), requests, lines)
+    wanted, emitted = served(make(), requests, lines)
     for first in range(len(lines.places) // 7, len(lines.places), len(lines.places) // 3):
         at = (first, first + 3, first + 13, first + 14, first + 40)
-        _check(make(), requests, Lines(READING, at), wanted, told, lines.places[first], len(at))
+        _check(make(), requests, Lines(READING, at), wanted, emitted, lines.places[first], len(at))
 
 
 @pytest.mark.parametrize("leave", [Engine.abort, Engine.cancel])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.models.cut import cost_of_cut
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_attn.models.shards import Shard, Span
+from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import load_model, open_model
@@ -64,7 +64,7 @@ def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_
 
 def test_the_cost_of_a_cut_is_said() -> None:
     smollm2 = replace(CONFIG, layers=(replace(CONFIG.layers[0], attention=NINE_OVER_THREE),), vocab_size=49152)
-    assert Shard(3, 4).heads(9, 3).q == Span(9, 9, 3)
+    assert Shard(3, 4).heads(9, 3).q == ShardRange(9, 9, 3)
     assert cost_of_cut(smollm2, 1) == ()
     assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads are padded to 12 over 4, 25% of them zeros",)
     assert cost_of_cut(CONFIG, 4)[0] == "4 query heads over 2 KV heads: each KV head is held by 2 ranks"

@@ -24,7 +24,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.engine_runtime import runtime_for
 from rocm_serve.measured_memory import LargestSteps, memory_of
 from rocm_serve.options import EngineOptions
-from rocm_serve.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
+from rocm_serve.pool_size import NOT_MEASURED, MeasuredMemory, is_small, most_kv_bytes
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.eagle import EagleDrafter
@@ -60,7 +60,7 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Metered
 
 
 def test_k_and_v_get_what_is_left_of_the_share() -> None:
-    measured = Measured(total=100 * GIB, free=80 * GIB, step=6 * GIB, graph=2 * GIB)
+    measured = MeasuredMemory(total=100 * GIB, free=80 * GIB, step=6 * GIB, graph=2 * GIB)
     roundings = 2 * 2 * 2**20  # two tensors of a layer
     assert measured.kv_bytes(1.0, [LAYER]) == 72 * GIB - roundings
     assert measured.kv_bytes(0.75, [LAYER]) == (72 - 25) * GIB - roundings
@@ -69,7 +69,7 @@ def test_k_and_v_get_what_is_left_of_the_share() -> None:
 
 
 def test_where_nothing_is_left_the_numbers_say_why() -> None:
-    measured = Measured(total=100 * GIB, free=17 * GIB, step=6 * GIB, graph=2 * GIB)
+    measured = MeasuredMemory(total=100 * GIB, free=17 * GIB, step=6 * GIB, graph=2 * GIB)
     with pytest.raises(CapacityExceeded) as why:
         measured.kv_bytes(0.9, [LAYER])
     assert str(why.value) == (

@@ -395,7 +395,7 @@ MINICPM3_4B: dict[str, Any] = {
 }
 
 
-def test_minicpm_3_has_latent_rows_factors_on_the_residual_and_one_table_of_longrope() -> None:
+def test_minicpm_3_has_latent_rows_scales_on_the_residual_and_one_table_of_longrope() -> None:
     config = config_from_json(MINICPM3_4B)
     rope = Rope(1e4, 32, DivisorScaling(tuple(MINICPM3_FACTORS)))
     rows = LatentProjections(q_rank=768, nope_dim=64, v_dim=64, interleaved=False, has_bias=False)

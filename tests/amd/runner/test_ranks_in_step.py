@@ -24,18 +24,18 @@ from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_serve import engine as engine_module
 from rocm_serve import engine_runtime, pool_size
 from rocm_serve.engine import Engine
-from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.ranks import RanksOfGroup
 from rocm_serve.request import Completion, FailureEvent, Request
 from rocm_serve.sampling.sampling_options import Sampling
-from rocm_serve.speculation.rounds import DeviceRounds
+from rocm_serve.speculation.device_steps import DeviceSpeculation
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.serving import BASE as OF_EIGHT
-from tests.amd.runner.test_rounds import until_unread, with_an_error_word
-from tests.amd.runner.test_rounds_of_ranks import BASE as ROUNDS
-from tests.amd.runner.test_rounds_of_ranks import requests as requests_of_rounds
+from tests.amd.runner.test_device_steps import until_unread, with_an_error_word
+from tests.amd.runner.test_device_steps_of_ranks import BASE as ROUNDS
+from tests.amd.runner.test_device_steps_of_ranks import requests as requests_of_rounds
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
 BASE = replace(OF_EIGHT, max_batch_size=4)
@@ -208,8 +208,8 @@ def one_request_ends_before_its_rounds_go_wrong(rank: int) -> list[str]:
 
     def launches_before_its_end(serving: Engine, spoiled: int) -> int:
         """Launches of rounds when the first request's end is known. spoiled: rank 1 goes wrong before this one"""
-        rounds, launches = serving._rounds, 0
-        assert isinstance(rounds, DeviceRounds)
+        rounds, launches = serving._speculative_steps, 0
+        assert isinstance(rounds, DeviceSpeculation)
         launch, end, at_end = rounds.launch, serving._end, list[int]()
 
         def counted() -> Any:
@@ -236,7 +236,7 @@ def one_request_ends_before_its_rounds_go_wrong(rank: int) -> list[str]:
 
 def with_nan_in_kv(serving: Engine) -> None:
     attention = serving._loaded.weights.layers[-1].attention
-    assert isinstance(attention, HeadWeights)
+    assert isinstance(attention, KVHeadWeights)
     attention.qkv[-1].fill_(float("nan"))
 
 
@@ -411,9 +411,9 @@ def test_a_fault_in_a_round_of_one_rank_is_raised_by_all_when_the_series_ends(
 ) -> None:
     """Only one rank's device reports it; all ranks read the same rounds until they ask each other."""
     lines = same_on_all(found[name])
-    told = [line for line in lines if line.startswith("fault")]
-    assert len(told) == len(faults), "one that is contained ends its requests alone"
-    assert all(what in line for what, line in zip(faults, told, strict=True))
+    emitted = [line for line in lines if line.startswith("fault")]
+    assert len(emitted) == len(faults), "one that is contained ends its requests alone"
+    assert all(what in line for what, line in zip(faults, emitted, strict=True))
     assert all(not line.endswith(" ") for line in lines[-1 - len(requests_of_rounds()) : -1]), "each has its error"
 
 
@@ -429,12 +429,14 @@ def test_a_request_that_ended_before_its_series_went_wrong_keeps_its_text(found:
 
 
 @pytest.mark.parametrize("name", ["diverged", "picked apart"])
-def test_ranks_that_were_given_other_requests_or_picked_other_tokens_are_told_apart(name: str, found: Found) -> None:
+def test_ranks_that_were_given_other_requests_or_picked_other_tokens_are_reported_apart(
+    name: str, found: Found
+) -> None:
     (error,) = same_on_all(found[name])
     assert error.startswith("rank 1 ran another step than rank 0 after step ")
 
 
-def test_faults_are_told_in_each_ranks_own_numbers_of_steps() -> None:
+def test_faults_are_reported_in_each_ranks_own_numbers_of_steps() -> None:
     """A graph that was given up early has left rank 1 two steps behind."""
     wrong, anywhere = ("step 9: wrong", 9, (3, 4), True), ("page 0 was written", None, (), False)
     of_rank: list[tuple[int, list[SentFault]]] = [(12, [("step 11: wrong", 11, (3,), True)]), (10, [wrong, anywhere])]

@@ -17,11 +17,11 @@ from rocm_serve.events import Events, NewTokens, without
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
+from rocm_serve.speculation.device_steps import SpeculativePicks
 from rocm_serve.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
-from rocm_serve.speculation.rounds import RoundPicks
-from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
-from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, one_by_one, rounds_of
+from tests.amd.runner.test_device_steps import BASE, KINDS, at_pace, one_by_one, rounds_of
+from tests.amd.runner.with_parameters import character_model
 
 # Rounds of 3 tokens in circles of 16: as many of them as there are memories do not end where they began, so that losing
 # or swapping some changes the text.
@@ -48,7 +48,7 @@ def read_by(engine: Engine) -> list[int]:
     took = rounds.took
 
     def and_count(together: Together) -> None:
-        nums.append(together.num_rounds)
+        nums.append(together.num_speculative_steps)
         took(together)
 
     rounds.took = and_count  # type: ignore[method-assign]
@@ -57,13 +57,13 @@ def read_by(engine: Engine) -> list[int]:
 
 def served(engine: Engine, requests: list[Request]) -> tuple[list[Completion], list[list[int]]]:
     """Returns the completions of requests, and the tokens that their events report."""
-    told: list[list[int]] = [[] for _ in requests]
+    emitted: list[list[int]] = [[] for _ in requests]
 
     def note(event: Any) -> None:
         if isinstance(event, TokenEvent):
-            told[event.request].append(event.token_id)
+            emitted[event.request].append(event.token_id)
 
-    return engine.generate(requests, note), told
+    return engine.generate(requests, note), emitted
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_the_texts_are_those_of_plain_decoding(num_ahead: int, loaded: LoadedMod
     requests[2] = replace(requests[2], stop_token_ids=(texts[2][41],))
     engine = engine_of(loaded, num_ahead)
     nums = read_by(engine)
-    done, told = served(engine, requests)
+    done, emitted = served(engine, requests)
     assert done == plainly(loaded, requests)
-    assert told == [list(each.token_ids) for each in done]
+    assert emitted == [list(each.token_ids) for each in done]
     assert max(nums) >= num_ahead // 2
 
 
-def test_rounds_that_the_device_has_told_of_are_read_with_those_that_are_waited_for(loaded: LoadedModel) -> None:
+def test_rounds_that_the_device_has_reported_of_are_read_with_those_that_are_waited_for(loaded: LoadedModel) -> None:
     engine = Engine(loaded, OPTIONS)  # on a CPU every launch has finished
-    engine._pace.note = lambda seconds, num_rounds: None  # type: ignore[method-assign]
+    engine._pace.note = lambda seconds, num_speculative_steps: None  # type: ignore[method-assign]
     nums = read_by(engine)
     requests = [a_request(1, 120)]
     assert engine.generate(requests) == plainly(loaded, requests)
@@ -131,9 +131,9 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
     series, last = rounds_of(engine)._series, engine.runtime.gate.last
     assert series is not None
     assert last is not None
-    unread = [each.picks for each in engine._unread]
+    pending = [each.picks for each in engine._pending]
     num_tokens = engine._outputs[numbers[0]].num_tokens
-    num_tokens += sum(int(picks.told[0, 0]) for picks in unread if isinstance(picks, RoundPicks))
+    num_tokens += sum(int(picks.emitted[0, 0]) for picks in pending if isinstance(picks, SpeculativePicks))
     assert (num_tokens >= 30) == has_ended
     last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND  # as if the round that is launched next had set it
     num_faults = 0
@@ -180,7 +180,7 @@ def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded
 def test_settling_lets_all_pages_be_found_that_rounds_have_stored(loaded: LoadedModel) -> None:
     engine, request = engine_of(loaded, options=replace(OPTIONS, steps_ahead=0)), a_request(1, 120)
     number = engine.submit(request)
-    while engine._rounds_to_enter is None or engine._outputs[number].num_tokens < 70:
+    while engine._speculative_to_enter is None or engine._outputs[number].num_tokens < 70:
         engine.step()
     engine.settle()
     sequence = engine._outputs[number].sequence
@@ -192,12 +192,12 @@ def test_each_round_tells_in_a_memory_of_its_own_however_many_interrupts_come(lo
     requests = [a_request(1, 80), a_request(2, 80)]
     engine = engine_of(loaded)
     numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
-    while rounds._series is None or rounds._series.num_unread < 6:
+    while rounds._series is None or rounds._series.num_pending < 6:
         engine.step()
     read_together, most_unread = rounds.read_together, list[int]()
 
     def interrupted(*arguments: Any, **options: Any) -> Together | None:
-        most_unread.append(len(engine._unread))
+        most_unread.append(len(engine._pending))
         if len(most_unread) <= 5:
             raise KeyboardInterrupt
         return read_together(*arguments, **options)
@@ -230,14 +230,14 @@ def test_no_logits_are_kept_but_those_that_lie_in_the_memory_of_a_graph(graphs: 
 def test_the_pace_follows_from_how_long_rounds_take() -> None:
     pace = Pace()
     assert pace.num_ahead == FEWEST_AHEAD
-    for seconds, num_rounds, num_ahead in [
+    for seconds, num_speculative_steps, num_ahead in [
         (AHEAD_SECONDS / 4.5, 1, 4),
         (AHEAD_SECONDS * 2 / 3.5, 2, 3),
         (AHEAD_SECONDS / 100, 1, MOST_AHEAD),
         (0.0, 1, MOST_AHEAD),
         (AHEAD_SECONDS * 3, 1, FEWEST_AHEAD),
     ]:
-        pace.note(seconds, num_rounds)
+        pace.note(seconds, num_speculative_steps)
         assert pace.num_ahead == num_ahead
         assert 1 <= pace.num_together < pace.num_ahead
 

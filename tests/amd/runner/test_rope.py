@@ -71,7 +71,7 @@ def test_longrope_with_one_table_equals_that_of_transformers_at_every_length(
         assert rope.scaling.attention_factor == pytest.approx(attention_factor)
 
 
-def test_longrope_turns_by_the_short_factors_where_no_text_is_long() -> None:
+def test_longrope_turns_by_the_short_scales_where_no_text_is_long() -> None:
     factors = [1.0 + place / 3 for place in range(8)]
     parameters = {
         "rope_type": "longrope",

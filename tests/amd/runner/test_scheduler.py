@@ -28,8 +28,8 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request import FinishReason, Request, Sequence
 from rocm_serve.sampling.sampling import Sampler
-from rocm_serve.scheduler import ScheduledStep, Scheduler, unread
-from rocm_serve.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_serve.scheduler import ScheduledStep, Scheduler, pending
+from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
 from tests.amd.runner.cache_invariants import check_cache
 
 VOCAB = 50
@@ -51,19 +51,19 @@ def expected_tokens(request: Request, max_kv_len: int) -> tuple[list[int], Finis
             return token_ids[-new:], "length"
 
 
-Guess = Callable[[Many[int], int], Drafts | None]
+Guess = Callable[[Many[int], int], DraftTree | None]
 
 
-def no_drafts(token_ids: Many[int], most: int) -> Drafts | None:
+def no_drafts(token_ids: Many[int], most: int) -> DraftTree | None:
     """Returns no drafts."""
     return None
 
 
-def guesses(seed: int) -> Guess:
+def draft_tokens(seed: int) -> Guess:
     """Random trees and chains of drafts, about two of three of them right."""
     chooser = random.Random(seed)
 
-    def guess(token_ids: Many[int], most: int) -> Drafts | None:
+    def draft(token_ids: Many[int], most: int) -> DraftTree | None:
         num = chooser.randint(0, min(most, 9))
         is_chain = chooser.random() < 0.5
         parents = tuple(draft - 1 if is_chain else chooser.randint(LAST_TOKEN, draft - 1) for draft in range(num))
@@ -74,34 +74,34 @@ def guesses(seed: int) -> Guess:
             token = next_token([*token_ids, *before]) if chooser.random() < 0.7 else chooser.randrange(VOCAB)
             tokens.append(token)
             branches.append([*before, token])
-        return Drafts(tuple(tokens), parents) if num else None
+        return DraftTree(tuple(tokens), parents) if num else None
 
-    return guess
+    return draft
 
 
 def right(num: int) -> Guess:
     """`num` drafts, all of them right."""
 
-    def guess(token_ids: Many[int], most: int) -> Drafts | None:
+    def draft(token_ids: Many[int], most: int) -> DraftTree | None:
         tokens = list(token_ids)
         for _ in range(min(num, most)):
             tokens.append(next_token(tokens))
-        return Drafts.chain(tuple(tokens[len(token_ids) :])) if len(tokens) > len(token_ids) else None
+        return DraftTree.chain(tuple(tokens[len(token_ids) :])) if len(tokens) > len(token_ids) else None
 
-    return guess
+    return draft
 
 
 def wrong(num: int) -> Guess:
     """`num` drafts, of which the first one is wrong."""
 
-    def guess(token_ids: Many[int], most: int) -> Drafts | None:
+    def draft(token_ids: Many[int], most: int) -> DraftTree | None:
         token = (next_token(token_ids) + 1) % VOCAB
-        return Drafts.chain((token,) * min(num, most)) if most else None
+        return DraftTree.chain((token,) * min(num, most)) if most else None
 
-    return guess
+    return draft
 
 
-def accepted(token_ids: list[int], drafts: Drafts) -> list[int]:
+def accepted(token_ids: list[int], drafts: DraftTree) -> list[int]:
     """The drafts that continue the tokens as next_token() does, in order."""
     path: list[int] = []
     while True:
@@ -116,7 +116,7 @@ def accepted(token_ids: list[int], drafts: Drafts) -> list[int]:
 class World:
     """A scheduler, its table, and the pool as the fake model sees it.
 
-    guess: the drafts of a sequence with these tokens, up to a limit; None if there are none
+    draft: the drafts of a sequence with these tokens, up to a limit; None if there are none
     ahead: true if a step is scheduled and run before the tokens of the one before it are read
     """
 
@@ -126,9 +126,9 @@ class World:
     chunk: int
     max_kv_len: int
     windows: tuple[SpacePages, ...] = ()
-    guess: Guess = no_drafts
+    draft: Guess = no_drafts
     ahead: bool = False
-    unread: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
+    pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
     sequences: dict[int, Sequence] = field(default_factory=dict)
     steps: list[ScheduledStep] = field(default_factory=list)
@@ -161,11 +161,11 @@ class World:
         self.scheduler.add(sequence)
 
     def step(self) -> None:
-        decoding = [] if self.unread else self.scheduler.decoding()
-        guessed = {each.number: self.guess(each.token_ids, most) for each, most in decoding}
-        step = self.scheduler.next_step({number: drafts for number, drafts in guessed.items() if drafts is not None})
+        decoding = [] if self.pending else self.scheduler.decoding()
+        drafted = {each.number: self.draft(each.token_ids, most) for each, most in decoding}
+        step = self.scheduler.next_step({number: drafts for number, drafts in drafted.items() if drafts is not None})
         if step is None:
-            assert self.unread
+            assert self.pending
             self.read()
             return
         self.table.checks.check(step.batch)
@@ -175,14 +175,14 @@ class World:
         assert whole == [True] * step.num_picks + [False] * (len(whole) - step.num_picks)
         self.read()
         self.scheduler.launched(step)
-        self.unread.append((step, outputs))
+        self.pending.append((step, outputs))
         if step.drafts or not self.ahead or not self.scheduler.has_work:
             self.read()
 
     def read(self) -> None:
         """Reads the tokens of the step that was run last, unless that was done."""
-        while self.unread:
-            step, outputs = self.unread.pop()
+        while self.pending:
+            step, outputs = self.pending.pop()
             taken = self.scheduler.finish_step(step, outputs[: step.num_picks])
             for sequence, output, each in zip(step.picking, outputs, taken, strict=False):
                 assert each.token_ids == tuple(output[: len(each.token_ids)])
@@ -211,7 +211,7 @@ class World:
                 read = [self.slots[slot] for slot in slots[first:known]]
                 assert {of for of, _ in read} == {salt}, "nothing of another tenant's is read"
                 tokens = [token for _, token in read]
-                was = [*sequence.token_ids, *(self._known(unread(at)) for at in [sequence.unread_at] if at >= 0)]
+                was = [*sequence.token_ids, *(self._known(pending(at)) for at in [sequence.pending_at] if at >= 0)]
                 assert tokens == was[first:known], "what is stored is not what it was"
                 if table.space is Space.FULL:
                     path = accepted(tokens, drafts) if drafts is not None else []
@@ -223,7 +223,7 @@ class World:
 
     def _known(self, token: int) -> int:
         """Returns a token; a token of the previous step that was not read is given by its place there."""
-        return token if token >= 0 else self.unread[0][1][-1 - token][-1]
+        return token if token >= 0 else self.pending[0][1][-1 - token][-1]
 
     def _slots(self, row: int, space: Space, kv_len: int) -> list[tuple[Space, int]]:
         pages = self.table.pages_of(row, space).tolist()
@@ -260,7 +260,7 @@ worlds = given(
     chunk=st.integers(1, 40),
     spare_pages=st.integers(0, 12),
     window_left=st.sampled_from([None, 0, 4, 7]),
-    guess=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(guesses)),
+    draft=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(draft_tokens)),
     ahead=st.booleans(),
 )
 
@@ -275,14 +275,14 @@ def test_every_request_comes_to_what_it_would_alone(
     chunk: int,
     spare_pages: int,
     window_left: int | None,
-    guess: Guess,
+    draft: Guess,
     ahead: bool,
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
     max_kv_len = 40
     num_pages = 1 + -(-max_kv_len // page_size) + spare_pages
     windows = () if window_left is None else (SpacePages(Space.SWA, num_pages, window_left=window_left),)
-    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows, guess, ahead)
+    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows, draft, ahead)
     late = [(sum(steps for steps, _ in arrivals[: n + 1]), n, request) for n, (_, request) in enumerate(arrivals)]
     for now in itertools.count():
         for _, number, request in (one for one in late if one[0] == now):
@@ -481,7 +481,7 @@ def test_preemptions_for_better_priorities_come_to_an_end(
 @pytest.mark.parametrize("num_drafts", [1, 4, 7])
 def test_a_sequence_gets_its_accepted_drafts_and_a_token_more(num_drafts: int) -> None:
     served = world(chunk=64)
-    served.guess = right(num_drafts)
+    served.draft = right(num_drafts)
     served.add(0, request(5, max_new_tokens=17))
     served_in_turn(served)
     assert served.results[0] == expected_tokens(request(5, max_new_tokens=17), 64)
@@ -492,7 +492,7 @@ def test_a_sequence_gets_its_accepted_drafts_and_a_token_more(num_drafts: int) -
 
 def test_no_page_with_a_rejected_draft_is_found() -> None:
     served = world(chunk=64)
-    served.guess = wrong(9)
+    served.draft = wrong(9)
     served.add(0, request(6, max_new_tokens=12))
     while served.scheduler.has_work:
         served.step()
@@ -504,11 +504,11 @@ def test_no_page_with_a_rejected_draft_is_found() -> None:
     assert served.metrics.prefix_hits > 0
 
 
-@pytest.mark.parametrize("guess", [right(19), wrong(19)], ids=["right", "wrong"])
-def test_drafts_never_take_the_pages_of_another_sequence(guess: Guess) -> None:
+@pytest.mark.parametrize("draft", [right(19), wrong(19)], ids=["right", "wrong"])
+def test_drafts_never_take_the_pages_of_another_sequence(draft: Guess) -> None:
     """The first ends before the second has grown much, so that there is room for both, but not for the drafts."""
-    for guessed in (no_drafts, guess):
-        served = World(page_size=1, num_pages=1 + 28, max_batch_size=2, chunk=64, max_kv_len=24, guess=guessed)
+    for drafted in (no_drafts, draft):
+        served = World(page_size=1, num_pages=1 + 28, max_batch_size=2, chunk=64, max_kv_len=24, draft=drafted)
         served.add(0, Request(tuple(range(4)), 5))
         served.add(1, Request((7, 8, 9, 10), 21))
         served_in_turn(served)
@@ -518,13 +518,13 @@ def test_drafts_never_take_the_pages_of_another_sequence(guess: Guess) -> None:
 
 def test_pages_that_hold_nothing_but_rejected_drafts_are_given_back_before_a_sequence_is() -> None:
     served = World(page_size=1, num_pages=1 + 32, max_batch_size=2, chunk=64, max_kv_len=24)
-    served.guess = lambda token_ids, most: wrong(15)(token_ids, most) if token_ids[0] == 7 else None
+    served.draft = lambda token_ids, most: wrong(15)(token_ids, most) if token_ids[0] == 7 else None
     served.add(0, Request(tuple(range(4)), 14))
     served.add(1, Request((7, 8), 20))
     served.step()
     served.step()
     assert served.steps[-1].batch.q_len.tolist() == [1, 1 + 15]
-    served.guess = no_drafts
+    served.draft = no_drafts
     served_in_turn(served)
     assert served.metrics.preemptions == 0
 
@@ -546,9 +546,9 @@ def test_a_decoding_sequence_gets_its_pages_ahead_and_most_steps_change_nothing_
         assert served.results[number] == expected_tokens(sequence.request, 300)
 
 
-@pytest.mark.parametrize("guess", [no_drafts, right(9)])
-def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(guess: Guess) -> None:
-    served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160, guess=guess)
+@pytest.mark.parametrize("draft", [no_drafts, right(9)])
+def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(draft: Guess) -> None:
+    served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160, draft=draft)
     served.add(0, Request((1, 2, 3), 40))
     for _ in range(3):
         served.step()
@@ -606,7 +606,7 @@ def test_pages_ahead_are_given_back_to_a_better_one_that_takes_a_place() -> None
 
 def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_half_of_the_rest() -> None:
     served = world(chunk=12)
-    served.guess = right(20)
+    served.draft = right(20)
     served.add(0, request(2, max_new_tokens=40))
     served.step()
     served.step()
@@ -620,7 +620,7 @@ def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_
 
 def test_a_suspect_is_served_without_drafts() -> None:
     served = world(chunk=64)
-    served.guess = right(4)
+    served.draft = right(4)
     served.add(0, request(5, max_new_tokens=20))
     served.step()
     served.step()

@@ -288,10 +288,10 @@ def test_a_round_of_a_sequence_that_has_ended_meanwhile_counts_for_nothing(loade
     requests = some_requests(2, new_tokens=20)
     engine = speculating(loaded, replace(BASE, speculative="ngram", steps_ahead=1), requests, mistakes=0.0)
     numbers = [engine.submit(request) for request in requests]
-    while not any(unread.step.drafts.keys() == {0, 1} for unread in engine._unread):
+    while not any(pending.step.drafts.keys() == {0, 1} for pending in engine._pending):
         engine.step()
     before = engine.metrics.verifications, engine.metrics.drafts
-    drafts = len(engine._unread[-1].step.drafts[1])
+    drafts = len(engine._pending[-1].step.drafts[1])
     engine.abort(numbers[0])
     engine.settle()
     assert (engine.metrics.verifications, engine.metrics.drafts) == (before[0] + 1, before[1] + drafts)

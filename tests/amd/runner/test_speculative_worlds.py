@@ -8,7 +8,7 @@ import pytest
 
 from rocm_attn.errors import BadLogits
 from rocm_serve.speculation import speculation
-from rocm_serve.speculation.drafts import Drafts
+from rocm_serve.speculation.drafts import DraftTree
 from tests.amd.runner.speculative_worlds import SCRIPT, WAYS, World, run_world
 
 COUNTS = ("drafts", "accepted_drafts", "preemptions", "prefix_hits", "aborts")
@@ -43,7 +43,7 @@ def is_of_trees(seed: int) -> bool:
 def test_a_draft_that_is_taken_for_right_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft of each tree is accepted, regardless of the model."""
 
-    def first_of_each(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int | BadLogits], list[int]]:
+    def first_of_each(rows: Many[int | BadLogits], drafts: DraftTree) -> tuple[Many[int | BadLogits], list[int]]:
         return ([drafts.token_ids[0], rows[1]], [0]) if len(drafts) else (rows[:1], [])
 
     seed = next(filter(is_of_trees, range(100)))

@@ -22,9 +22,9 @@ from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.speculation import StepPicks
-from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.serving import all_pages_are_free, until_done
 from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.with_parameters import BASE as ALIKE
 
 BASE = replace(ALIKE, max_batch_size=4, max_kv_len=40, steps_ahead=1)
 
@@ -148,10 +148,10 @@ def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -
     engine = Engine(loaded, BASE)
     number = engine.submit(Request((9, 10), 20))
     engine.step()
-    assert engine._unread
+    assert engine._pending
     engine.cancel(number)
     assert not engine.has_work
-    assert not engine._unread
+    assert not engine._pending
     assert all_pages_are_free(engine)
 
 
@@ -162,14 +162,14 @@ def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel
     async def main() -> tuple[list[int], Completion]:
         async with AsyncEngine(engine) as front:
             served = asyncio.create_task(front.complete(Request((9, 10, 11), 30)))
-            unread = []
+            pending = []
             while not served.done():
-                unread.append(await front.between_steps(lambda: len(engine._unread)))
-            return unread, await served
+                pending.append(await front.between_steps(lambda: len(engine._pending)))
+            return pending, await served
 
-    unread, done = asyncio.run(main())
-    assert len(unread) > 2
-    assert set(unread) == {0}
+    pending, done = asyncio.run(main())
+    assert len(pending) > 2
+    assert set(pending) == {0}
     assert done == alone(loaded, Request((9, 10, 11), 30))
 
 

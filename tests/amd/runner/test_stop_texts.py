@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from rocm_attn.errors import BadRequest
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_serve.appended import AppendedTokens
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request, TokenEvent
 from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.speculation import Picks
-from rocm_serve.taking import Taken
 from rocm_serve.text.stop_texts import StopTexts
-from tests.amd.runner.asking import BASE, PROMPT, character_model, drawn
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
 from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.with_parameters import BASE, PROMPT, character_model, drawn
 
 # Runs to its length, and has repeated parts.
 LONG = Request(PROMPT, 24, drawn())
@@ -75,7 +75,7 @@ def test_a_text_ends_where_trying_every_end_finds_it(
 @pytest.mark.parametrize(
     "options",
     [BASE, replace(BASE, steps_ahead=1), replace(BASE, speculative="ngram", draft_tokens=4, steps_ahead=1)],
-    ids=["plain", "a step ahead", "guessed tokens"],
+    ids=["plain", "a step ahead", "draft tokens"],
 )
 def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, include: bool, options: object) -> None:
     """The same text, many requests at once, each with another stop; the tokens end with the one that completes it."""
@@ -125,7 +125,7 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
         assert set(rows) <= {sequence.row for sequence in scheduler._running}
         move(accepted, seqs)
 
-    def noted_finish(step: ScheduledStep, picks: Picks) -> list[Taken]:
+    def noted_finish(step: ScheduledStep, picks: Picks) -> list[AppendedTokens]:
         dropped.extend(sequence.row == RESERVED_ROW for sequence in step.sequences)
         return finish(step, picks)
 
@@ -141,7 +141,7 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
 
 def alike(done: Completion) -> tuple[object, ...]:
     """All fields except the last bits of logprobs: in a tree keys lie in another order."""
-    return done.token_ids, done.text, done.finish_reason, [told.token_id for told in done.logprobs]
+    return done.token_ids, done.text, done.finish_reason, [emitted.token_id for emitted in done.logprobs]
 
 
 def test_a_stop_counts_where_it_ends_after_the_least_tokens(loaded: LoadedModel, text: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_attn.kernels.sampling.asked import IN_PROMPT
+from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_serve.sampling.token_counts import CountedText, TokenCounts
 
 VOCAB, MOST = 9, 3
@@ -40,16 +40,16 @@ def test_each_texts_row_has_the_counts_of_its_tokens(
     news: list[list[int]] = [[] for _ in prompts]
     for step in steps:
         texts, picked = [], torch.full((MOST,), VOCAB - 1, dtype=torch.int32)
-        for place, (number, (is_unread, lost, last)) in enumerate(step.items()):
+        for place, (number, (is_pending, lost, last)) in enumerate(step.items()):
             new = news[number]
             if lost:
                 del new[max(0, len(new) - lost) :]
             else:
                 new.append(last)
             picked[place] = last
-            is_unread = is_unread and not lost
-            known = [*prompts[number], *(new[:-1] if is_unread else new)]
-            texts.append(CountedText(number, known, len(prompts[number]), place if is_unread else -1))
+            is_pending = is_pending and not lost
+            known = [*prompts[number], *(new[:-1] if is_pending else new)]
+            texts.append(CountedText(number, known, len(prompts[number]), place if is_pending else -1))
         rows = counts.rows(texts, picked)
         assert len(set(rows)) == len(rows)
         for row, number in zip(rows, step, strict=True):

@@ -30,10 +30,10 @@ def pages_of(
     if form.kind is PoolKind.VECTORIZED:
         raw = raw.view(3, 4, 2, 4, 16).permute(0, 2, 3, 1, 4).contiguous()
     k = raw.to(device).view(form.encoding.dtype)
-    factors = torch.tensor(scale, device=device)
+    scale_values = torch.tensor(scale, device=device)
     if form.scales is Scales.TOKEN:
-        factors = factors.expand(3, 2, 4).contiguous()
-    return LayerPages(k, k.clone(), form, factors, factors.clone())
+        scale_values = scale_values.expand(3, 2, 4).contiguous()
+    return LayerPages(k, k.clone(), form, scale_values, scale_values.clone())
 
 
 def worth(pages: LayerPages, page: int) -> torch.Tensor:
@@ -45,12 +45,12 @@ def ids(*pages: int, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda scales: scales.name)
-def test_every_number_of_e4m3fn_is_kept_by_factors_twice_as_large(scales: Scales, device: torch.device) -> None:
+def test_every_number_of_e4m3fn_is_kept_by_scales_twice_as_large(scales: Scales, device: torch.device) -> None:
     """NaN becomes 0, and so does negative 0, whose code is NaN in E4M3FNUZ."""
     form = replace(FORM, scales=scales)
     given = {Scales.LAYER: [0.013], Scales.HEAD: [0.013, 0.4], Scales.TOKEN: [0.013]}[scales]
     source = pages_of(form, given, device)
-    target = pages_of(replace(form, encoding=FNUZ), [2 * factor for factor in given], device)
+    target = pages_of(replace(form, encoding=FNUZ), [2 * scale_value for scale_value in given], device)
     found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
     assert found == Conversion(saturated=0, rounded=0, not_numbers=2 * 2 * 2)
     assert not found.is_exact
@@ -58,7 +58,7 @@ def test_every_number_of_e4m3fn_is_kept_by_factors_twice_as_large(scales: Scales
     assert not worth(target, 0).any()
 
 
-def test_back_only_the_largest_has_no_like_and_that_is_told(device: torch.device) -> None:
+def test_back_only_the_largest_has_no_like_and_that_is_reported(device: torch.device) -> None:
     form = replace(FORM, encoding=FNUZ)
     source, target = pages_of(form, [0.5], device), pages_of(FORM, [0.25], device)
     found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
@@ -67,7 +67,7 @@ def test_back_only_the_largest_has_no_like_and_that_is_told(device: torch.device
     assert set(change.abs().flatten().tolist()) == {0.0, (240 - 224) * 0.5}
 
 
-def test_under_one_factor_what_is_beyond_saturates_and_what_is_small_rounds(device: torch.device) -> None:
+def test_under_one_scale_what_is_beyond_saturates_and_what_is_small_rounds(device: torch.device) -> None:
     source = pages_of(FORM, [1.0], device)
     target = pages_of(replace(FORM, encoding=FNUZ), [1.0], device)
     found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
@@ -86,13 +86,13 @@ def test_under_one_factor_what_is_beyond_saturates_and_what_is_small_rounds(devi
 def test_latent_rows_are_converted_once(scales: Scales, device: torch.device) -> None:
     """V is a part of K: it has no pages and no scales of its own, and counts once."""
 
-    def latents(encoding: Encoding, factor: float) -> LayerPages:
+    def latents(encoding: Encoding, scale_value: float) -> LayerPages:
         form = PageFormat(encoding, PoolKind.LATENT, 4, 1, 64, 48, scales)
         raw = torch.zeros(3, 4, 1, 64, dtype=torch.uint8, device=device)
         raw[2] = torch.arange(256, dtype=torch.uint8).view(4, 1, 64).to(device)
         k = raw.view(encoding.dtype)
-        factors = torch.full((3, 1, 4) if scales is Scales.TOKEN else (1,), factor, device=device)
-        return LayerPages(k, k[..., :48], form, factors, factors)
+        scale_values = torch.full((3, 1, 4) if scales is Scales.TOKEN else (1,), scale_value, device=device)
+        return LayerPages(k, k[..., :48], form, scale_values, scale_values)
 
     source, target = latents(FN, 0.013), latents(FNUZ, 0.026)
     found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
@@ -105,11 +105,11 @@ def test_a_conversion_without_change_is_exact_in_vectorised_pages_too(device: to
     numbers = torch.arange(256, dtype=torch.uint8) & 0x77
     raw = numbers.repeat(3 * 16 * 2 * 64 // 256).view(3, 2, 4, 16, 16).to(device)
 
-    def pages(encoding: Encoding, factor: float) -> LayerPages:
+    def pages(encoding: Encoding, scale_value: float) -> LayerPages:
         k, v = raw.clone(), raw.clone().view(3, 2, 1, 64, 16)
-        factors = torch.tensor([factor, factor / 2], device=device)
+        scale_values = torch.tensor([scale_value, scale_value / 2], device=device)
         of = replace(form, encoding=encoding, scales=Scales.HEAD)
-        return LayerPages(k.view(encoding.dtype), v.view(encoding.dtype), of, factors, factors.clone())
+        return LayerPages(k.view(encoding.dtype), v.view(encoding.dtype), of, scale_values, scale_values.clone())
 
     source, target = pages(FN, 0.01), pages(FNUZ, 0.02)
     target.raw_k.zero_()

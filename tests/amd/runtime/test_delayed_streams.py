@@ -123,16 +123,16 @@ def test_a_fault_of_a_delayed_device_is_reported_once(undelayed: list[Tensor], d
     sleep_after_stage(decoding)
     now = torch.tensor(decoding.requests.kv_len, dtype=torch.int32, device=device)
     lengths = [now + 1 + at + 5 * (at == 1) for at in range(NUM_STEPS)]
-    rows, told = [], []
+    rows, reported = [], []
     for at in range(NUM_STEPS):
         batch = decoding.batch_on_device(lengths[at])
         try:
             rows.append(decoding.runner.run(batch).clone())
         except DeviceFault as fault:
-            told.append((at, fault.step))
+            reported.append((at, fault.step))
             rows.append(decoding.runner.run(batch).clone())
     decoding.tiny.runtime.check_device()
-    ((at, step),) = told
+    ((at, step),) = reported
     assert at == 4
     assert step is not None
     assert decoding.tiny.runtime.faults.step_number - step == NUM_STEPS - 2

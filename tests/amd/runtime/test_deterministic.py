@@ -60,13 +60,13 @@ def beside_others(teller: Teller, story: Story) -> Told:
     """Serves it in mixed batches: after a longer story, before a shorter one; decoding while others extend."""
     others = [teller.begin(Story.random(teller.problem, 300, seed)) for seed in (11, 12, 13)]
     teller.step([(others[0], 130), (others[1], 3)])
-    told = teller.begin(story)
-    teller.step([(others[0], 1), (told, 90), (others[2], 17)])
-    teller.step([(told, 1), (others[1], 9), (others[0], 40)])
-    teller.step([(others[2], 1), (others[0], 1), (told, 1)])
-    teller.step([(others[1], 1), (told, 1), (others[0], 1), (others[2], 1)], pad_to=8)
-    teller.step([(others[2], 5), (others[1], 0), (told, 57)])
-    return told
+    reported = teller.begin(story)
+    teller.step([(others[0], 1), (reported, 90), (others[2], 17)])
+    teller.step([(reported, 1), (others[1], 9), (others[0], 40)])
+    teller.step([(others[2], 1), (others[0], 1), (reported, 1)])
+    teller.step([(others[1], 1), (reported, 1), (others[0], 1), (others[2], 1)], pad_to=8)
+    teller.step([(others[2], 5), (others[1], 0), (reported, 57)])
+    return reported
 
 
 def in_scattered_pages(teller: Teller, story: Story) -> Told:
@@ -75,28 +75,28 @@ def in_scattered_pages(teller: Teller, story: Story) -> Told:
     for chunk in (7, 40, 22, 31):
         teller.step([(other, chunk) for other in others])
     teller.free(others[1])
-    told = teller.begin(story)
-    teller.step([(told, 70)])
+    reported = teller.begin(story)
+    teller.step([(reported, 70)])
     teller.free(others[0])
-    return teller.tell(told, (20, 60))
+    return teller.tell(reported, (20, 60))
 
 
 def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
     """Serves it after pages that another request has filled, and shares."""
     parent = teller.tell(teller.begin(story), (101,))
-    told = teller.fork(parent, 97)
-    teller.step([(parent, 5), (told, 20)])
-    return teller.tell(told, (32, 1))
+    reported = teller.fork(parent, 97)
+    teller.step([(parent, 5), (reported, 20)])
+    return teller.tell(reported, (32, 1))
 
 
 def in_halves(teller: Teller, story: Story) -> Told:
     """Serves it in steps that are split in two: as part of the first half, then of the second."""
     others = [teller.begin(Story.random(teller.problem, 200, seed)) for seed in (31, 32)]
-    told = teller.begin(story)
-    teller.step([(told, 100), (others[0], 30), (others[1], 60)], halves=True)
-    teller.step([(others[0], 70), (others[1], 2), (told, 49)], halves=True)
-    teller.step([(others[0], 1), (told, 1)], halves=True)
-    return told
+    reported = teller.begin(story)
+    teller.step([(reported, 100), (others[0], 30), (others[1], 60)], halves=True)
+    teller.step([(others[0], 70), (others[1], 2), (reported, 49)], halves=True)
+    teller.step([(others[0], 1), (reported, 1)], halves=True)
+    return reported
 
 
 WAYS: Mapping[str, Way] = {
@@ -143,9 +143,9 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
     different = []
     for name, way in ways_for(provider, device, graphs=graphs).items():
         teller = Teller(device, provider, problem, graphs=graphs)
-        told = way(teller, story)
-        teller.check(told)
-        if not same_bits(told, alone):
+        reported = way(teller, story)
+        teller.check(reported)
+        if not same_bits(reported, alone):
             different.append(name)
         if graphs:
             assert teller.runner.counters.replays > 0
@@ -159,10 +159,10 @@ def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, 
     teller = Teller(device, provider, problem)
     story = Story.random(problem, 80, 3)
     with_lse = teller.tell(teller.begin(story), (79, 1))
-    told = teller.tell(teller.begin(story), (79,))
+    reported = teller.tell(teller.begin(story), (79,))
     runtime, token = teller.runtime, slice(79, 80)
-    runtime.table.reserve(told.row, 80)
-    step = runtime.step(_decode_of(told)).parts[0]
+    runtime.table.reserve(reported.row, 80)
+    step = runtime.step(_decode_of(reported)).parts[0]
     q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
     out = torch.empty_like(with_lse.out[token])
     step.layers.store_and_attend(0, q, k, v, out)
@@ -170,14 +170,14 @@ def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, 
     assert torch.equal(out, with_lse.out[token])
 
 
-def _decode_of(told: Told) -> StepBatch:
-    return StepBatch(*(np.array([number], np.int32) for number in (told.row, told.num_told + 1, 1)))
+def _decode_of(reported: Told) -> StepBatch:
+    return StepBatch(*(np.array([number], np.int32) for number in (reported.row, reported.num_reported + 1, 1)))
 
 
 def test_only_kernels_that_do_not_depend_on_the_batch_are_chosen() -> None:
     chosen = select(small_problem(16), known_target("gfx942"), "auto", deterministic=True)
     assert chosen.deterministic
-    assert [kernel.row.name for kernel in chosen.kernels.values()] == [
+    assert [kernel.entry.name for kernel in chosen.kernels.values()] == [
         "triton.segment_decode",
         "triton.segment_extend",
         "triton.segment_extend+decode",
@@ -231,14 +231,14 @@ def test_long_sequences_give_the_same_bits_on_a_gpu(layer: str, graphs: bool, de
     for chunks in ((2599, 1), (1024, 1024, 552), (1000, 1, 1, 30, 1000, 568), (2048, 500, *[1] * 52)):
         for companions in (0, 3):
             teller = Teller(device, "triton", problem, graphs=graphs, **sizes)
-            told = teller.begin(story)
+            reported = teller.begin(story)
             others = [teller.begin(Story.random(problem, 2700, seed)) for seed in range(2, 2 + companions)]
             for other in others:
                 teller.step([(other, 1000)])
             for step, chunk in enumerate(chunks):
                 beside = [(other, 1 if (step + place) % 2 else 25) for place, other in enumerate(others)]
-                teller.step([*beside[:1], (told, chunk), *beside[1:]])
-            if not same_bits(told, alone):
+                teller.step([*beside[:1], (reported, chunk), *beside[1:]])
+            if not same_bits(reported, alone):
                 different.append((chunks, companions))
     assert not different
 

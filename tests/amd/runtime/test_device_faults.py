@@ -44,16 +44,16 @@ def set_error_word(serving: World, word: int) -> int:
     return serving.runtime.faults.step_number
 
 
-def steps_until_told(serving: World, requests: Sequence[Request], num_steps: int = 6) -> list[tuple[int, str]]:
+def steps_until_reported(serving: World, requests: Sequence[Request], num_steps: int = 6) -> list[tuple[int, str]]:
     """Returns (steps run before, message) for each fault that decode steps raise; each step is right."""
-    told = []
+    reported = []
     for count in range(num_steps):
         try:
             serving.step(requests, [1] * len(requests))
         except DeviceFault as fault:
-            told.append((count, str(fault)))
+            reported.append((count, str(fault)))
             serving.step(requests, [1] * len(requests))
-    return told
+    return reported
 
 
 def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[World, list[Request]]:
@@ -77,48 +77,48 @@ def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[Worl
         (1 << 20, "the error word is 0x100000"),
     ],
 )
-def test_an_error_word_is_told_two_steps_later(
+def test_an_error_word_is_reported_two_steps_later(
     word: int, what: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
     serving, requests = decoding(provider, device, graphs=graphs)
     number = set_error_word(serving, word)
-    ((count, message),) = steps_until_told(serving, requests)
+    ((count, message),) = steps_until_reported(serving, requests)
     assert count == 2
     assert re.match(rf"step {number}: .*{what}", message)
     serving.runtime.check_device()
 
 
-def test_every_bit_of_the_error_word_is_told_in_words_and_described() -> None:
+def test_every_bit_of_the_error_word_is_reported_in_words_and_described() -> None:
     """Each is a separate bit, below those that the echo of a step has for itself."""
     bits = {name: bit for name, bit in vars(error_word).items() if name.isupper() and name != "ERROR_WORD"}
     assert sorted(bits.values()) == [1 << at for at in range(len(bits))]
     assert max(bits.values()) < WRONG_STEP
-    told = [str(fault_of(7, bit)) for bit in bits.values()]
-    assert len(set(told)) == len(bits)
-    assert not [words for words in told if "the error word is" in words]
+    reported = [str(fault_of(7, bit)) for bit in bits.values()]
+    assert len(set(reported)) == len(bits)
+    assert not [words for words in reported if "the error word is" in words]
     table = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()
     assert [name for name in bits if f"| `{name}` |" not in table] == []
 
 
 @each_provider
-def test_a_fault_of_a_step_in_other_buffers_is_told_too(provider: str, device: torch.device) -> None:
+def test_a_fault_of_a_step_in_other_buffers_is_reported_too(provider: str, device: torch.device) -> None:
     """The fault is one of an extend step, whose buffers grow; later decode steps use the buffers that graphs read."""
     serving, requests = decoding(provider, device, graphs=True)
     serving.step(requests, [3, 2])
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
-    assert [message.partition(":")[0] for _, message in steps_until_told(serving, requests)] == [f"step {number}"]
+    assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
 @each_provider
-def test_a_fault_is_told_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
+def test_a_fault_is_reported_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=True)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
     serving.runtime.seals.give_up()
-    assert [message.partition(":")[0] for _, message in steps_until_told(serving, requests)] == [f"step {number}"]
+    assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
 @each_provider
-def test_a_fault_is_told_by_a_slot_that_grows(provider: str, device: torch.device) -> None:
+def test_a_fault_is_reported_by_a_slot_that_grows(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
     serving.step(requests, [1, 1])
@@ -132,7 +132,7 @@ def test_a_fault_is_told_by_a_slot_that_grows(provider: str, device: torch.devic
     serving.step(requests, [1, 1])
 
 
-def test_a_graph_that_never_ran_is_told_when_the_device_is_asked(device: torch.device) -> None:
+def test_a_graph_that_never_ran_is_reported_when_the_device_is_asked(device: torch.device) -> None:
     """It would have taken its inputs; the next one takes them in its place."""
     serving, requests = decoding(providers()[-1], device, graphs=True)
     serving.step(requests, [1, 1])
@@ -146,7 +146,7 @@ def test_a_graph_that_never_ran_is_told_when_the_device_is_asked(device: torch.d
     ):
         serving.runtime.check_device()
     serving.free(*requests)
-    assert steps_until_told(serving, serving.admit_all(2)) == []
+    assert steps_until_reported(serving, serving.admit_all(2)) == []
     serving.runtime.check_device()
 
 
@@ -162,19 +162,19 @@ def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: t
     # The requests have one token fewer than they assume: the lost token is gone.
     serving.free(*requests)
     requests = serving.admit_all(2)
-    ((count, message),) = steps_until_told(serving, requests)
+    ((count, message),) = steps_until_reported(serving, requests)
     assert count == 1
     assert message.startswith(f"the inputs of step {lost} never reached the device, which went on with those of an ear")
     serving.runtime.check_device()
 
 
 @each_provider
-def test_counts_that_somebody_overwrote_are_told(provider: str, device: torch.device) -> None:
+def test_counts_that_somebody_overwrote_are_reported(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
     assert counts is not None
     counts.fill_(0x7F7F7F7F)
-    ((_, message),) = steps_until_told(serving, requests)
+    ((_, message),) = steps_until_reported(serving, requests)
     assert message.startswith(
         f"the device took step {number} for step {0x7F7F7F7F}; look for code that wrote to the step's"
     )
@@ -197,7 +197,7 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
         publisher._ops = replace(publisher._ops, publish=publish)
         assert serving.runtime.faults.step_number == number
         serving.step(requests, [1, 1])
-    assert steps_until_told(serving, requests) == []
+    assert steps_until_reported(serving, requests) == []
 
 
 @each_provider
@@ -213,11 +213,11 @@ def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: tor
         with pytest.raises(DeviceFault, match=f"step {number}: a new token had no page of its own"):
             serving.runtime.check_device()
         serving.runtime.check_device()
-    assert steps_until_told(serving, requests) == []
+    assert steps_until_reported(serving, requests) == []
 
 
 @each_provider
-def test_a_step_that_is_missing_at_the_end_is_told(provider: str, device: torch.device) -> None:
+def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: torch.device) -> None:
     serving, _ = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
     assert counts is not None
@@ -232,17 +232,17 @@ def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.
     served = [decoding(provider, device, graphs=graphs) for graphs in (False, True)]
     served[0][0].step(served[0][1], [1, 1])
     numbers = [set_error_word(served[1][0], TOKEN_WITHOUT_PAGE)]
-    told: list[list[str]] = [[], []]
+    reported: list[list[str]] = [[], []]
     for round_ in range(8):
         for at, (serving, requests) in enumerate(served):
             try:
                 serving.step(requests, [1, 1])
             except DeviceFault as fault:
-                told[at].append(str(fault).partition(":")[0])
+                reported[at].append(str(fault).partition(":")[0])
                 serving.step(requests, [1, 1])
         if round_ == 3:
             numbers.append(set_error_word(served[0][0], LENGTH_BEYOND_BOUND))
-    assert told == [[f"step {numbers[1]}"], [f"step {numbers[0]}"]]
+    assert reported == [[f"step {numbers[1]}"], [f"step {numbers[0]}"]]
 
 
 def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: torch.device) -> None:
@@ -258,7 +258,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
     publisher._lines[0].ring = HostRing(torch.device("cpu"), depth=2, new_fence=late.fence)
     (request,) = serving.admit_all(1)
     found: list[list[int]] = []
-    told = []
+    reported = []
 
     def body(step: StepTensors) -> None:
         found.append([int(step.counts[2]), int(step.kv_len[0])])
@@ -270,7 +270,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
         try:
             runtime.stage(batch)
         except DeviceFault as fault:
-            told.append((length, fault.step))
+            reported.append((length, fault.step))
             runtime.stage(batch)
         assert runtime.gate._children[0] is not None
         late.launch(partial(body, runtime.gate._children[0].tensors))
@@ -278,7 +278,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
         runtime.table.mark_stored(batch.rows, batch.kv_len)
         # The device has begun these steps, but has not done the last one.
         assert len(found) == max(0, length - 3)
-    assert told == [(5, 2), (6, 3)]
+    assert reported == [(5, 2), (6, 3)]
     late.drain()
     assert found == [[length, length] for length in range(1, 9)]
 
@@ -325,14 +325,14 @@ class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def listen(told: set[int], call: Callable[[], object]) -> None:
+def listen(reported: set[int], call: Callable[[], object]) -> None:
     """Adds the steps whose faults a call raises, or was about to raise when another error came."""
     try:
         call()
     except DeviceFault as fault:
-        told |= steps_of(fault)
+        reported |= steps_of(fault)
     except BaseException as error:
-        told |= steps_of(error.__context__)
+        reported |= steps_of(error.__context__)
         raise
 
 
@@ -341,10 +341,10 @@ def steps_of(error: BaseException | None) -> set[int]:
     return {int(line.partition(":")[0].removeprefix("step ")) for line in lines}
 
 
-def go_on(runtime: AttentionRuntime, told: set[int]) -> None:
+def go_on(runtime: AttentionRuntime, reported: set[int]) -> None:
     """Runs as many whole steps as a report may take."""
     for _ in range(8):
-        listen(told, partial(runtime.step, batch(10, 10)))
+        listen(reported, partial(runtime.step, batch(10, 10)))
         runtime.end_step()
 
 
@@ -368,18 +368,18 @@ def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(
 ) -> None:
     operation, broken = 1, True
     while broken:
-        runtime, told, broken = two_faults(), set[int](), False
+        runtime, reported, broken = two_faults(), set[int](), False
         try:
             with OutOfMemory(operation):
-                listen(told, partial(CALLS[call], runtime))
+                listen(reported, partial(CALLS[call], runtime))
         except torch.OutOfMemoryError:
             broken = True
         runtime.end_step()
         if rest == "steps":
-            go_on(runtime, told)
+            go_on(runtime, reported)
         else:
-            listen(told, runtime.check_device)
-        assert told == {1, 3}, f"memory ran out at operation {operation}"
+            listen(reported, runtime.check_device)
+        assert reported == {1, 3}, f"memory ran out at operation {operation}"
         operation += apart
     assert operation > 3
 
@@ -390,11 +390,11 @@ def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(
 def test_a_fault_is_reported_although_the_user_interrupts_while_the_device_is_asked(call: str, apart: int) -> None:
     line, broken = 1, True
     while broken:
-        runtime, told = two_faults(), set[int]()
-        broken = interrupted_at(line, partial(listen, told, partial(CALLS[call], runtime)))
+        runtime, reported = two_faults(), set[int]()
+        broken = interrupted_at(line, partial(listen, reported, partial(CALLS[call], runtime)))
         runtime.end_step()
-        listen(told, runtime.check_device)
-        go_on(runtime, told)
-        assert told == {1, 3}, f"interrupted at line {line}"
+        listen(reported, runtime.check_device)
+        go_on(runtime, reported)
+        assert reported == {1, 3}, f"interrupted at line {line}"
         line += apart
     assert line > 20

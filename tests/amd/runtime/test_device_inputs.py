@@ -337,7 +337,7 @@ def test_a_kernel_that_must_know_lengths_on_the_host_is_named(provider: str, dev
     serving = World.one_layer(device, graphs=False, provider=provider)
     (selection,) = serving.runtime.selections
     needy = {
-        kind: LayerKernel(replace(kernel.row, needs_host_lengths=True), kernel.bound)
+        kind: LayerKernel(replace(kernel.entry, needs_host_lengths=True), kernel.bound)
         for kind, kernel in selection.kernels.items()
     }
     serving.runtime.gate.planner._selections = (replace(selection, kernels=needy),)

@@ -108,7 +108,7 @@ def test_windows_count_back_from_the_depth_of_a_draft(
 
 
 @pytest.mark.parametrize("wrong", [-7, -1, 2, 2**31 - 1])
-def test_a_parent_that_no_branch_is_is_told(wrong: int, provider: str, device: torch.device) -> None:
+def test_a_parent_that_no_branch_is_is_reported(wrong: int, provider: str, device: torch.device) -> None:
     """In the second step as in the third; what pads have is not looked at."""
     world, drafts = world_of(provider, device, 2), Drafts(2, 3)
     requests = [world.admit() for _ in range(3)]

@@ -89,7 +89,7 @@ def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, 
 
 @each_scales
 @each_provider
-def test_what_requests_share_is_copied_with_its_factors(provider: str, scales: Scales, device: torch.device) -> None:
+def test_what_requests_share_is_copied_with_its_scales(provider: str, scales: Scales, device: torch.device) -> None:
     """A fork writes into a copy of the last page, which it shared."""
     world = World.build([small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)], device, provider)
     parent = world.admit()
@@ -137,7 +137,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
 
 @pytest.mark.fast(interpreted=0)
 @each_provider
-def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
+def test_graphs_use_scales_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
     serving = World.one_layer(device, graphs=True, provider=provider, problem=problem)
     requests = serving.admit_all(2)
@@ -154,7 +154,7 @@ def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, 
     assert serving.runner.counters.captures == captured
 
 
-def test_factors_that_no_code_can_be_divided_by_are_refused_and_change_nothing(device: torch.device) -> None:
+def test_scales_that_no_code_can_be_divided_by_are_refused_and_change_nothing(device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
     runtime = World.one_layer(device, graphs=False, provider=providers()[0], problem=problem).runtime
     refused: list[tuple[KVScales, str]] = [
@@ -183,7 +183,7 @@ def test_factors_that_no_code_can_be_divided_by_are_refused_and_change_nothing(d
         runtime.set_kv_scales(0, KVScales(1.0, 1.0))
 
 
-def test_factors_of_a_checkpoint_are_doubled_where_its_codes_are_worth_half(device: torch.device) -> None:
+def test_scales_of_a_checkpoint_are_doubled_where_its_codes_are_worth_half(device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
     runtime = World.one_layer(device, graphs=False, provider=providers()[0], problem=problem).runtime
     runtime.set_kv_scales(0, KVScales(0.25, torch.tensor(0.5), made_for=KVEncoding.E4M3FN))
@@ -204,7 +204,7 @@ def test_a_kernel_that_does_not_read_an_encoding_is_refused_with_the_reason() ->
         select(replace(problem, pool=PoolKind.VECTORIZED, head_dim=32, v_head_dim=32, page_size=16), target, "triton")
 
 
-def test_eight_bits_have_a_factor_and_others_have_none() -> None:
+def test_eight_bits_have_a_scale_and_others_have_none() -> None:
     for encoding, scales in ((KVEncoding.E4M3FN, Scales.NONE), (KVEncoding.LIKE_Q, Scales.TOKEN)):
         with pytest.raises(BadProblem, match="eight-bit encodings need LAYER"):
             small_problem(kv_encoding=encoding, kv_scales=scales)

@@ -114,7 +114,7 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
     world.free(gone)
     take_back(left, 6)
     world.step([left], [6])
-    assert not world.runtime.table.tokens.has_floors
+    assert not world.runtime.table.tokens.has_first_writable
 
 
 @pytest.mark.fast(interpreted=0)

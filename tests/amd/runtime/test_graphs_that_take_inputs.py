@@ -102,12 +102,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found = list[bool]()
     stage: Callable[..., Step] = StepGate.stage
 
-    def told(self: StepGate, *args: object) -> Step:
+    def reported(self: StepGate, *args: object) -> Step:
         step = stage(self, *args)
         found.append(self._publisher.launching is not None)
         return step
 
-    monkeypatch.setattr(StepGate, "stage", told)
+    monkeypatch.setattr(StepGate, "stage", reported)
     return found
 
 
@@ -122,7 +122,7 @@ def test_steps_whose_graph_takes_their_inputs_leave_what_others_leave(
     left = _left(served)
     other = Going()
     ran.clear()
-    monkeypatch.setattr(other.runner, "_takers", {})
+    monkeypatch.setattr(other.runner, "_input_plans", {})
     for _ in range(4):
         other.step()
     assert left == _left(other)
@@ -253,8 +253,8 @@ class Told(Flight):
 
 @pytest.mark.parametrize("begin", ["step", "stage", "run"])
 def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
-    told = Told()
-    served = Going(told)
+    reported = Told()
+    served = Going(reported)
     inner = served.batch()
     call: Callable[[StepBatch], object] = getattr(served.runner if begin == "run" else served.runtime, begin)
 
@@ -262,7 +262,7 @@ def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
         with pytest.raises(WrongState, match="a step cannot begin, because a step was staged"):
             call(inner)
 
-    told.then = then
+    reported.then = then
     for _ in range(3):
         served.step()
     assert ran[-3:] == [True] * 3
@@ -272,14 +272,14 @@ def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
 @pytest.mark.parametrize("ask", ["check", "report", "report_own", "forget"])
 def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran: list[bool]) -> None:
     """The graph would run on the inputs of the step before it."""
-    told = Told()
-    served = Going(told)
+    reported = Told()
+    served = Going(reported)
 
     def then() -> None:
         with pytest.raises(WrongState, match="cannot be read while a staged step waits"):
             getattr(served.runtime.faults, ask)()
 
-    told.then = then
+    reported.then = then
     for _ in range(2):
         served.step()
     assert ran[-2:] == [True] * 2
@@ -315,15 +315,15 @@ def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[
     served.runtime.check_device()
 
 
-def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
+def test_a_flight_recorder_is_reported_of_a_step_and_of_what_broke_it_off(
     ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Told()
-    served = Going(told)
+    reported = Told()
+    served = Going(reported)
     batch = served.batch()
     served.runner.run(batch)
     assert ran[-1]
-    assert told.noted[-1][0] is batch
+    assert reported.noted[-1][0] is batch
     served.kv_len = batch.kv_len
     (entry,) = served.runner._graph_of_plan.values()
 
@@ -335,20 +335,20 @@ def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
         with pytest.raises(RuntimeError, match="lost"):
             served.runner.run(served.batch())
     assert ran[-1]
-    assert [str(error) for error in told.failures] == ["lost"]
+    assert [str(error) for error in reported.failures] == ["lost"]
     for _ in range(2):
         served.step()
     served.runner._pinned.bump()
     with pytest.raises(GraphStale):
         served.runner.run(served.batch())
     assert ran[-1]
-    assert isinstance(told.failures[-1], GraphStale)
-    assert told.noted[-1][1] == served.runner._pinned.epoch
+    assert isinstance(reported.failures[-1], GraphStale)
+    assert reported.noted[-1][1] == served.runner._pinned.epoch
 
 
-def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
-    told = Told()
-    served = Going(told)
+def test_a_fault_is_counted_and_reported_once(ran: list[bool]) -> None:
+    reported = Told()
+    served = Going(reported)
     served.step()
     (line, *_) = served.runtime.gate._publisher._lines
     assert line.counts is not None
@@ -364,7 +364,7 @@ def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
     assert ran
     assert all(ran)
     assert served.runner.counters.faults == 1
-    assert [type(error) for error in told.failures] == [DeviceFault]
+    assert [type(error) for error in reported.failures] == [DeviceFault]
 
 
 @pytest.mark.parametrize("change", ["free", "fork", "cut"])
@@ -508,12 +508,12 @@ def _one_too_many() -> Counted:
     served = Counted(graphs=True)
     for number in range(4):
         served.run("whole", number)
-    assert served.runner._takers
+    assert served.runner._input_plans
     served.runtime.graph_runs.number += 1
     return served
 
 
-def test_a_run_that_the_device_has_not_counted_is_told_some_steps_later() -> None:
+def test_a_run_that_the_device_has_not_counted_is_reported_some_steps_later() -> None:
     """Each step would have the inputs of the previous one, and none would report it."""
     served = _one_too_many()
 
@@ -575,7 +575,7 @@ def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None
 
 
 @pytest.mark.parametrize("word", [0, TOKEN_WITHOUT_PAGE])
-def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: int) -> None:
+def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_reported(word: int) -> None:
     """Its graph has run, unlike the work after a publication that was broken off."""
     served = Counted(graphs=True)
     for number in range(3):
@@ -583,13 +583,13 @@ def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: i
     step = served.runtime.faults.step_number + 1
     with _replay_raises(served, launches=True, word=word), pytest.raises(KeyboardInterrupt):
         served.run("whole", 3)
-    told = []
+    reported = []
     for number in range(6):
         try:
             served.run("whole", 4 + number)
         except DeviceFault as fault:
-            told.append((number, fault.step))
-    assert told == ([(2, step)] if word else [])
+            reported.append((number, fault.step))
+    assert reported == ([(2, step)] if word else [])
     served.runtime.check_device()
 
 

@@ -66,7 +66,7 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
     serving.runtime.check_device()
 
 
-def test_a_fault_is_told_outside_of_the_mode_that_the_step_ran_in(device: torch.device) -> None:
+def test_a_fault_is_reported_outside_of_the_mode_that_the_step_ran_in(device: torch.device) -> None:
     with torch.inference_mode():
         serving = World.one_layer(device, graphs=True)
         requests = serving.admit_all(2)

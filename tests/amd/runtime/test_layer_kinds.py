@@ -105,7 +105,7 @@ def test_weights_are_copied_from_wherever_they_are(given: Callable[[], torch.Ten
 
 def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
     """A kernel does not serve features that its row of the capability table does not list."""
-    (row,) = (row for row in TRITON.rows if row.name == "triton.decode")
+    (row,) = (row for row in TRITON.entries if row.name == "triton.decode")
     limits = replace(row.limits, window=False, soft_cap=False, sinks=False, alibi=False, non_causal=False)
     problem = replace(small_problem(logits_soft_cap=3.0, has_sinks=True, has_alibi_slopes=True), causal=False)
     refusals = limits.refusals(problem, known_target("gfx942"))

@@ -76,7 +76,7 @@ def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.
     problem, provider = small_problem(), providers()[0]
     chosen = select(problem, detect_target(device), provider)
     kernels = {
-        kind: LayerKernel(replace(kernel.row, masks_v=False), kernel.bound) for kind, kernel in chosen.kernels.items()
+        kind: LayerKernel(replace(kernel.entry, masks_v=False), kernel.bound) for kind, kernel in chosen.kernels.items()
     }
     world = World.build([problem], device, provider, selections=[replace(chosen, kernels=kernels)])
     request = world.admit()

@@ -97,7 +97,7 @@ def test_layers_that_cannot_share_decode_the_step_as_any_other(
     requests = family(world, 12, [1, 3, 5])
     batch = replace(world.batch(requests, [1, 1, 1]), prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
     step = world.runtime.step(batch).parts[0]
-    assert [kernel.row.kind for kernel in step.plan.kernels] == [StepKind.SHARED, StepKind.DECODE, StepKind.DECODE]
+    assert [kernel.entry.kind for kernel in step.plan.kernels] == [StepKind.SHARED, StepKind.DECODE, StepKind.DECODE]
     world.runtime.end_step()
     for _ in range(8):
         decode(world, requests, [PrefixGroup(3, 12)], pad_to=4)
@@ -110,7 +110,7 @@ def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, devi
     world = World.build([small_problem()], device, provider)
     (selection,) = world.runtime.selections
     lengthy = {
-        kind: replace(kernel, row=replace(kernel.row, min_kv_len=1)) if kind is StepKind.SHARED else kernel
+        kind: replace(kernel, entry=replace(kernel.entry, min_kv_len=1)) if kind is StepKind.SHARED else kernel
         for kind, kernel in selection.kernels.items()
     }
     world = World.build([small_problem()], device, provider, selections=[replace(selection, kernels=lengthy)])
@@ -279,7 +279,7 @@ def test_bfloat16_is_refused_where_triton_interprets_it_wrongly() -> None:
 
 def test_auto_shares_prefixes_by_triton_beside_aiters_kernels() -> None:
     selection = select(replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("gfx942"), "auto")
-    assert selection.kernel(StepKind.SHARED).row.name == "triton.shared_prefix"
+    assert selection.kernel(StepKind.SHARED).entry.name == "triton.shared_prefix"
 
 
 @given(

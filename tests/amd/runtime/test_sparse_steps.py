@@ -113,23 +113,23 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
         [problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48
     )
     world.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device))
-    request, asked = world.admit(), world.rows[0]
+    request, requested = world.admit(), world.rows[0]
     for new in (33, 5, 1):
         world.draw(new)
         step = world.runtime.step(world.batch([request], [new])).parts[0]
         at, layers = step.tokens, step.layers
-        layers.store(0, asked.k[at], asked.v[at])
-        layers.store_index(0, asked.index_k[at])
-        layers.select(0, asked.index_q[at], asked.weights[at])
-        layers.attend_selected(0, asked.q[at], asked.out[at])
-        to_all = torch.full_like(asked.out[at], float("nan"))
-        layers.attend(0, asked.q[at], to_all)
+        layers.store(0, requested.k[at], requested.v[at])
+        layers.store_index(0, requested.index_k[at])
+        layers.select(0, requested.index_q[at], requested.weights[at])
+        layers.attend_selected(0, requested.q[at], requested.out[at])
+        to_all = torch.full_like(requested.out[at], float("nan"))
+        layers.attend(0, requested.q[at], to_all)
         world.runtime.end_step()
         world.keep([request], [new])
         assert to_all[:new].isfinite().all()
         if world.runtime.options.deterministic:
-            assert torch.equal(asked.out[:new], to_all[:new])
-        assert_attention_close(asked.out[:new], to_all[:new].double(), problem.dtype)
+            assert torch.equal(requested.out[:new], to_all[:new])
+        assert_attention_close(requested.out[:new], to_all[:new].double(), problem.dtype)
 
 
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
@@ -152,14 +152,14 @@ def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
     split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
     try:
         for half in split.parts:
-            for number, asked in enumerate(world.rows):
-                half.layers.store(number, asked.k[half.tokens], asked.v[half.tokens])
+            for number, requested in enumerate(world.rows):
+                half.layers.store(number, requested.k[half.tokens], requested.v[half.tokens])
             half.layers.store_index(0, world.rows[0].index_k[half.tokens])
         for half in split.parts:  # both halves select before either attends
             half.layers.select(0, world.rows[0].index_q[half.tokens], world.rows[0].weights[half.tokens])
         for half in split.parts:
-            for number, asked in enumerate(world.rows):
-                half.layers.attend_selected(number, asked.q[half.tokens], asked.out[half.tokens])
+            for number, requested in enumerate(world.rows):
+                half.layers.attend_selected(number, requested.q[half.tokens], requested.out[half.tokens])
     finally:
         world.runtime.end_step()
     world.keep(requests, [1, 1, 1, 1])
@@ -168,13 +168,13 @@ def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
 
 def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -> None:
     world = World.selecting([layer(indexer(TOKENS))], device)
-    request, asked = world.admit(), world.rows[0]
+    request, requested = world.admit(), world.rows[0]
     world.draw(6)
     step = world.runtime.step(world.batch([request], [6])).parts[0]
     at = step.tokens
-    step.layers.store(0, asked.k[at], asked.v[at])
+    step.layers.store(0, requested.k[at], requested.v[at])
     with pytest.raises(BadBatch, match="stored"):
-        step.layers.select(0, asked.index_q[at])
+        step.layers.select(0, requested.index_q[at])
     world.runtime.end_step()
     world.keep([request], [6])
     with pytest.raises(BadBatch, match="stored"):
@@ -183,34 +183,34 @@ def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -
 
 def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
     world = World.selecting(short(TOKENS), device)
-    request, asked = world.admit(), world.rows[0]
+    request, requested = world.admit(), world.rows[0]
     world.draw(4)
     step = world.runtime.step(world.batch([request], [4])).parts[0]
     at, layers = step.tokens, step.layers
     with pytest.raises(BadTensor, match=r"index k has shape \[4, 3\]; this step and layer need \[4, 16\]"):
-        layers.store_index(0, asked.index_k[at][:, :3])
+        layers.store_index(0, requested.index_k[at][:, :3])
     with pytest.raises(BadTensor, match=r"index k is torch\.float64"):
-        layers.store_index(0, asked.index_k[at].double())
+        layers.store_index(0, requested.index_k[at].double())
     with pytest.raises(BadTensor, match=r"layer 1 has no indexer; the layers with one are 0"):
-        layers.store_index(1, asked.index_k[at])
+        layers.store_index(1, requested.index_k[at])
     with pytest.raises(BadTensor, match="layer 2 has no indexer"):
-        layers.select(2, asked.index_q[at])
+        layers.select(2, requested.index_q[at])
     with pytest.raises(BadTensor, match="layer 7 does not exist"):
-        layers.attend_selected(7, asked.q[at], asked.out[at])
-    layers.store_index(0, asked.index_k[at])
-    layers.store(0, asked.k[at], asked.v[at])
+        layers.attend_selected(7, requested.q[at], requested.out[at])
+    layers.store_index(0, requested.index_k[at])
+    layers.store(0, requested.k[at], requested.v[at])
     with pytest.raises(BadTensor, match="weights of index heads"):
-        layers.select(0, asked.index_q[at], asked.weights[at].half())
+        layers.select(0, requested.index_q[at], requested.weights[at].half())
     with pytest.raises(WrongState, match=r"layer 0 attends to the selection of layer 0, and nothing was selected"):
-        layers.attend_selected(0, asked.q[at], asked.out[at])
-    layers.select(0, asked.index_q[at])
+        layers.attend_selected(0, requested.q[at], requested.out[at])
+    layers.select(0, requested.index_q[at])
     with pytest.raises(BadTensor, match="layer 2 attends to all keys"):
-        layers.attend_selected(2, asked.q[at], asked.out[at])
+        layers.attend_selected(2, requested.q[at], requested.out[at])
     with pytest.raises(BadTensor, match="out has shape"):
-        layers.attend_selected(0, asked.q[at], asked.out[at][:, :1])
+        layers.attend_selected(0, requested.q[at], requested.out[at][:, :1])
     world.runtime.end_step()
     with pytest.raises(WrongState):
-        layers.select(0, asked.index_q[at])
+        layers.select(0, requested.index_q[at])
 
 
 @pytest.mark.parametrize(
@@ -276,33 +276,33 @@ def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
 def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: torch.device) -> None:
     """Places outside of a sequence give no key, harm nothing, and are reported with their step."""
     world = World.selecting([layer(indexer(TOKENS))], device)
-    request, asked = world.admit(), world.rows[0]
+    request, requested = world.admit(), world.rows[0]
     world.run([request], [6])
 
     def decode(chosen: list[int]) -> torch.Tensor:
         world.draw(1)
         step = world.runtime.step(world.batch([request], [1])).parts[0]
         at = step.tokens
-        units = torch.full((len(asked.q[at][: len(step.token_ids)]), 1, 5), -1, dtype=torch.int32, device=device)
+        units = torch.full((len(requested.q[at][: len(step.token_ids)]), 1, 5), -1, dtype=torch.int32, device=device)
         units[0, 0, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
         counts = torch.zeros(units.shape[:2], dtype=torch.int32, device=device)
         counts[0] = len(chosen)
-        step.layers.store(0, asked.k[at], asked.v[at])
-        step.layers.store_index(0, asked.index_k[at])
+        step.layers.store(0, requested.k[at], requested.v[at])
+        step.layers.store_index(0, requested.index_k[at])
         with pytest.raises(BadTensor, match=r"units is torch\.int64"):
             step.layers.give_selection(0, units.long(), counts)
         step.layers.give_selection(0, units, counts)
-        step.layers.attend_selected(0, asked.q[at], asked.out[at])
+        step.layers.attend_selected(0, requested.q[at], requested.out[at])
         world.runtime.end_step()
         world.keep([request], [1])
-        return asked.out[0].clone()
+        return requested.out[0].clone()
 
     right = decode([1, 4, 6])
     dense = layer()
     seen = torch.zeros(1, 7, dtype=torch.bool, device=device)
     seen[0, [1, 4, 6]] = True
     assert_attention_close(
-        right[None], attend_sequence(asked.q[:1], request.k[0], request.v[0], dense, visible=seen)[0], dense.dtype
+        right[None], attend_sequence(requested.q[:1], request.k[0], request.v[0], dense, visible=seen)[0], dense.dtype
     )
     world.runtime.check_device()
     wrong = decode([1, 4, 900])

@@ -63,12 +63,12 @@ class Told:
     row: int
     out: Tensor
     lse: Tensor
-    num_told: int = 0
+    num_reported: int = 0
 
     @property
     def bits(self) -> tuple[Tensor, Tensor]:
         """out and lse of the tokens served so far."""
-        return self.out[: self.num_told], self.lse[: self.num_told]
+        return self.out[: self.num_reported], self.lse[: self.num_reported]
 
 
 class Teller:
@@ -128,54 +128,57 @@ class Teller:
         row = self.runtime.table.admit()
         return self._told(story, row)
 
-    def fork(self, told: Told, num_tokens: int) -> Told:
+    def fork(self, reported: Told, num_tokens: int) -> Told:
         """Returns the same story, served up to num_tokens through the first one's pages."""
-        child = self._told(told.story, self.runtime.table.fork(told.row, num_tokens))
-        child.out[:num_tokens], child.lse[:num_tokens] = told.out[:num_tokens], told.lse[:num_tokens]
-        child.num_told = num_tokens
+        child = self._told(reported.story, self.runtime.table.fork(reported.row, num_tokens))
+        child.out[:num_tokens], child.lse[:num_tokens] = reported.out[:num_tokens], reported.lse[:num_tokens]
+        child.num_reported = num_tokens
         return child
 
-    def free(self, told: Told) -> None:
+    def free(self, reported: Told) -> None:
         """Gives row and pages back."""
-        self.runtime.table.free(told.row)
+        self.runtime.table.free(reported.row)
 
     def step(self, turns: Sequence[tuple[Told, int]], pad_to: int | None = None, *, halves: bool = False) -> None:
         """Serves the given numbers of further tokens of each story, in one step."""
-        kv_len = [told.num_told + new for told, new in turns]
-        for (told, _), length in zip(turns, kv_len, strict=True):
-            self.runtime.table.reserve(told.row, length)
-        rows, q_len = [told.row for told, _ in turns], [new for _, new in turns]
+        kv_len = [reported.num_reported + new for reported, new in turns]
+        for (reported, _), length in zip(turns, kv_len, strict=True):
+            self.runtime.table.reserve(reported.row, length)
+        rows, q_len = [reported.row for reported, _ in turns], [new for _, new in turns]
         batch = StepBatch(np.array(rows, np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32), NO_TOKEN_IDS)
         padding = self.runtime.padding
         shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         places = torch.from_numpy(token_places(batch, shape)[: batch.num_tokens]).to(self.runtime.device)
         for tensor, name in ((self._q, "q"), (self._k, "k"), (self._v, "v")):
             tensor.fill_(float("nan"))
-            parts = [getattr(told.story, name)[told.num_told : told.num_told + new] for told, new in turns]
+            parts = [
+                getattr(reported.story, name)[reported.num_reported : reported.num_reported + new]
+                for reported, new in turns
+            ]
             tensor[places] = torch.cat(parts).to(tensor.device)
         self._out.fill_(float("nan"))
         self._lse.fill_(float("nan"))
         self.runner.run(batch, shape)
         first = 0
-        for told, new in turns:
-            mine, here = places[first : first + new], slice(told.num_told, told.num_told + new)
-            told.out[here], told.lse[here] = self._out[mine], self._lse[mine]
-            told.num_told += new
+        for reported, new in turns:
+            mine, here = places[first : first + new], slice(reported.num_reported, reported.num_reported + new)
+            reported.out[here], reported.lse[here] = self._out[mine], self._lse[mine]
+            reported.num_reported += new
             first += new
 
-    def tell(self, told: Told, chunks: Sequence[int]) -> Told:
+    def tell(self, reported: Told, chunks: Sequence[int]) -> Told:
         """Serves a story alone, chunk by chunk."""
         for chunk in chunks:
-            self.step([(told, chunk)])
-        return told
+            self.step([(reported, chunk)])
+        return reported
 
-    def check(self, told: Told) -> None:
+    def check(self, reported: Told) -> None:
         """Checks that every token has the reference's result."""
-        n, story, device = told.num_told, told.story, told.out.device
+        n, story, device = reported.num_reported, reported.story, reported.out.device
         q, k, v = (part[:n].to(device) for part in (story.q, story.k, story.v))
         want, want_lse = attend_sequence(q, k, v, self.problem, self.weights)
-        assert_attention_close(told.out[:n], want, self.problem.dtype)
-        assert_lse_close(told.lse[:n], want_lse, self.problem.dtype)
+        assert_attention_close(reported.out[:n], want, self.problem.dtype)
+        assert_lse_close(reported.lse[:n], want_lse, self.problem.dtype)
 
     def _told(self, story: Story, row: int) -> Told:
         out = torch.full((len(story.q), *self._out.shape[1:]), float("nan"), dtype=self._out.dtype)
@@ -190,7 +193,7 @@ class Teller:
 
 def same_bits(one: Told, other: Told) -> bool:
     """True if every token got the same bits in both servings of a story."""
-    return one.num_told == other.num_told and all(
+    return one.num_reported == other.num_reported and all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(one.bits, other.bits, strict=True)
     )

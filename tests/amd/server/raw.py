@@ -37,7 +37,7 @@ class Reply:
         return found
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def requested(**fields: Any) -> dict[str, Any]:
     """Returns a body that is served."""
     return {"model": NAME, "prompt": "w9 w12 w33", "max_tokens": 4, "temperature": 0, **fields}
 

@@ -59,16 +59,16 @@ def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct
 
 
 def test_echo_puts_the_prompt_before_each_answer(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": NAME, "max_tokens": 3, "temperature": 0, "n": 2}
+    requested: dict[str, Any] = {"model": NAME, "max_tokens": 3, "temperature": 0, "n": 2}
     for prompt in (["w9  w12", "w33"], [[9, 12], [33]]):
-        plain = client.completions.create(prompt=prompt, **asked)
-        echoed = client.completions.create(prompt=prompt, echo=True, **asked)
+        plain = client.completions.create(prompt=prompt, **requested)
+        echoed = client.completions.create(prompt=prompt, echo=True, **requested)
         before = ["w9  w12", "w9  w12", "w33", "w33"] if isinstance(prompt[0], str) else ["w9 w12"] * 2 + ["w33"] * 2
         assert [each.text for each in echoed.choices] == [
             text + each.text for text, each in zip(before, plain.choices, strict=True)
         ]
         streamed = [""] * 4
-        for chunk in client.completions.create(prompt=prompt, echo=True, stream=True, **asked):
+        for chunk in client.completions.create(prompt=prompt, echo=True, stream=True, **requested):
             for choice in chunk.choices:
                 streamed[choice.index] += choice.text
         assert streamed == [each.text for each in echoed.choices]
@@ -76,7 +76,7 @@ def test_echo_puts_the_prompt_before_each_answer(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**63 - 1])
 def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI, direct: Engine) -> None:
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": NAME,
         "prompt": PROMPT,
         "max_tokens": 12,
@@ -84,9 +84,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI
         "seed": seed,
         "n": 3,
     }
-    whole = client.completions.create(**asked)
+    whole = client.completions.create(**requested)
     texts, reasons, usage = ["", "", ""], [None] * 3, []
-    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(**requested, stream=True, stream_options={"include_usage": True}):
         usage.append(chunk.usage)
         for choice in chunk.choices:
             texts[choice.index] += choice.text
@@ -101,25 +101,25 @@ def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI
 
 
 def test_each_prompt_of_a_list_draws_for_itself(client: openai.OpenAI, direct: Engine) -> None:
-    asked: dict[str, Any] = {"model": NAME, "prompt": [PROMPT] * 3, "max_tokens": 12, "temperature": 0.9}
-    texts = [each.text for each in client.completions.create(**asked, seed=5, n=2).choices]
+    requested: dict[str, Any] = {"model": NAME, "prompt": [PROMPT] * 3, "max_tokens": 12, "temperature": 0.9}
+    texts = [each.text for each in client.completions.create(**requested, seed=5, n=2).choices]
     seeds = [seed_of_answer(5, place, choice) for place in range(3) for choice in range(2)]
     assert seeds[0] == 5
     sampled = [Sampling(temperature=0.9, seed=seed) for seed in seeds]
     assert texts == [generated(direct, (9, 12, 33), 12, sampling=each).text for each in sampled]
     assert len(set(texts)) == 6
-    drawn = [each.text for each in client.completions.create(**asked).choices]
+    drawn = [each.text for each in client.completions.create(**requested).choices]
     assert len(set(drawn)) == 3, "without a seed, too"
 
 
 def test_a_conversation_is_written_by_the_models_template(client: openai.OpenAI, direct: Engine) -> None:
     expected = generated(direct, (63, 9, 12), 6)
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "w9 "}, {"type": "text", "text": "w12"}]}]
-    asked: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0}
-    answer = client.chat.completions.create(**asked, max_completion_tokens=6)
+    requested: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0}
+    answer = client.chat.completions.create(**requested, max_completion_tokens=6)
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant"
-    chunks = list(client.chat.completions.create(**asked, max_tokens=6, stream=True))
+    chunks = list(client.chat.completions.create(**requested, max_tokens=6, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == "length"

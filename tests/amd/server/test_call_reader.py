@@ -10,7 +10,7 @@ import pytest
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.server.call_forms import FORMS, form_of, require_tools
-from rocm_serve.server.call_reader import Call, CallReader
+from rocm_serve.server.call_reader import CallReader, ToolCall
 from rocm_serve.text.chat_template import ChatTemplate
 from tests.amd.server.tool_models import TEMPLATES
 
@@ -23,7 +23,7 @@ def read(form: int, pieces: Iterable[str]) -> tuple[str, list[tuple[str, object]
     """Text, and calls."""
     reader = CallReader(FORMS[form], NAMES)
     found = [each for piece in pieces for each in reader.push(piece)] + reader.finish()
-    calls = [(each.name, json.loads(each.arguments)) for each in found if isinstance(each, Call)]
+    calls = [(each.name, json.loads(each.arguments)) for each in found if isinstance(each, ToolCall)]
     return "".join(each for each in found if isinstance(each, str)), calls
 
 
@@ -90,11 +90,11 @@ def test_arguments_stay_as_they_are_written(written: str) -> None:
     reader = CallReader(HERMES, ("7",))
     text = f'<tool_call>{{"id": 1.5 , "arguments":{written}\n,"name": "7" }}</tool_call>'
     (call,) = reader.push(text) + reader.finish()
-    assert isinstance(call, Call)
+    assert isinstance(call, ToolCall)
     assert (call.name, call.arguments) == ("7", written)
 
 
-def test_text_is_told_as_soon_as_it_can_be_no_call() -> None:
+def test_text_is_reported_as_soon_as_it_can_be_no_call() -> None:
     reader = CallReader(HERMES, NAMES)
     assert reader.push("It is 3 < 4") == ["It is 3 < 4"]
     assert reader.push(" <tool") == []

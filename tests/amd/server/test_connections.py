@@ -16,7 +16,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.options import ServerOptions
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
-from tests.amd.server.raw import Client, asked, post, send
+from tests.amd.server.raw import Client, post, requested, send
 from tests.amd.server.running import Running, running
 
 # A self-signed certificate of 127.0.0.1, of no other use.
@@ -43,7 +43,7 @@ def test_a_certificate_encrypts_what_is_sent(loaded: LoadedModel) -> None:
         assert server.lines[0] == f"listening on {server.url}"
         trusting = ssl.create_default_context(cafile=str(CERT))
         client = http.client.HTTPSConnection(*server.address, context=trusting)
-        client.request("POST", "/v1/completions", json.dumps(asked()), {"Content-Type": "application/json"})
+        client.request("POST", "/v1/completions", json.dumps(requested()), {"Content-Type": "application/json"})
         answer = client.getresponse()
         assert (answer.status, json.loads(answer.read())["usage"]["completion_tokens"]) == (200, 4)
         client.close()
@@ -95,7 +95,7 @@ def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedMo
         return [vars(each)["_head_timer"] is not None for each in server.server.server_state.connections]
 
     with running(served) as server:
-        client = Client(server, asked(stream=True))
+        client = Client(server, requested(stream=True))
         gated._begun.acquire()
         assert server.between_loops(timers) == [False]
         gated.let(100)
@@ -118,5 +118,5 @@ def test_a_connection_too_many_is_closed_and_the_others_are_served(loaded: Loade
             assert first.recv(4096).startswith(b"HTTP/1.1 200")
         while server.between_loops(lambda: len(server.server.server_state.connections)):
             pass
-        assert post(server, asked()).status == 200
+        assert post(server, requested()).status == 200
         assert b'rocm_attn_http_refused_total{reason="connections"} 1' in send(server, "GET", "/metrics").body

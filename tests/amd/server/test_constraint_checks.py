@@ -23,16 +23,16 @@ from rocm_serve.engine import Engine
 from rocm_serve.server import constraint_checks
 from rocm_serve.text import constraint_trial
 from rocm_serve.text.constraint import Constraint
-from rocm_serve.text.constraint_trial import Tokens, Trial
-from tests.amd.runner.asking import PROMPT, character_model
-from tests.amd.server.raw import Reply, asked, post, send
+from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
+from tests.amd.runner.with_parameters import PROMPT, character_model
+from tests.amd.server.raw import Reply, post, requested, send
 from tests.amd.server.running import Running, running
 from tests.amd.server.test_requested import OPTIONS
 
 # The library needs longer than clients wait to decide if all patterns can hold at once; none of its limits ends it.
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"[ab]*a[ab]{{{number}}}"} for number in range(10, 40)]}
 
-TOKENS = Tokens("{}", 8)  # not used, and not read before something is tried
+TOKENS = TrialTokens("{}", 8)  # not used, and not read before something is tried
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def server() -> Iterator[Running]:
 
 def ask(server: Running, schema: dict[str, Any]) -> Reply:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return post(server, asked(prompt=list(PROMPT), response_format=form))
+    return post(server, requested(prompt=list(PROMPT), response_format=form))
 
 
 def test_endless_constraints_end_and_others_are_served_after_them(server: Running) -> None:
@@ -60,14 +60,14 @@ def test_endless_constraints_end_and_others_are_served_after_them(server: Runnin
 def test_a_constraint_that_finds_too_many_waiting_may_come_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, may_end, check = threading.Semaphore(0), threading.Event(), Trial.check
+    begun, may_end, check = threading.Semaphore(0), threading.Event(), TrialProcess.check
 
-    def held_up(trial: Trial, constraint: Constraint) -> None:
+    def held_up(trial: TrialProcess, constraint: Constraint) -> None:
         begun.release()
         may_end.wait()
         check(trial, constraint)
 
-    monkeypatch.setattr(Trial, "check", held_up)
+    monkeypatch.setattr(TrialProcess, "check", held_up)
     monkeypatch.setattr(constraint_checks, "MOST_WAITING", 1)
     with ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(ask, server, {"enum": [f"a{number}"]}) for number in range(3)]
@@ -90,25 +90,25 @@ def test_a_constraint_that_others_ask_for_is_tried_once_and_finds_room_however_m
     good, bad, waiting, new = (Constraint.choice([text]) for text in ("good", "bad", "waiting", "new"))
     may_end, tried = threading.Event(), list[Constraint]()
 
-    def held_up(trial: Trial, constraint: Constraint) -> None:
+    def held_up(trial: TrialProcess, constraint: Constraint) -> None:
         tried.append(constraint)
         may_end.wait()
         if constraint == bad:
             raise BadRequest("it is bad")
 
     async def outcomes() -> list[BaseException | None]:
-        asked_for = (good, bad, waiting, new, good, bad, waiting, good, waiting)
-        asking = [asyncio.ensure_future(checks.check(each)) for each in asked_for]
+        requested_for = (good, bad, waiting, new, good, bad, waiting, good, waiting)
+        asking = [asyncio.ensure_future(checks.check(each)) for each in requested_for]
         await asyncio.sleep(0)  # each has come as far as it can
-        asking[asked_for.index(waiting)].cancel()  # the others take its place
+        asking[requested_for.index(waiting)].cancel()  # the others take its place
         asking.append(asyncio.ensure_future(checks.check(good)))
         await asyncio.sleep(0)
         may_end.set()
         return await asyncio.gather(*asking, return_exceptions=True)
 
-    monkeypatch.setattr(Trial, "check", held_up)
+    monkeypatch.setattr(TrialProcess, "check", held_up)
     monkeypatch.setattr(constraint_checks, "MOST_WAITING", 1)
-    checks = constraint_checks.ConstraintChecks(lambda: Trial(TOKENS, 1))
+    checks = constraint_checks.ConstraintChecks(lambda: TrialProcess(TOKENS, 1))
     try:
         found = asyncio.run(outcomes())
     finally:
@@ -127,18 +127,18 @@ def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ask(server, {"enum": ["x"]}).status == 200
-    monkeypatch.setattr(Trial, "check", None)
+    monkeypatch.setattr(TrialProcess, "check", None)
     assert ask(server, {"enum": ["x"]}).status == 200
 
 
 def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
-    began: list[Trial] = []
+    began: list[TrialProcess] = []
 
-    def begin() -> Trial:
+    def begin() -> TrialProcess:
         assert checks._lock.acquire(blocking=False), "close() would wait"
         checks._lock.release()
         checks.close()
-        began.append(Trial(TOKENS, 1))
+        began.append(TrialProcess(TOKENS, 1))
         return began[0]
 
     checks = constraint_checks.ConstraintChecks(begin)
@@ -148,15 +148,15 @@ def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
 
 
 def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = Trial(TOKENS, 1)
+    trial = TrialProcess(TOKENS, 1)
     checks = constraint_checks.ConstraintChecks(lambda: trial)
-    send = Trial._send
+    send = TrialProcess._send
 
-    def ends_and_sends(sender: Trial, line: dict[str, Any]) -> None:
+    def ends_and_sends(sender: TrialProcess, line: dict[str, Any]) -> None:
         checks.close()
         send(sender, line)  # into a broken pipe
 
-    monkeypatch.setattr(Trial, "_send", ends_and_sends)
+    monkeypatch.setattr(TrialProcess, "_send", ends_and_sends)
     with pytest.raises(
         BadRequest, match="the process that checked it was ended, which happens when the server ends; send it again"
     ):
@@ -171,8 +171,8 @@ def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pyte
         (signal.SIGKILL, "the process that checked it was ended by SIGKILL; simplify it, or send it again"),
     ],
 )
-def test_what_has_ended_a_process_is_told(signal_of_end: signal.Signals, says: str) -> None:
-    trial = Trial(TOKENS, 7)
+def test_what_has_ended_a_process_is_reported(signal_of_end: signal.Signals, says: str) -> None:
+    trial = TrialProcess(TOKENS, 7)
     try:
         os.kill(trial._process.pid, signal_of_end)
         with pytest.raises(BadRequest, match=f"^the constraint cannot be used: {says}"):
@@ -183,7 +183,7 @@ def test_what_has_ended_a_process_is_told(signal_of_end: signal.Signals, says: s
 
 
 def test_a_process_that_only_stops_answering_is_not_waited_for() -> None:
-    trial = Trial(TOKENS, 1)
+    trial = TrialProcess(TOKENS, 1)
     trial.end()
     trial.close()
     deaf = [sys.executable, "-S", "-c", "import os, signal; os.close(1); signal.pause()"]
@@ -208,7 +208,7 @@ class Panic(BaseException):
         (MemoryError(), "it takes more than 1 GiB to compile; simplify it"),
     ],
 )
-def test_a_panic_is_told_and_the_process_goes_on(
+def test_a_panic_is_reported_and_the_process_goes_on(
     raised: BaseException, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked_of = [Constraint.choice(["a"]), Constraint.choice(["b"])]
@@ -228,7 +228,7 @@ def test_a_panic_is_told_and_the_process_goes_on(
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_the_process() -> None:
-    trial = Trial(TOKENS, 1)
+    trial = TrialProcess(TOKENS, 1)
     try:
         assert os.getsid(trial._process.pid) == trial._process.pid != os.getsid(0)
     finally:

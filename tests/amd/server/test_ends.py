@@ -19,19 +19,19 @@ from starlette.types import Message, Receive, Scope, Send
 from rocm_attn.errors import DeviceFault
 from rocm_serve.async_engine import EngineEnded
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request_stream import Piece
+from rocm_serve.request_stream import OutputChunk
 from rocm_serve.server.api_errors import ApiError
+from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import EventStream
-from rocm_serve.server.gate import Gate
+from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.replies import CompletionReplies
-from rocm_serve.server.told_tokens import ToldTokens
 from tests.amd.runner.async_engines import Broken, Gated, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
-from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, asked, post, send
+from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 LONG: dict[str, Any] = {"max_tokens": 60}
@@ -89,7 +89,7 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(path: str, num_choices: i
 
 def test_a_client_that_leaves_before_its_answer_frees_its_pages(loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, gated):
-        client = Client(server, asked(n=2, **LONG))
+        client = Client(server, requested(n=2, **LONG))
         begun(gated)
         client.leave()
         server.jobs_are_done()
@@ -149,7 +149,7 @@ def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> N
         front = SimpleNamespace(check=lambda: None, num_requests=0)
         generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await Gate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
+        await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
 
     asyncio.run(main())
     assert counts.disconnects == 1
@@ -161,7 +161,7 @@ def slow_reader(server: Running, **fields: Any) -> socket.socket:
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(server.address)
-    slow.sendall(as_bytes(asked(n=16, stream=True, logprobs=20, **LONG, **fields)))
+    slow.sendall(as_bytes(requested(n=16, stream=True, logprobs=20, **LONG, **fields)))
     return slow
 
 
@@ -180,23 +180,23 @@ def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedMo
         with slow_reader(server):
             while not server.between_loops(lambda: [job.is_computed for job in server.jobs] == [True]):
                 pass
-            assert post(server, asked(n=16)).status == 200
+            assert post(server, requested(n=16)).status == 200
             while server.between_loops(lambda: len(server.jobs)) > 1:
                 pass  # its last byte was read, and its job ends
             assert len(server.jobs) == 1, "the slow one is still there"
         server.jobs_are_done()
 
 
-def test_whom_no_place_is_free_for_is_told_when_to_come_again(loaded: LoadedModel) -> None:
+def test_whom_no_place_is_free_for_is_reported_when_to_come_again(loaded: LoadedModel) -> None:
     with gated_server(loaded, max_requests=2, max_choices=2) as (server, gated):
-        first = Client(server, asked(stream=True, **LONG))
+        first = Client(server, requested(stream=True, **LONG))
         begun(gated)
         # One place is free, and two are requested: neither is taken.
-        refused = [post(server, asked(n=2))]
-        second = Client(server, asked(stream=True))
+        refused = [post(server, requested(n=2))]
+        second = Client(server, requested(stream=True))
         while server.between_loops(lambda: server.front.num_requests) < 2:
             pass
-        refused.append(post(server, asked()))
+        refused.append(post(server, requested()))
         for reply in refused:
             assert (reply.status, reply.error["code"], reply.error["type"]) == (
                 429,
@@ -207,7 +207,7 @@ def test_whom_no_place_is_free_for_is_told_when_to_come_again(loaded: LoadedMode
         assert server.between_loops(lambda: server.front.num_requests) == 2
         gated.let(MANY_STEPS)
         assert [events(client.read_until(b"[DONE]"))[-1] for client in (first, second)] == ["[DONE]"] * 2
-        assert post(server, asked()).status == 200
+        assert post(server, requested()).status == 200
         for client in (first, second):
             client.leave()
 
@@ -218,7 +218,7 @@ def test_a_request_that_takes_too_long_is_given_up(way: str, loaded: LoadedModel
     with gated_server(loaded, **options) as (server, gated):
         fields = {"timeout": 0.05} if way == "field" else {}
         headers = {"x_request_timeout": "0.05"} if way == "header" else {}
-        reply = post(server, asked(**LONG, **fields), **headers)
+        reply = post(server, requested(**LONG, **fields), **headers)
         assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
         assert "deadline of 0.05 seconds" in reply.error["message"]
         assert reply.headers["x-should-retry"] == "false"
@@ -228,7 +228,7 @@ def test_a_request_that_takes_too_long_is_given_up(way: str, loaded: LoadedModel
 
 def test_a_stream_whose_deadline_passes_ends_with_an_error(loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, gated):
-        client = Client(server, asked(stream=True, **LONG))
+        client = Client(server, requested(stream=True, **LONG))
         gated.let(1)
         client.read_until(b"data: ")
         (job,) = server.jobs
@@ -242,7 +242,7 @@ def test_a_stream_whose_deadline_passes_ends_with_an_error(loaded: LoadedModel) 
 @pytest.mark.parametrize("timeout", ["0", "-1", "soon", "nan", "5e-324", "0.009"])
 def test_a_deadline_that_is_none_is_refused(timeout: str, loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, _):
-        reply = post(server, asked(), x_request_timeout=timeout)
+        reply = post(server, requested(), x_request_timeout=timeout)
         assert (reply.status, "at least 0.01" in reply.error["message"]) == (400, True)
 
 
@@ -250,8 +250,8 @@ def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -
     """One of several choices has failed, and the others continue while the error waits for its reader."""
     counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
 
-    async def pieces() -> AsyncIterator[tuple[int, Piece]]:
-        yield 0, Piece((5,), "w5", None)
+    async def pieces() -> AsyncIterator[tuple[int, OutputChunk]]:
+        yield 0, OutputChunk((5,), "w5", None)
         raise ApiError(500, "the second choice has failed", code="request_failed")
 
     async def send(message: Any) -> None:
@@ -263,7 +263,7 @@ def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -
     stream = SimpleNamespace(bound=lambda most, on_late: bounds.append(on_late))
     generation: Any = SimpleNamespace(streams=[stream], pieces=pieces, job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
-    replies = CompletionReplies(NAME, ToldTokens(None))
+    replies = CompletionReplies(NAME, EmittedTokens(None))
     asyncio.run(EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send))
     assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
 
@@ -273,11 +273,11 @@ async def no_message() -> Any:
 
 
 def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) -> None:
-    with gated_server(loaded) as (server, gated), Client(server, asked(stream=True, **LONG)) as client:
+    with gated_server(loaded) as (server, gated), Client(server, requested(stream=True, **LONG)) as client:
         begun(gated)
         server.drain()
         server.wait_until_draining()
-        replies = [send(server, "GET", "/ready"), post(server, asked()), send(server, "GET", "/health")]
+        replies = [send(server, "GET", "/ready"), post(server, requested()), send(server, "GET", "/health")]
         assert [reply.status for reply in replies] == [503, 503, 200]
         assert replies[1].error["code"] == "draining"
         assert int(replies[1].headers["retry-after"]) >= 1
@@ -296,7 +296,7 @@ def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) ->
 
 def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) -> None:
     with gated_server(loaded, drain_seconds=0.05) as (server, gated):
-        streamed, whole = Client(server, asked(stream=True, **LONG)), Client(server, asked(**LONG))
+        streamed, whole = Client(server, requested(stream=True, **LONG)), Client(server, requested(**LONG))
         while server.between_loops(lambda: server.front.num_requests) < 2:
             pass
         gated.let(2)
@@ -316,14 +316,14 @@ def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) ->
 
 def test_a_request_that_fails_does_so_alone(loaded: LoadedModel) -> None:
     with running(engine(with_nan_token(tiny_model(tokenizer=word_tokenizer())))) as server:
-        expected = post(server, asked(prompt=[5, 6, 8])).json["choices"]
-        reply = post(server, asked(prompt=f"w{NAN_TOKEN}"))
+        expected = post(server, requested(prompt=[5, 6, 8])).json["choices"]
+        reply = post(server, requested(prompt=f"w{NAN_TOKEN}"))
         assert (reply.status, reply.error["code"]) == (500, "request_failed")
         assert "no token can be sampled" in reply.error["message"]
-        stream = post(server, asked(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True))
+        stream = post(server, requested(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True))
         assert b'"code":"request_failed"' in stream.body
         assert b"[DONE]" not in stream.body
-        assert post(server, asked(prompt=[5, 6, 8])).json["choices"] == expected
+        assert post(server, requested(prompt=[5, 6, 8])).json["choices"] == expected
         assert server.holds_nothing()
 
 
@@ -333,7 +333,7 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
     with gated_server(loaded) as (server, gated):
         served = server.engine
         run_step = served._steps.run
-        streamed = Client(server, asked(stream=True, **LONG))
+        streamed = Client(server, requested(stream=True, **LONG))
         gated.let(2)
         for _ in range(3):
             begun(gated)
@@ -348,17 +348,17 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
         error = events(streamed.read_until(b"error"))[-1]["error"]
         assert "step 2: a page was not there" in error["message"]
         streamed.leave()
-        assert post(server, asked()).status == 200
+        assert post(server, requested()).status == 200
         assert b"rocm_attn_faults_total 1" in send(server, "GET", "/metrics").body
         assert send(server, "GET", "/health").status == 200
         assert server.holds_nothing()
 
 
-def test_the_engines_end_is_told_to_everybody_and_ends_the_server(
+def test_the_engines_end_is_reported_to_everybody_and_ends_the_server(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gated_server(loaded) as (server, gated):
-        streamed, whole = Client(server, asked(stream=True, **LONG)), Client(server, asked(**LONG))
+        streamed, whole = Client(server, requested(stream=True, **LONG)), Client(server, requested(**LONG))
         while server.between_loops(lambda: server.front.num_requests) < 2:
             pass
         gated.let(2)
@@ -385,9 +385,9 @@ def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monk
         held = server.hold()
         monkeypatch.setattr(server.engine, "step", _broken)
         gated.let(MANY_STEPS)
-        post(server, asked())
+        post(server, requested())
         replies += [send(server, "GET", path) for path in ("/health", "/ready", "/metrics")]
-        replies.append(post(server, asked()))
+        replies.append(post(server, requested()))
         held()
     assert [reply.status for reply in replies] == [503, 503, 200, 503]
     assert replies[0].error["code"] == "engine_ended"

@@ -40,14 +40,14 @@ def under_load(pair: tuple[Server, Server, str], *, streams: tuple[bool, ...], h
     """Sends requests through the gateway, and meanwhile a signal to the first server, which has some of them."""
     (process, url), _, front = pair
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        asked = [
+        requested = [
             pool.submit(ask, front, prompt, MAX_TOKENS, stream=streams[number % len(streams)])
             for number, prompt in enumerate(PROMPTS)
         ]
         while num_running(url) < len(PROMPTS) / 4:
-            assert not all(each.done() for each in asked), "none of them went to the first server"
+            assert not all(each.done() for each in requested), "none of them went to the first server"
         process.send_signal(hit)
-    return asked
+    return requested
 
 
 def expected(url: str) -> list[str]:
@@ -56,26 +56,26 @@ def expected(url: str) -> list[str]:
 
 
 def test_a_server_that_is_killed_loses_no_request_that_can_be_sent_again(pair: tuple[Server, Server, str]) -> None:
-    asked = under_load(pair, streams=(False,), hit=signal.SIGKILL)
-    texts = [each.result().text for each in asked]
+    requested = under_load(pair, streams=(False,), hit=signal.SIGKILL)
+    texts = [each.result().text for each in requested]
     assert texts == expected(pair[1][1])
     assert healthy(pair[2]) <= 2  # the gateway lives
 
 
 def test_a_stream_that_had_begun_on_a_killed_server_breaks_off_and_says_so(pair: tuple[Server, Server, str]) -> None:
-    asked = under_load(pair, streams=(True, True, False), hit=signal.SIGKILL)
+    requested = under_load(pair, streams=(True, True, False), hit=signal.SIGKILL)
     broken = 0
-    for each, text in zip(asked, expected(pair[1][1]), strict=True):
+    for each, text in zip(requested, expected(pair[1][1]), strict=True):
         answer = each.result()
         assert answer.text == text if answer.is_whole else text.startswith(answer.text)
         broken += not answer.is_whole
-    assert 0 < broken < len(asked)
+    assert 0 < broken < len(requested)
 
 
 def test_a_server_that_drains_ends_what_it_has_and_gets_nothing_more(pair: tuple[Server, Server, str]) -> None:
     (process, _), (_, other), front = pair
-    asked = under_load(pair, streams=(True, False), hit=signal.SIGTERM)
-    answers = [each.result() for each in asked]
+    requested = under_load(pair, streams=(True, False), hit=signal.SIGTERM)
+    answers = [each.result() for each in requested]
     assert all(answer.is_whole for answer in answers)
     assert [answer.text for answer in answers] == expected(other)
     assert process.wait() == 0
@@ -91,8 +91,8 @@ def test_a_server_that_comes_back_on_its_port_is_used_again(pair: tuple[Server, 
     with served_process("--port", url.rpartition(":")[2]):
         until_healthy(front, 2)
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            asked = [pool.submit(ask, front, prompt, MAX_TOKENS) for prompt in PROMPTS]
-        assert all(each.result().is_whole for each in asked)
+            requested = [pool.submit(ask, front, prompt, MAX_TOKENS) for prompt in PROMPTS]
+        assert all(each.result().is_whole for each in requested)
         assert value_of(families_of(get(f"{url}/metrics")), "rocm_attn_requests_total") > 0
 
 

@@ -122,14 +122,14 @@ class Recorded:
 
     def __init__(self, script: ModuleType, values: dict[str, list[float]]) -> None:
         self._curve, self._values = script.Curve, values
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     def at(self, expression: str, moment: float) -> list[Any]:
-        self.asked.append(expression)
+        self.requested.append(expression)
         return [self._curve("", ((moment, values[-1]),)) for values in self._values.values()]
 
     def over(self, expression: str, legend: str, span: Any) -> list[Any]:
-        self.asked.append(expression)
+        self.requested.append(expression)
         return [
             self._curve(name, tuple((span.start + span.step * place, value) for place, value in enumerate(values)))
             for name, values in self._values.items()
@@ -140,10 +140,10 @@ def test_the_page_has_every_panel_and_no_variable_of_grafanas_is_left() -> None:
     script = panels_script()
     prometheus = Recorded(script, {"a <b>": [1.0, float("nan"), 3.0], "c": [2.0, 2.0, 2.0]})
     text = script.page("a title", DASHBOARD["panels"], prometheus, script.Span(0.0, 600.0, 30))
-    assert len(prometheus.asked) == sum(len(panel["targets"]) for panel in CHARTS)
-    assert not [expression for expression in prometheus.asked if "$" in expression]
-    assert any("[30s]" in expression for expression in prometheus.asked)
-    assert any("[600s]" in expression for expression in prometheus.asked)
+    assert len(prometheus.requested) == sum(len(panel["targets"]) for panel in CHARTS)
+    assert not [expression for expression in prometheus.requested if "$" in expression]
+    assert any("[30s]" in expression for expression in prometheus.requested)
+    assert any("[600s]" in expression for expression in prometheus.requested)
     for panel in DASHBOARD["panels"]:
         assert f">{panel['title']}<" in text
     assert text.count("<svg") == sum(panel["type"] == "timeseries" for panel in CHARTS)

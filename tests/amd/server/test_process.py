@@ -26,8 +26,8 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.constraint import Constraint, library
-from tests.amd.runner.asking import PROMPT, character_model
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.runner.with_parameters import PROMPT, character_model
 from tests.amd.server.load.model_folder import write_model
 from tests.amd.server.load.served import Served, served
 from tests.amd.server.ports import DerivedPorts

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import BadSetting
-from rocm_serve.server.gate import Gate
+from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import VARIABLE, ApiKeys, keys_from
 from rocm_serve.server.options import ServerOptions
@@ -23,7 +23,7 @@ from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
-from tests.amd.server.raw import CHAT, asked, post, send
+from tests.amd.server.raw import CHAT, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 MOST_BYTES = 20_000
@@ -129,7 +129,7 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Ru
     ids=str,
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, server: Running) -> None:
-    reply = post(server, asked(**fields))
+    reply = post(server, requested(**fields))
     assert (reply.status, reply.error["param"], reply.error["type"]) == (400, param, "invalid_request_error")
 
 
@@ -147,7 +147,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, server: Runn
     ids=str,
 )
 def test_what_the_engine_refuses_is_the_requests_fault(fields: dict[str, Any], says: str, server: Running) -> None:
-    reply = post(server, asked(**fields))
+    reply = post(server, requested(**fields))
     assert reply.status == 400
     assert says in reply.error["message"]
 
@@ -183,9 +183,9 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(fields: dict[
 
 
 def test_what_changes_nothing_is_ignored(server: Running) -> None:
-    plain = post(server, asked()).json["choices"]
+    plain = post(server, requested()).json["choices"]
     for fields in ({"user": "me"}, {"best_of": 1}, {"echo": False}, {"metadata": {"a": "b"}}, {"tools": None}):
-        reply = post(server, asked(**fields))
+        reply = post(server, requested(**fields))
         assert reply.status == 200, reply.body
         assert reply.json["choices"] == plain
 
@@ -206,20 +206,20 @@ def test_errors_of_http_have_openais_form(method: str, path: str, status: int, c
 
 
 def test_another_model_is_not_found(server: Running) -> None:
-    reply = post(server, asked(model="gpt-4"))
+    reply = post(server, requested(model="gpt-4"))
     assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
 
 
 def test_a_body_of_another_type_is_refused(server: Running) -> None:
     """A page in a browser can send text to a server on the loopback address without asking, but not JSON."""
-    assert post(server, asked(), Content_Type="text/plain").status == 400
+    assert post(server, requested(), Content_Type="text/plain").status == 400
 
 
 @pytest.mark.parametrize("extra", [1, MOST_BYTES, 9 * MOST_BYTES])
 def test_a_body_that_is_too_long_is_not_kept(extra: int, server: Running) -> None:
     reply = post(server, b" " * (MOST_BYTES + extra))
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-    assert post(server, asked(prompt="w1" + " " * (MOST_BYTES - 200))).status == 200
+    assert post(server, requested(prompt="w1" + " " * (MOST_BYTES - 200))).status == 200
 
 
 def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
@@ -249,7 +249,7 @@ def test_a_body_that_no_route_reads_is_not_kept() -> None:
 
     generations: Any = SimpleNamespace(counts=HttpMetrics())
     scope = {"type": "http", "method": "POST", "path": "/health", "headers": []}
-    asyncio.run(Gate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send))
+    asyncio.run(ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send))
     assert read == [{"type": "http.request", "body": b"", "more_body": False}]
 
 
@@ -264,7 +264,7 @@ def test_a_body_that_comes_slowly_is_given_up() -> None:
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x"])
 def test_without_a_key_nothing_of_the_api_is_served(header: str, locked: Running) -> None:
-    for reply in (post(locked, asked(), Authorization=header), send(locked, "GET", "/v1/models")):
+    for reply in (post(locked, requested(), Authorization=header), send(locked, "GET", "/v1/models")):
         assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
         assert reply.headers["www-authenticate"] == "Bearer"
     assert send(locked, "GET", "/health").status == 200
@@ -278,7 +278,7 @@ def test_each_key_finds_its_own_cached_prefixes_alone(locked: Running) -> None:
     found = []
     for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1]):
         before = hits()
-        assert post(locked, asked(prompt="w9 " * 17), Authorization=f"Bearer {key}").status == 200
+        assert post(locked, requested(prompt="w9 " * 17), Authorization=f"Bearer {key}").status == 200
         found.append(hits() - before)
     assert found == [0, 0, 16, 16]
 

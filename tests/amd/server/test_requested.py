@@ -14,11 +14,11 @@ from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
-from rocm_serve.server.told_tokens import ToldTokens
+from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.text.tokenizer import Tokenizer
-from tests.amd.runner.asking import PROMPT, SCHEMA, character_model
 from tests.amd.runner.tiny_model import WORDS, tiny_model
-from tests.amd.server.raw import asked, post
+from tests.amd.runner.with_parameters import PROMPT, SCHEMA, character_model
+from tests.amd.server.raw import post, requested
 from tests.amd.server.running import Running, running
 from tests.amd.server.test_ends import events
 
@@ -36,7 +36,7 @@ def server() -> Iterator[Running]:
 
 def choice_of(server: Running, **fields: Any) -> Any:
     """Returns the only answer, and checks that a stream has the same."""
-    body = asked(**{"prompt": list(PROMPT), "max_tokens": 16, "seed": 4, **fields})
+    body = requested(**{"prompt": list(PROMPT), "max_tokens": 16, "seed": 4, **fields})
     whole = post(server, body).json["choices"][0]
     *chunks, done = events(post(server, {**body, "stream": True}).body)
     streamed = [chunk["choices"][0] for chunk in chunks]
@@ -45,8 +45,8 @@ def choice_of(server: Running, **fields: Any) -> Any:
     assert streamed[-1]["finish_reason"] == whole["finish_reason"]
     if whole["logprobs"] is not None:
         for name, values in whole["logprobs"].items():
-            told = [each["logprobs"][name] for each in streamed if each["logprobs"] is not None]
-            assert [value for some in told for value in some] == values
+            reported = [each["logprobs"][name] for each in streamed if each["logprobs"] is not None]
+            assert [value for some in reported for value in some] == values
     return whole
 
 
@@ -61,27 +61,29 @@ def test_logprobs_are_the_engines(server: Running) -> None:
     loaded = character_model()
     assert loaded.tokenizer is not None
     (expected,) = Engine(loaded, OPTIONS).generate([Request(PROMPT, 16, logprobs=2)])
-    told = choice_of(server, logprobs=2)["logprobs"]
-    assert told["token_logprobs"] == [each.logprob for each in expected.logprobs]
-    assert "".join(told["tokens"]) == expected.text
-    assert [max(each.values()) for each in told["top_logprobs"]] == [each.likeliest[0][1] for each in expected.logprobs]
-    assert max(map(len, told["top_logprobs"])) == 2  # tokens of one text are reported once
-    assert told["text_offset"] == [len("".join(told["tokens"][:place])) for place in range(16)]
-    reply = post(server, asked(prompt=list(PROMPT), logprobs=0))
+    reported = choice_of(server, logprobs=2)["logprobs"]
+    assert reported["token_logprobs"] == [each.logprob for each in expected.logprobs]
+    assert "".join(reported["tokens"]) == expected.text
+    assert [max(each.values()) for each in reported["top_logprobs"]] == [
+        each.likeliest[0][1] for each in expected.logprobs
+    ]
+    assert max(map(len, reported["top_logprobs"])) == 2  # tokens of one text are reported once
+    assert reported["text_offset"] == [len("".join(reported["tokens"][:place])) for place in range(16)]
+    reply = post(server, requested(prompt=list(PROMPT), logprobs=0))
     assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [{}] * 4
 
 
 def test_a_long_answers_logprobs_are_not_written_in_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text_of, threads = ToldTokens._text, set[threading.Thread]()
+    text_of, threads = EmittedTokens._text, set[threading.Thread]()
 
-    def seen(told: ToldTokens, token_id: int) -> str:
+    def seen(reported: EmittedTokens, token_id: int) -> str:
         threads.add(threading.current_thread())
-        return text_of(told, token_id)
+        return text_of(reported, token_id)
 
-    monkeypatch.setattr(ToldTokens, "_text", seen)
-    assert post(server, asked(prompt=list(PROMPT), logprobs=2)).status == 200
+    monkeypatch.setattr(EmittedTokens, "_text", seen)
+    assert post(server, requested(prompt=list(PROMPT), logprobs=2)).status == 200
     assert len(threads) == 1
     assert server.thread not in threads
 
@@ -106,7 +108,7 @@ def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_cannot_be_used_is_refused(stream: bool, schema: dict[str, Any], server: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    reply = post(server, asked(prompt=list(PROMPT), response_format=form, stream=stream))
+    reply = post(server, requested(prompt=list(PROMPT), response_format=form, stream=stream))
     assert (reply.status, "the " in reply.json["error"]["message"]) == (400, True)
     assert server.holds_nothing()
 

@@ -53,11 +53,11 @@ def ask(server: Running, **fields: Any) -> list[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(**fields)
         chunks = client.chat.completions.create(stream=True, **fields)
-        assert streamed(chunks, len(whole.choices)) == list(map(told, whole.choices))
+        assert streamed(chunks, len(whole.choices)) == list(map(reported, whole.choices))
     return list(whole.choices)
 
 
-def told(choice: Any) -> Any:
+def reported(choice: Any) -> Any:
     """All of a choice but for the ids of its calls."""
     said = choice.message
     calls = [[call.function.name, call.function.arguments] for call in said.tool_calls or ()]
@@ -252,6 +252,6 @@ def test_a_schema_that_cannot_be_used_is_refused_where_it_must_be_followed(
 def test_a_model_that_was_not_made_for_tools_gets_none(template: str, says: str) -> None:
     with serving(template) as server:
         assert says in refused(server).error["message"]
-        asked = {"model": NAME, "messages": ASKED, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 2}
-        assert post(server, asked, CHAT).status == (400 if template == "none" else 200)
-        assert post(server, {**asked, "tools": []}, CHAT).status == 200
+        requested = {"model": NAME, "messages": ASKED, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 2}
+        assert post(server, requested, CHAT).status == (400 if template == "none" else 200)
+        assert post(server, {**requested, "tools": []}, CHAT).status == 200

@@ -27,7 +27,7 @@ def files(path: str) -> ModelFiles:
     return ModelFiles(CONFIG, RandomTensors(CONFIG, 0), word_tokenizer())
 
 
-def dtype(*asked: Any) -> torch.dtype:
+def dtype(*requested: Any) -> torch.dtype:
     """Replaces `dtype_of`; always returns float32."""
     return torch.float32
 

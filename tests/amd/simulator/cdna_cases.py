@@ -9,8 +9,8 @@ import torch
 from tests.amd.kernels.attention_cases import Case, build
 from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.simulator.large_pools import in_large_pools
+from tests.amd.simulator.launcher import Simulation, simulated
 
 _IN_EVERY_RUN = ("plain", "window")
 

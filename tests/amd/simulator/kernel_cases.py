@@ -27,7 +27,7 @@ from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
-from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES, decode_tiles
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
@@ -43,9 +43,9 @@ from tests.amd.kernels.attention_cases import (
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
-from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, in_large_pools, zeros
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
+from tests.amd.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
@@ -226,8 +226,8 @@ def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation
     stored = []
     for _ in range(2):
         k_pages, v_pages = (torch.zeros(8, 8, 2, dim, dtype=torch.uint8).view(encoding.dtype) for dim in (80, 48))
-        factors = torch.zeros(8, 2, 8) if scales is Scales.TOKEN else torch.tensor([0.01, 0.03])
-        stored.append(LayerPages(k_pages, v_pages, form, factors, factors.clone()))
+        scale_values = torch.zeros(8, 2, 8) if scales is Scales.TOKEN else torch.tensor([0.01, 0.03])
+        stored.append(LayerPages(k_pages, v_pages, form, scale_values, scale_values.clone()))
     counts = [torch.tensor([1, 4, 0, 0], dtype=torch.int32) for _ in range(2)]
     with simulated(arch) as simulation:
         launch_store_kv(k, v, slots, counts[0], stored[0])
@@ -463,7 +463,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
     """Every decode row of the tuning table, which meet every extend row, in every dtype and at both pool sizes."""
     steps = [
         replace(STEP, heads=(row.max_q_rows // row.tiles.heads_per_row * 2, 2), dims=(dim, dim), dtype=dtype)
-        for row in DECODE_ROWS
+        for row in DECODE_CHOICES
         if row.arch == arch
         for dim in (row.max_head_dim,)
         for dtype in ((FP32,) if row.item_bytes == 4 else (BF16, FP16))

@@ -20,7 +20,7 @@ from tests.amd.kernels.latent_cases import (
 )
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.driver import Simulation, simulated
+from tests.amd.simulator.launcher import Simulation, simulated
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # So large that neither the elements fit int32 nor the bytes uint32; unwritten pages take no memory.

@@ -52,8 +52,7 @@ from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
-from rocm_attn.kernels.speculative.next_round import launch_next_round
-from tests.amd.kernels.asked_cases import asked_rows, finding, shaping
+from rocm_attn.kernels.speculative.next_step import launch_next_step
 from tests.amd.kernels.launches_of_tensors import (
     of_check_pages,
     of_device_inputs,
@@ -68,6 +67,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_watch_pages,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
+from tests.amd.kernels.parameter_cases import asked_rows, finding, shaping
 from tests.amd.kernels.speculative_cases import (
     drawn,
     layers_of_pages,
@@ -83,7 +83,7 @@ from tests.amd.kernels.speculative_cases import (
     trees,
 )
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.driver import Simulation, simulated
+from tests.amd.simulator.launcher import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
@@ -154,8 +154,8 @@ def _launches() -> dict[str, _Launch]:
     rows, kv_len, q_len, table = _ints(*ROWS), _ints(*KV_LEN), _ints(*Q_LEN), _table()
     counts, counts_before = _ints(NUM_SEQS, NUM_TOKENS, 41, 0), _ints(GARBAGE, GARBAGE, 40, 5)
     # A length, and a number of new tokens, beyond the slot's limits.
-    ids, floor, stored = torch.arange(NUM_TOKENS, dtype=torch.int32), _ints(0, 9, 2), _ints(90, 9, 400)
-    device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), ids, floor, stored
+    ids, first_writable, stored = torch.arange(NUM_TOKENS, dtype=torch.int32), _ints(0, 9, 2), _ints(90, 9, 400)
+    device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), ids, first_writable, stored
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
     prefixes, ids = (_garbage(seqs), _garbage(seqs)), _garbage(PADDED_TOKENS)
     read = counts, rows, kv_len, q_len, table, _ints(*PREFIX_LEN, 0, 0), _ints(*GROUP_END, 0, 0), _ints(*MASK_START)
@@ -453,9 +453,9 @@ def _speculative() -> dict[str, _Launch]:
             [*probabilities(), *trees(), *room(GARBAGE)],
             {},
         ),
-        "next_round": _Launch(
-            of_next_round(launch_next_round, 3),
-            of_next_round(speculative_twins.next_round, 3),
+        "next_step": _Launch(
+            of_next_round(launch_next_step, 3),
+            of_next_round(speculative_twins.next_step, 3),
             [*rounds(8), *of_rounds(GARBAGE)],
             {},
         ),

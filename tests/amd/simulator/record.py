@@ -19,8 +19,8 @@ import numpy as np
 import triton
 
 from tests.amd.simulator.case import Runs
-from tests.amd.simulator.driver import ARCHS
 from tests.amd.simulator.kernel_cases import GRID
+from tests.amd.simulator.launcher import ARCHS
 
 BEGIN, END = "<!-- grid -->\n", "<!-- end of grid -->\n"
 _HEAD = """\
@@ -59,11 +59,11 @@ def main(document: Path) -> int:
         f"{instructions / 1e6:.1f} million",
         minutes,
     ]
-    document.write_text(with_row(document.read_text(), cells))
+    document.write_text(with_choice(document.read_text(), cells))
     return 0
 
 
-def with_row(text: str, cells: list[str]) -> str:
+def with_choice(text: str, cells: list[str]) -> str:
     """The document with these cells as the line of the Triton version in the first one; lines are in order."""
     before, _, rest = text.partition(BEGIN)
     table, found, after = rest.partition(END)

@@ -17,8 +17,8 @@ from rocm_attn.kernels.sparse.arguments import (
     IndexPages,
     LastUnit,
     SelectedArgs,
-    Selection,
-    TokenPlaces,
+    SelectedKeys,
+    SparseTokens,
 )
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.check import launch_check_selection
@@ -37,7 +37,7 @@ from tests.amd.kernels.sparse_cases import (
     empty_selection,
 )
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.driver import Simulation, simulated
+from tests.amd.simulator.launcher import Simulation, simulated
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 STEP = Step([70, 1, 35], [2, 1, 1], page_size=16, tail=1)
@@ -110,14 +110,14 @@ def run_long_lines(arch: str) -> Simulation:
     scores[1] = 0.5
     cut = top_k_cut(num_units, indexing, longest_part=64)
     position = torch.full((2,), num_units - 1, dtype=torch.int32)
-    tokens = TokenPlaces(position, position, torch.tensor([2], dtype=torch.int32), 1, num_units)
+    tokens = SparseTokens(position, position, torch.tensor([2], dtype=torch.int32), 1, num_units)
     selection = empty_selection(2, indexing, CPU)
     scratch = torch.empty(2 * cut.line_words, dtype=torch.int32)
     faults = torch.zeros(2, dtype=torch.int32)
     with simulated(arch) as simulation:
         launch_top_k(scores, scratch, tokens, selection, indexing=indexing, cut=cut)
         launch_check_selection(selection, tokens, faults[:1])
-        launch_check_selection(Selection(selection.units + num_units, selection.counts, 1), tokens, faults[1:])
+        launch_check_selection(SelectedKeys(selection.units + num_units, selection.counts, 1), tokens, faults[1:])
     assert_units(selection, [[best_units(line, num_units, indexing)] for line in scores[:, 0].tolist()])
     assert faults.bool().tolist() == [False, True]
     return simulation

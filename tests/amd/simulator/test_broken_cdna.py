@@ -12,8 +12,8 @@ from rocm_attn.kernels.cdna import decode, key_blocks
 from tests.amd.kernels import cdna_cases
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.simulator.cdna_cases import run_cdna
-from tests.amd.simulator.driver import ARCHS
 from tests.amd.simulator.faults import SimulationFault
+from tests.amd.simulator.launcher import ARCHS
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly

@@ -11,9 +11,9 @@ from tests.amd.offline.small_kernels import _copy_kernel, launch_copy, launch_ga
 from tests.amd.simulator import kernel
 from tests.amd.simulator.assembly import Argument, Assembly, Instruction, parse_assembly, parse_instruction
 from tests.amd.simulator.core import POISON
-from tests.amd.simulator.driver import ARCHS, simulated
 from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
 from tests.amd.simulator.kernel import Launch, SimulatedKernel
+from tests.amd.simulator.launcher import ARCHS, simulated
 from tests.amd.simulator.snippet import allocation
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
@@ -198,7 +198,7 @@ def test_the_text_of_a_kernel_is_read_whole(arch: str) -> None:
     assert len(assembly.instructions) == len(emitted)
 
 
-def test_operands_and_modifiers_are_told_apart() -> None:
+def test_operands_and_modifiers_are_reported_apart() -> None:
     read = parse_instruction("v_pk_fma_f32 v[0:1], s[2:3], -v[4:5], |v6| op_sel_hi:[1,0,1] neg_lo:[0,0,1]")
     assert (read.name, read.encoding) == ("v_pk_fma_f32", "")
     assert read.operands == ("v[0:1]", "s[2:3]", "-v[4:5]", "|v6|")

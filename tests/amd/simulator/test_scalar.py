@@ -193,7 +193,7 @@ def test_branches(name: str, changes: dict[str, int], is_taken: bool) -> None:
     assert build_step(context, parse_instruction(f"{name} .LBB0_1"))() == (7 if is_taken else None)
 
 
-def test_barrier_and_end_are_told_apart() -> None:
+def test_barrier_and_end_are_reported_apart() -> None:
     context = Context(Core(Memory([])), Assembly("snippet", (), {}, {}, ()), "gfx942")
     assert build_step(context, parse_instruction("s_barrier"))() == AT_BARRIER
     assert build_step(context, parse_instruction("s_endpgm"))() == AT_END

@@ -21,10 +21,10 @@ from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, PoolKind, P
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
+from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from tests.amd.faulty_kernels import Fault, faulty, with_launches
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.driver import Simulation, simulated
+from tests.amd.simulator.launcher import Simulation, simulated
 
 BF16 = torch.bfloat16
 # A first chunk, a chunk over a prefix, a decode step.
@@ -96,7 +96,7 @@ def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
         return build_runtime(layers, options, device="cpu", target=target, guards=guards)
 
     with simulated(arch) as simulation:
-        report = Truth(run.layers(own_codes(arch)), run.plan, build).run()
+        report = NeedleCheck(run.layers(own_codes(arch)), run.plan, build).run()
     return report, simulation
 
 
@@ -105,7 +105,7 @@ def run_truth(arch: str, run: Run) -> Simulation:
     report, simulation = found(arch, run)
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == (report.steps if run.plan.graphs else 0)
-    assert all(tally.asked and tally.hidden for of_layer in report.tallies for tally in of_layer)
+    assert all(tally.requested and tally.hidden for of_layer in report.tallies for tally in of_layer)
     return simulation
 
 

@@ -32,7 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layers import StepLayers
 from rocm_lab.soak.alone import NoAloneCheck
 from rocm_lab.soak.soak import Soak, SoakFailed, SoakReport
-from rocm_lab.soak.world import LONG_KV_LEN, Action, Ladders, Request, Scenario, World
+from rocm_lab.soak.world import LONG_KV_LEN, Action, HeldRequest, Ladders, Scenario, World
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
@@ -216,7 +216,7 @@ def actions_of(seed: int) -> list[object]:
 
 def test_tokens_that_a_request_began_over_are_not_taken_back() -> None:
     """The windows before them need not be kept."""
-    request = Request(0, list(range(20)), 18, 18, limit=40, reached=18, begun_over=18)
+    request = HeldRequest(0, list(range(20)), 18, 18, limit=40, reached=18, begun_over=18)
     assert request.can_take_back(3) == 0
     request.num_stored = 20
     assert request.can_take_back(3) == 2

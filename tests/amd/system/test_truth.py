@@ -32,7 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
+from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from rocm_attn.truth.needle_layer import NeedleLayer
 from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
@@ -75,7 +75,7 @@ def truth(
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
         return build_runtime(layers, options, device=device, guards=guards)
 
-    return Truth(problems, plan, build).run()
+    return NeedleCheck(problems, plan, build).run()
 
 
 LAYERS = {
@@ -181,7 +181,7 @@ def test_needles_lie_on_both_sides_of_what_32_bits_reach(device: torch.device) -
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
         return build_runtime(layers, options, device=device)
 
-    test = Truth([LARGE], plan, build)
+    test = NeedleCheck([LARGE], plan, build)
     assert test.run().passed
     for row in test._rows:
         pages = test.runtime.table.pages_of(row)
@@ -216,7 +216,7 @@ def test_a_window_that_is_off_by_one_is_found(by: int, device: torch.device) -> 
     def with_another_window(selection: Selection) -> Selection:
         other = replace(selection.problem, window_left=selection.problem.window_left + by)
         kernels = {
-            kind: LayerKernel(kernel.row, replace(kernel.bound, problem=other))  # type: ignore[type-var]
+            kind: LayerKernel(kernel.entry, replace(kernel.bound, problem=other))  # type: ignore[type-var]
             for kind, kernel in selection.kernels.items()
         }
         return replace(selection, kernels=kernels)
@@ -287,7 +287,7 @@ def test_a_layer_that_attends_to_all_keys_instead_is_found(
     assert not any(miss.visible for miss in report.misses)
 
 
-def test_what_cannot_be_told_apart_is_refused(device: torch.device) -> None:
+def test_what_cannot_be_reported_apart_is_refused(device: torch.device) -> None:
     with pytest.raises(BadProblem, match="rows of 8 elements do not tell 202 keys apart"):
         truth([replace(DENSE, head_dim=8, v_head_dim=8)], device)
     with pytest.raises(BadProblem, match="index rows of 32 elements"):

@@ -20,7 +20,7 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
+from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
 from tests.amd.system.test_truth import offsets_wrap_at, reading, select_once
@@ -66,7 +66,7 @@ def found(problem: Problem, device: torch.device, plan: TruthPlan = PLAN, guards
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
         return build_runtime(layers, options, device=device, guards=guards)
 
-    report = Truth([problem], over_large_pages(problem, plan), build).run()
+    report = NeedleCheck([problem], over_large_pages(problem, plan), build).run()
     assert report.pool_bytes > 4 << 30
     return report
 

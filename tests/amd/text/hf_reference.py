@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.rope import NoScaling
-from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.models.weights import LayerWeights
@@ -59,7 +59,7 @@ def _hf_config(config: ModelConfig) -> LlamaConfig:
 def _hf_tensors(heads: AttentionLayer, weights: LayerWeights) -> dict[str, Tensor]:
     sizes = [heads.num_q_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
     attention, mlp = weights.attention, weights.mlp
-    assert isinstance(attention, HeadWeights)
+    assert isinstance(attention, KVHeadWeights)
     assert isinstance(mlp, DenseWeights)
     q, k, v = torch.split(attention.qkv, sizes)
     gate, up = torch.chunk(mlp.gate_up, 2)

@@ -18,8 +18,8 @@ from rocm_serve.ranks import Ranks
 from rocm_serve.request import Request
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
-from tests.amd.runner.test_rounds_of_ranks import BASE as ROUNDS
-from tests.amd.runner.test_rounds_of_ranks import requests
+from tests.amd.runner.test_device_steps_of_ranks import BASE as ROUNDS
+from tests.amd.runner.test_device_steps_of_ranks import requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.text.test_text_equality import PLAIN_FACTS
 
@@ -60,7 +60,7 @@ def test_rounds_of_two_gpus_give_the_texts_of_plain_decoding_on_one(windows: tup
         for _ in range(2):  # the second time over the cached pages of the first
             assert engine.generate(requests()) == wanted
         report = engine.report()
-    assert (report.ranks, report.rounds) == (2, "follow from each other on the device")
+    assert (report.ranks, report.speculative_steps) == (2, "follow from each other on the device")
     assert report.metrics.accepted_drafts > len(wanted) * 20
     assert (report.metrics.replays > 0) == graphs
     assert report.metrics.graphs_off == ""

@@ -87,7 +87,7 @@ MODES = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("speculative", "page_size", "topk", "graphs", "hybrid"), MODES)
-def test_whatever_guesses_changes_no_token(
+def test_whatever_draft_tokens_changes_no_token(
     speculative: str,
     page_size: int,
     topk: int,

@@ -412,7 +412,7 @@ class World:
     def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         """Returns rows for the log-sum-exp, if the step's kernel gives it."""
         problem = self.problems[layer]
-        limits = step.plan.kernels[list(dict.fromkeys(self.problems)).index(problem)].row.limits
+        limits = step.plan.kernels[list(dict.fromkeys(self.problems)).index(problem)].entry.limits
         return torch.full(q.shape[:2], NAN, device=q.device) if limits.gives_lse(problem) else None
 
     def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:

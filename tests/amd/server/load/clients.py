@@ -34,12 +34,12 @@ def client_of(url: str, key: str = "nobody asks") -> openai.AsyncOpenAI:
 def conversations(num: int, seed: int = 0, *, max_tokens: int = 12) -> list[dict[str, Any]]:
     """Fields of `num` chat requests: some share a beginning; greedy and random; streamed and whole."""
     chooser = random.Random(seed)
-    asked = []
+    requested = []
     for _ in range(num):
         messages = [{"role": "system", "content": SYSTEM}] if chooser.random() < 0.5 else []
         words = [f"w{chooser.randrange(1, 63)}" for _ in range(chooser.randrange(1, 30))]
         messages.append({"role": "user", "content": " ".join(words)})
-        asked.append(
+        requested.append(
             {
                 "model": MODEL,
                 "messages": messages,
@@ -49,16 +49,16 @@ def conversations(num: int, seed: int = 0, *, max_tokens: int = 12) -> list[dict
                 "stream": chooser.random() < 0.5,
             }
         )
-    return asked
+    return requested
 
 
-async def ask(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Answer:
+async def ask(client: openai.AsyncOpenAI, requested: dict[str, Any]) -> Answer:
     """Returns the whole answer. Raises openai.APIError, also for an early end: a stream must have its finish reason."""
-    if not asked["stream"]:
-        (choice,) = (await client.chat.completions.create(**asked)).choices
+    if not requested["stream"]:
+        (choice,) = (await client.chat.completions.create(**requested)).choices
         return Answer(choice.message.content or "", choice.finish_reason)
     text, reason = "", None
-    async with await client.chat.completions.create(**asked) as stream:
+    async with await client.chat.completions.create(**requested) as stream:
         try:
             async for chunk in stream:
                 for each in chunk.choices:
@@ -77,12 +77,12 @@ class LostAnswer(AssertionError):
     """A stream has ended without its finish reason."""
 
 
-async def ask_all(
-    url: str, asked: Sequence[dict[str, Any]], *, at_a_time: int, key: str = "nobody asks"
+async def request_all(
+    url: str, requested: Sequence[dict[str, Any]], *, at_a_time: int, key: str = "nobody asks"
 ) -> list[Answer]:
     """Returns the answers in the order of the requests, with at_a_time requests open at any time."""
     async with client_of(url, key) as client:
-        return await in_parallel(lambda each: ask(client, each), asked, at_a_time)
+        return await in_parallel(lambda each: ask(client, each), requested, at_a_time)
 
 
 async def in_parallel(function: Callable[[S], Awaitable[T]], items: Iterable[S], at_a_time: int) -> list[T]:

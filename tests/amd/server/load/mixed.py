@@ -85,7 +85,7 @@ class MixedLoad:
     ) -> None:
         self.tally = Tally()
         self._model, self._flags, self._chooser, self._at_a_time = model, flags, random.Random(seed), at_a_time
-        self._asked = conversations(40, seed, max_tokens=max_tokens)
+        self._requested = conversations(40, seed, max_tokens=max_tokens)
         self._expected: list[Answer] = []
         self._open: dict[int, str] = {}  # number of a request that was sent -> its description; each must be answered
         self._accepted: set[int] = set()  # those of them that a server had read when it was told to end
@@ -101,7 +101,7 @@ class MixedLoad:
     async def running(self) -> AsyncIterator[None]:
         """Clients send requests inside of it. At its end all are answered, and the server has given everything back."""
         async with client_of(self._server.url) as client:
-            self._expected = [await ask(client, asked) for asked in self._asked]
+            self._expected = [await ask(client, requested) for requested in self._requested]
         await self.settle()
         clients = [asyncio.ensure_future(self._be_a_client()) for _ in range(self._at_a_time)]
         try:
@@ -168,7 +168,7 @@ class MixedLoad:
                     self.tally.wrong.append("".join(traceback.format_exception(error)))
 
     async def _ask_leave_or_err(self, client: openai.AsyncOpenAI) -> None:
-        drawn, place = self._chooser.random(), self._chooser.randrange(len(self._asked))
+        drawn, place = self._chooser.random(), self._chooser.randrange(len(self._requested))
         if drawn < DISCONNECTS:
             await self._leave_early(client, place)
         elif drawn < DISCONNECTS + INVALID:
@@ -181,7 +181,7 @@ class MixedLoad:
         while True:
             number = await self._sent(f"conversation {place}")
             try:
-                answer = await ask(client, self._asked[place])
+                answer = await ask(client, self._requested[place])
             except (openai.APIError, LostAnswer) as error:
                 if not await self._is_refusal(number, error):
                     return
@@ -224,8 +224,8 @@ class MixedLoad:
             await self._ended(number)
 
     async def _read_some(self, client: openai.AsyncOpenAI, place: int, num_chunks: int) -> None:
-        asked = {**self._asked[place], "stream": True, "max_tokens": 60}
-        async with await client.chat.completions.create(**asked) as stream:
+        requested = {**self._requested[place], "stream": True, "max_tokens": 60}
+        async with await client.chat.completions.create(**requested) as stream:
             async for _ in stream:
                 num_chunks -= 1
                 if num_chunks <= 0:
@@ -233,10 +233,10 @@ class MixedLoad:
 
     async def _err(self, client: openai.AsyncOpenAI, place: int) -> None:
         wrong, status = self._chooser.choice(WRONG)
-        asked = {**self._asked[place], "stream": False, "model": MODEL}
+        requested = {**self._requested[place], "stream": False, "model": MODEL}
         number = await self._sent(f"one with {str(wrong)[:60]}")
         try:
-            await client.chat.completions.create(**asked, extra_body=wrong)
+            await client.chat.completions.create(**requested, extra_body=wrong)
         except openai.APIStatusError as error:
             self.tally.kinds["invalid"] += 1
             if error.status_code not in (status, 503):

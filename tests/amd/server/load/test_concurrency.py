@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.amd.server.load.clients import ask_all, conversations
+from tests.amd.server.load.clients import conversations, request_all
 from tests.amd.server.load.served import Served
 
 
@@ -16,11 +16,11 @@ from tests.amd.server.load.served import Served
 def test_200_chats_at_a_concurrency_of_128_get_what_they_get_one_by_one(
     server: Served, num_distinct: int, times: int
 ) -> None:
-    asked = conversations(num_distinct, seed=num_distinct)
+    requested = conversations(num_distinct, seed=num_distinct)
     before = server.counts()
-    alone = asyncio.run(ask_all(server.url, asked, at_a_time=1))
+    alone = asyncio.run(request_all(server.url, requested, at_a_time=1))
     assert len({answer.text for answer in alone}) > num_distinct / 2
-    together = asyncio.run(ask_all(server.url, asked * times, at_a_time=128))
+    together = asyncio.run(request_all(server.url, requested * times, at_a_time=128))
     assert together == alone * times
     after = server.counts()
     after.assert_empty()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.amd.server.load.clients import ask_all, conversations
+from tests.amd.server.load.clients import conversations, request_all
 from tests.amd.server.load.served import Served, served
 from tests.amd.server.load.wire import CHAT, COMPLETIONS, answers, chat, connection, post, read_all, statuses
 
@@ -137,15 +137,15 @@ def test_pipelined_requests_are_answered_in_their_order(server: Served) -> None:
 
 
 def test_clients_that_say_half_of_a_request_hold_up_nobody(server: Served) -> None:
-    asked = conversations(10, seed=9)
-    expected = asyncio.run(ask_all(server.url, asked, at_a_time=1))
+    requested = conversations(10, seed=9)
+    expected = asyncio.run(request_all(server.url, requested, at_a_time=1))
     before = server.counts()
     with contextlib.ExitStack() as stack:
         halves = [stack.enter_context(connection(server.port)) for _ in range(150)]
         for number, half in enumerate(halves):
             whole = post(CHAT, chat())
             half.sendall(whole[: number * len(whole) // len(halves)])
-        assert asyncio.run(ask_all(server.url, asked, at_a_time=10)) == expected
+        assert asyncio.run(request_all(server.url, requested, at_a_time=10)) == expected
         during = server.counts()
         assert during["process_resident_memory_bytes"] - before["process_resident_memory_bytes"] < MOST_GROWTH
         for half in halves[::2]:
@@ -155,13 +155,13 @@ def test_clients_that_say_half_of_a_request_hold_up_nobody(server: Served) -> No
 
 
 def test_a_client_that_reads_nothing_holds_up_nobody(server: Served) -> None:
-    asked = conversations(10, seed=10)
-    expected = asyncio.run(ask_all(server.url, asked, at_a_time=1))
+    requested = conversations(10, seed=10)
+    expected = asyncio.run(request_all(server.url, requested, at_a_time=1))
     body = chat(stream=True, max_tokens=60, n=4, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connection(server.port, receive_buffer=1)) for _ in range(4)]
         for each in silent:
             each.sendall(post(CHAT, body))
-        assert asyncio.run(ask_all(server.url, asked, at_a_time=10)) == expected
+        assert asyncio.run(request_all(server.url, requested, at_a_time=10)) == expected
         late = [read_all(each) for each in silent[:2]]  # two read in the end, two leave without
     assert all(received.rstrip().endswith(b"data: [DONE]\n\n\r\n0") for received in late)

@@ -10,14 +10,14 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.amd.server.load.clients import Answer, LostAnswer, ask, ask_all, client_of, conversations
+from tests.amd.server.load.clients import Answer, LostAnswer, ask, client_of, conversations, request_all
 from tests.amd.server.load.served import Served, served
 
 
 def test_after_kill_9_the_next_server_has_the_port_at_once_and_the_same_answers(model: Path) -> None:
-    asked = conversations(8, seed=31)
+    requested = conversations(8, seed=31)
     first = Served(model)
-    expected = asyncio.run(ask_all(first.url, asked, at_a_time=4))
+    expected = asyncio.run(request_all(first.url, requested, at_a_time=4))
 
     async def kill_while_it_serves() -> list[object]:
         """Kill it when all streams have begun; what becomes of them."""
@@ -25,7 +25,7 @@ def test_after_kill_9_the_next_server_has_the_port_at_once_and_the_same_answers(
 
         async def stream() -> None:
             async with client_of(first.url) as client:
-                answer = await client.chat.completions.create(**{**asked[0], "stream": True, "max_tokens": 100})
+                answer = await client.chat.completions.create(**{**requested[0], "stream": True, "max_tokens": 100})
                 begun.release()
                 async for _ in answer:
                     pass
@@ -42,10 +42,10 @@ def test_after_kill_9_the_next_server_has_the_port_at_once_and_the_same_answers(
     assert first.end() == -signal.SIGKILL
     with served(model, port=first.port) as second:
         assert second.port == first.port
-        assert asyncio.run(ask_all(second.url, asked, at_a_time=4)) == expected
+        assert asyncio.run(request_all(second.url, requested, at_a_time=4)) == expected
         counts = second.counts()
         counts.assert_empty()
-        assert counts["requests_total"] == len(asked)
+        assert counts["requests_total"] == len(requested)
     assert second.end() == 0
 
 
@@ -58,11 +58,11 @@ def test_a_port_that_is_taken_is_named(model: Path) -> None:
 
 @pytest.mark.nightly
 def test_ten_servers_one_after_the_other_on_one_port(model: Path) -> None:
-    asked, port = conversations(4, seed=32), 0
+    requested, port = conversations(4, seed=32), 0
     expected: list[Answer] = []
     for turn in range(10):
         server = Served(model, port=port)
-        answers = asyncio.run(ask_all(server.url, asked, at_a_time=4))
+        answers = asyncio.run(request_all(server.url, requested, at_a_time=4))
         expected = expected or answers
         assert answers == expected
         port = server.port
@@ -71,7 +71,7 @@ def test_ten_servers_one_after_the_other_on_one_port(model: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_clients_of_a_drained_server_are_told_to_go_elsewhere(model: Path) -> None:
+def test_clients_of_a_drained_server_are_reported_to_go_elsewhere(model: Path) -> None:
     server = Served(model)
 
     async def run() -> object:

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.amd.server.load.clients import ask, ask_all, client_of, conversations, in_parallel
+from tests.amd.server.load.clients import ask, client_of, conversations, in_parallel, request_all
 from tests.amd.server.load.served import Served, served
 from tests.amd.server.load.wire import CHAT, answers, chat, post, statuses
 
@@ -44,14 +44,14 @@ POISON: tuple[dict[str, Any], ...] = (
 )
 
 
-async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> list[int]:
+async def poison(server: Served, requested: list[dict[str, Any]], times: int) -> list[int]:
     """Mallory sends Alice's conversations, poisoned, and leaves every third; returns the statuses of the others."""
     found = []
     async with client_of(server.url, MALLORY) as client:
 
         async def send(number: int) -> None:
             extra = POISON[number % len(POISON)]
-            fields = {**asked[number % len(asked)], "stream": number % 3 == 0}
+            fields = {**requested[number % len(requested)], "stream": number % 3 == 0}
             try:
                 answer = await client.chat.completions.create(**fields, extra_body=extra)
                 if number % 3 == 0:
@@ -65,12 +65,12 @@ async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> lis
 
 
 def test_poison_under_one_key_changes_no_answer_under_another(server: Served) -> None:
-    asked = conversations(12, seed=21)
-    expected = asyncio.run(ask_all(server.url, asked, at_a_time=1, key=ALICE))
+    requested = conversations(12, seed=21)
+    expected = asyncio.run(request_all(server.url, requested, at_a_time=1, key=ALICE))
 
     async def at_once() -> tuple[list[Any], list[int]]:
-        poisoning = asyncio.ensure_future(poison(server, asked, 2 * len(POISON)))
-        return await ask_all(server.url, asked * 3, at_a_time=6, key=ALICE), await poisoning
+        poisoning = asyncio.ensure_future(poison(server, requested, 2 * len(POISON)))
+        return await request_all(server.url, requested * 3, at_a_time=6, key=ALICE), await poisoning
 
     got, poisoned = asyncio.run(at_once())
     assert got == expected * 3
@@ -84,7 +84,7 @@ def test_poison_under_one_key_changes_no_answer_under_another(server: Served) ->
 
 def test_prompts_of_one_key_are_not_found_by_another(server: Served) -> None:
     prompt = " ".join(f"w{number}" for number in range(60, 10, -1))
-    asked = {
+    requested = {
         "model": "tiny",
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": 1,
@@ -97,7 +97,7 @@ def test_prompts_of_one_key_are_not_found_by_another(server: Served) -> None:
         """Returns the tokens of the prompt that came from the prefix cache."""
         before = server.counts()["prefix_hits_total"]
         async with client_of(server.url, key) as client:
-            await ask(client, {**asked, "extra_body": extra})
+            await ask(client, {**requested, "extra_body": extra})
         return server.counts()["prefix_hits_total"] - before
 
     assert asyncio.run(hits(ALICE)) == 0
@@ -108,10 +108,10 @@ def test_prompts_of_one_key_are_not_found_by_another(server: Served) -> None:
     assert asyncio.run(hits(ALICE)) > 40
 
 
-def test_without_a_key_nothing_is_told(server: Served) -> None:
+def test_without_a_key_nothing_is_reported(server: Served) -> None:
     assert statuses(answers(server.port, post(CHAT, chat()))) == [401]
     for key in (ALICE[:-1], f"{ALICE}s", f"{ALICE},{MALLORY}"):
         with pytest.raises(openai.AuthenticationError):
-            asyncio.run(ask_all(server.url, conversations(1), at_a_time=1, key=key))
+            asyncio.run(request_all(server.url, conversations(1), at_a_time=1, key=key))
     assert "alice" not in "\n".join(server.log)
     assert ALICE not in server.get("/metrics")

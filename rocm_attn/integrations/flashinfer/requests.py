@@ -1,0 +1,219 @@
+"""Requests of FlashInfer's callers: layouts, dtypes, a geometry. Also the arguments that are not served, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
+from rocm_attn.machine.choices import PROVIDERS
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+
+LAYOUTS = ("NHD", "HND")
+NO_POSITIONS, ROPE, ALIBI = "NONE", "ROPE_LLAMA", "ALIBI"
+_EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEncoding.E5M2}
+
+# Arguments that FlashInfer takes and no kernel here supports -> the reason.
+_REFUSED = {
+    "window_right": "a window covers keys before a query only",
+    "jit_args": "it is CUDA source for FlashInfer's own kernels",
+    "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
+    "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
+    "args": "these are arguments of CUDA source for FlashInfer's own kernels",
+    "kv_cache_sf": "no kernel here reads NVFP4 pages; keep K and V in 16 bits or in FP8",
+    "skip_softmax_threshold_scale_factor": "every key counts here; leave it None",
+    "uses_spcompress": "no kernel here has a compressed softmax; leave it None",
+    "prefix_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
+    "token_pos_in_items_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
+    "max_item_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
+    "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
+    "o_indptr": "a token's output lies where its query lies; leave it None",
+    "scale_q": "no kernel here reads eight-bit queries; pass them in 16 bits",
+    "scale_k": "per-head scales belong to eight-bit queries, which no kernel here reads",
+    "scale_v": "per-head scales belong to eight-bit queries, which no kernel here reads",
+    "o_scale": "no kernel here writes eight-bit outputs; scale the output",
+    "skip_softmax": "every key counts here; leave it False",
+    "ckv_scale": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "ckv_scale_arr": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "kpe_scale": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "output_scale": "no kernel here writes eight-bit outputs; scale the output",
+    "scale_mode": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "bmm1_scale": "the scale is fixed by the plan; give sm_scale to plan()",
+    "bmm2_scale": "scale the output",
+    "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
+}
+
+
+def refuse(**given: object) -> None:
+    """Raises Unsupported with the reason for the first argument that is neither None nor False."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{name} is not served: {_REFUSED[name]}")
+
+
+def check_layout(kv_layout: str) -> str:
+    """Returns the layout. Raises BadSetting for one that FlashInfer does not know."""
+    if kv_layout not in LAYOUTS:
+        raise BadSetting(f"kv_layout is {kv_layout!r}; it must be NHD or HND")
+    return kv_layout
+
+
+def check_positions(pos_encoding_mode: str) -> bool:
+    """True if scores get ALiBi's bias. Raises Unsupported, BadSetting."""
+    if pos_encoding_mode == ROPE:
+        raise Unsupported(
+            "pos_encoding_mode ROPE_LLAMA is not served: kernels here read keys without rotating them; rotate "
+            "queries and keys before the store, and give NONE"
+        )
+    if pos_encoding_mode not in (NO_POSITIONS, ALIBI):
+        raise BadSetting(f"pos_encoding_mode is {pos_encoding_mode!r}; it must be NONE, ROPE_LLAMA or ALIBI")
+    return pos_encoding_mode == ALIBI
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Returns a dtype given as such or by its name. Raises BadSetting."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise BadSetting(f"{dtype!r} is no dtype of torch")
+    return found
+
+
+_chosen = ["auto"]
+
+
+def use_provider(provider: str) -> None:
+    """Sets the provider for later calls that name no kernels: "auto", "torch", "triton" or "aiter"."""
+    if provider not in PROVIDERS:
+        raise BadSetting(f"provider is {provider!r}; it must be one of {', '.join(PROVIDERS)}")
+    _chosen[0] = provider
+
+
+def provider_of(backend: str = "auto") -> str:
+    """Returns the provider whose kernels serve a call.
+
+    backend: a provider of ours, or a name of FlashInfer's, which means "auto": its kernels do not run here
+    """
+    return backend if backend in PROVIDERS and backend != "auto" else _chosen[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The settings that a plan fixes.
+
+    dtype:         of q; kv_dtype: of K and V, the same or eight bits
+    window_left:   previous keys that a query sees in addition to its own; -1: all of them
+    alibi:         whether scores get ALiBi's bias
+    sinks:         whether softmax denominators have a sink
+    deterministic: whether a sequence's results must be the same in any batch
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    scale: float = 1.0
+    window_left: int = UNLIMITED_WINDOW
+    soft_cap: float = 0.0
+    alibi: bool = False
+    causal: bool = False
+    sinks: bool = False
+    pool: PoolKind = PoolKind.SPLIT
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype.itemsize == 1:
+            raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
+        if self.kv_dtype == torch.uint8:
+            raise Unsupported(f"K and V in torch.uint8 are not served: {_REFUSED['kv_cache_sf']}")
+        if self.kv_dtype != self.dtype and self.kv_dtype not in _EIGHT_BITS:
+            raise Unsupported(
+                f"K and V in {self.kv_dtype} with queries in {self.dtype} are not served; give both one dtype, or K "
+                "and V torch.float8_e4m3fn or torch.float8_e5m2"
+            )
+        if self.alibi and self.soft_cap:
+            raise Unsupported("ALIBI with a logits_soft_cap is not served: the bias is added after the cap here")
+        if not 1 <= self.num_kv_heads <= self.num_q_heads:
+            raise BadProblem(
+                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads; each must be at least 1"
+            )
+
+    @property
+    def is_coded(self) -> bool:
+        """True if K and V are in eight bits."""
+        return self.kv_dtype in _EIGHT_BITS
+
+    def scaled(self, scale_value: float) -> Geometry:
+        """Returns the same geometry with its scale multiplied by factor."""
+        return self if scale_value == 1.0 else replace(self, scale=self.scale * scale_value)
+
+    def seen(self, causal: bool, scores: ScoreRules) -> Geometry:
+        """Returns the same geometry with the given causality and scores."""
+        return scores.over(replace(self, causal=causal))
+
+    def problem(self, *, causal: bool, masked: bool) -> Problem:
+        """Returns the problem that kernels are chosen for. masked: steps bring a mask of cells in place of the rest"""
+        return Problem(
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.page_size,
+            v_head_dim=self.v_head_dim,
+            scale=self.scale,
+            window_left=self.window_left if causal else UNLIMITED_WINDOW,
+            logits_soft_cap=self.soft_cap,
+            has_sinks=self.sinks,
+            has_alibi_slopes=self.alibi,
+            causal=causal,
+            custom_mask=masked,
+            pool=self.pool,
+            kv_encoding=_EIGHT_BITS.get(self.kv_dtype, KVEncoding.LIKE_Q),
+            kv_scales=Scales.LAYER if self.is_coded else Scales.NONE,
+            wants_lse=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRules:
+    """The rules that turn scores into weights, as FlashInfer's arguments give them; None is their default."""
+
+    pos_encoding_mode: str
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float | None
+
+    def over(self, geometry: Geometry) -> Geometry:
+        """Returns the geometry with these scores."""
+        return replace(
+            geometry,
+            alibi=check_positions(self.pos_encoding_mode),
+            window_left=max(self.window_left, UNLIMITED_WINDOW),
+            soft_cap=self.logits_soft_cap or 0.0,
+            scale=self.sm_scale if self.sm_scale is not None else 1.0 / math.sqrt(geometry.head_dim),
+        )
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Returns a slope per head: 2^(-8 i / n), i from 1 on, n the largest power of two of heads; then those between.
+
+    Source: Press, Smith and Lewis, "Train Short, Test Long", and its published code for other numbers of heads.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises BadTensor if a tensor has another shape, dtype or device than it must have."""
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        raise BadTensor(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it must be {dtype} "
+            f"{list(shape)} on {device}"
+        )

@@ -1,0 +1,439 @@
+"""AITER's rows of the capability table: every entry point for attention, and its known limits.
+
+A limit that is not obvious from the function itself is taken from AITER's own tests, so that no user is the first to
+exceed them. Within a kind of step the first row that serves is taken. A function that reads linear pools and vectorised
+ones has a row for each, because a release may lack one of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.metadata.step_tensors import Need
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.aiter import faults, oddities
+from rocm_attn.providers.aiter.asm import bind_asm
+from rocm_attn.providers.aiter.gluon import bind_gluon
+from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
+from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode
+from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
+from rocm_attn.providers.aiter.persistent import PAGE_TOKENS, bind_persistent
+from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_eight_bit_batch_prefill, bind_varlen_prefill
+from rocm_attn.providers.aiter.ragged import bind_ragged
+from rocm_attn.providers.aiter.unified import bind_unified
+from rocm_attn.providers.contract import (
+    Baked,
+    Bind,
+    BoundKernel,
+    KernelEntry,
+    Limits,
+    PoolSize,
+    ReadAhead,
+)
+
+_HALF = (torch.bfloat16, torch.float16)
+
+# Each arch has one of the two: faults.py.
+_EIGHT_BITS = (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN)
+_ANY_ENCODING = (KVEncoding.LIKE_Q, *_EIGHT_BITS)
+# Their scale is one number.
+_LAYER_SCALES = (Scales.NONE, Scales.LAYER)
+
+_LIMITS = Limits(
+    archs=("gfx942", "gfx950"),
+    dtypes=_HALF,
+    head_dim=(1, 256),
+    v_head_dim=(1, 256),
+    page_size=(1, 1024),
+    max_gqa_ratio=16,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+)
+
+_RAGGED = replace(
+    _LIMITS,
+    exact_dims=((64, 64), (128, 128)),
+    page_sizes=(1, 16, 32),
+    soft_cap=True,
+    alibi=True,
+    # The only new token of a sequence sees all keys in both cases.
+    non_causal=True,
+    lse=False,
+    # 2**31 elements of 2 bytes: a build that the environment may select computes 32-bit offsets.
+    max_side_bytes=2**32 - 1,
+)
+
+# Pages of one token would give tiles of one key.
+_UNIFIED = replace(
+    _LIMITS,
+    exact_dims=((64, 64), (128, 128), (256, 256), (512, 512)),
+    page_sizes=(16, 32, 64, 128),
+    max_gqa_ratio=64,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
+    encodings=_ANY_ENCODING,
+    scales=_LAYER_SCALES,
+    lse=False,
+    page_strides=True,
+)
+
+# scores.py has the combinations that it supports.
+_COMPOSABLE = replace(
+    _LIMITS,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
+    non_causal=True,
+    # The causal bias is slope * key, without the query's part, which all keys share: out is right, and the sum is not.
+    lse_of_slopes=False,
+)
+
+# For linear pages it takes some strides, with tokens further apart than heads, and raises for others.
+_BATCH_PREFILL = replace(
+    _COMPOSABLE,
+    exact_dims=((128, 128), (256, 256)),
+    page_sizes=(1, 16, 1024),
+    max_gqa_ratio=64,
+)
+
+_VARLEN = replace(
+    _COMPOSABLE,
+    exact_dims=((64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128), (224, 224), (256, 256)),
+    max_gqa_ratio=64,
+    # K and V are gathered for it, in q's dtype.
+    pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
+    encodings=(*_ANY_ENCODING, KVEncoding.E5M2),
+    scales=(*_LAYER_SCALES, Scales.HEAD),
+    page_strides=True,
+)
+
+# For queries in eight bits, AITER's tests run only plain scores and soft caps, with bfloat16 out and no log-sum-exp.
+_BATCH_PREFILL_EIGHT_BITS = replace(
+    _BATCH_PREFILL,
+    dtypes=(torch.bfloat16,),
+    encodings=_EIGHT_BITS,
+    scales=(Scales.LAYER,),
+    window=False,
+    sinks=False,
+    alibi=False,
+    lse=False,
+)
+
+_LATENT = replace(
+    _LIMITS,
+    exact_dims=((576, 512),),
+    # On pages of more than one token its bf16 kernels read the wrong tokens.
+    page_sizes=(1,),
+    max_gqa_ratio=128,
+    dtypes=(torch.bfloat16,),
+    pools=(PoolKind.LATENT,),
+    lse=False,
+    # Its offsets have 32 bits, in every release. It multiplies the low 24 bits of a page id, which reach further.
+    max_side_bytes=2**32 - 1,
+)
+
+# A latent layer has one KV head.
+_LATENT_EIGHT_BITS = replace(_LATENT, encodings=_EIGHT_BITS, scales=(Scales.LAYER, Scales.HEAD))
+
+_VECTORISED = (PoolKind.VECTORIZED,)
+
+_GLUON = replace(
+    _LIMITS,
+    exact_dims=((128, 128),),
+    page_sizes=(16, 64, 1024),
+    max_gqa_ratio=64,
+    window=True,
+    sinks=True,
+    # The only new token of a sequence sees all keys in both cases.
+    non_causal=True,
+    encodings=_ANY_ENCODING,
+    scales=_LAYER_SCALES,
+    lse=False,
+    pools=_VECTORISED,
+)
+
+_ASSEMBLED = replace(
+    _LIMITS,
+    exact_dims=((128, 128),),
+    page_sizes=(16,),
+    non_causal=True,
+    lse=False,
+    # Its offsets have 32 bits.
+    max_side_bytes=2**32 - 1,
+    pools=_VECTORISED,
+)
+
+_PERSISTENT = replace(
+    _LIMITS,
+    dtypes=(torch.bfloat16,),
+    exact_dims=((128, 128),),
+    page_sizes=(PAGE_TOKENS,),
+    max_gqa_ratio=64,
+    non_causal=True,
+    encodings=_EIGHT_BITS,
+    scales=(Scales.LAYER, Scales.HEAD, Scales.TOKEN),
+    lse=False,
+    # The product of a page's number and its bytes has 32 bits.
+    max_side_bytes=2**32 - 1,
+    pools=_VECTORISED,
+)
+
+# A tile is a page; its rows must be a power of two, which all of these are.
+_UNIFIED_VECTORISED = replace(
+    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED, page_strides=False
+)
+
+_BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)
+_BATCH_PREFILL_VECTORISED_EIGHT_BITS = replace(_BATCH_PREFILL_EIGHT_BITS, page_sizes=(16, 1024), pools=_VECTORISED)
+
+_LISTED = frozenset({Need.PAGE_LIST})
+_TABLED = frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64})
+_TABLE = frozenset({Need.BLOCK_TABLE})
+_MAX_KV_LEN = frozenset({Baked.MAX_KV_LEN})
+_BOTH_LENGTHS = frozenset({Baked.MAX_KV_LEN, Baked.MAX_Q_LEN})
+
+# Composable Kernel reads blocks of 128 entries of a page list, the last one whole.
+_LIST_BLOCKS = ReadAhead(list_entries=256)
+_TABLE_TILES = ReadAhead(table_tokens=64)
+# It is not known how the assembly reads a table, so this is one iteration of its four waves.
+_TABLE_TURNS = ReadAhead(table_tokens=256)
+_NOTHING_AHEAD = ReadAhead()
+
+
+def _entry(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelEntry:
+    """A row of a library that may change: no kernel is assumed to be batch-invariant or to handle padded tokens."""
+    return KernelEntry(
+        provider="aiter",
+        name=f"aiter.{name}",
+        kind=kind,
+        limits=limits,
+        min_kv_len=1,
+        masks_v=False,
+        graph_safe=True,
+        batch_invariant=False,
+        needs=frozenset(),
+        bakes=frozenset(),
+        needs_host_lengths=False,
+        bind=bind,
+        is_probed=True,
+        clears_pads=False,
+    )
+
+
+def _never(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    raise AssertionError("a row that is not bound was selected")
+
+
+def _unbound(name: str, kind: StepKind, limits: Limits, why: str) -> KernelEntry:
+    return replace(_entry(name, kind, limits, _never), not_bound=why)
+
+
+def _batch_prefill(kind: StepKind) -> tuple[KernelEntry, KernelEntry]:
+    """The rows for linear pools and for vectorised ones."""
+    linear = replace(
+        _entry("mha_batch_prefill_func", kind, _BATCH_PREFILL, bind_batch_prefill),
+        needs=_LISTED,
+        bakes=_BOTH_LENGTHS,
+        reads_ahead=_LIST_BLOCKS,
+        faults=faults.BATCH_PREFILL,
+    )
+    return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=_BATCH_PREFILL_VECTORISED)
+
+
+def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelEntry, KernelEntry]:
+    """Like `_batch_prefill`, but for queries in eight bits."""
+    linear = replace(
+        _entry("mha_batch_prefill_func[fp8]", kind, _BATCH_PREFILL_EIGHT_BITS, bind_eight_bit_batch_prefill),
+        needs=_LISTED,
+        bakes=_BOTH_LENGTHS,
+        reads_ahead=_LIST_BLOCKS,
+        faults=(*faults.BATCH_PREFILL, *faults.EIGHT_BITS),
+        notes=(oddities.SATURATED_QUERIES,),
+        rounds_products=True,
+        rounds_queries=True,
+    )
+    vectorised = replace(
+        linear, name="aiter.mha_batch_prefill_func[vectorised, fp8]", limits=_BATCH_PREFILL_VECTORISED_EIGHT_BITS
+    )
+    return linear, vectorised
+
+
+def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelEntry, KernelEntry]:
+    """The rows for linear pools and for vectorised ones."""
+    in_decode = kind is StepKind.DECODE
+    limits, vectorised = (replace(each, non_causal=in_decode) for each in (_UNIFIED, _UNIFIED_VECTORISED))
+    linear = replace(
+        _entry("unified_attention", kind, limits, bind_unified),
+        needs=_TABLED,
+        bakes=bakes,
+        reads_ahead=_TABLE_TILES,
+        faults=faults.UNIFIED_DECODE if in_decode else faults.UNIFIED_EXTEND,
+        notes=(oddities.CAP_OVERFLOWS,) if in_decode else (oddities.CAP_OVERFLOWS, oddities.LOW_LOGITS),
+    )
+    return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=_NOTHING_AHEAD)
+
+
+def _latent_extends(kind: StepKind) -> tuple[KernelEntry, ...]:
+    return (
+        replace(
+            _entry("mla_prefill_fwd", kind, _LATENT, bind_latent_extend),
+            needs=_LISTED,
+            bakes=frozenset({Baked.MAX_Q_LEN}),
+            reads_ahead=_LIST_BLOCKS,
+            notes=(oddities.EMPTY_SEQUENCES,),
+        ),
+        _unbound(
+            "mla_prefill_ps_asm_fwd",
+            kind,
+            replace(_LATENT, archs=("gfx950",)),
+            "its schedule is made on the host from lengths there, so that a step would wait for the device; AITER "
+            "refuses it on gfx942",
+        ),
+    )
+
+
+def _sparse() -> tuple[KernelEntry, ...]:
+    limits = replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD))
+    return (
+        _unbound(
+            "mla_decode_fwd[selected]",
+            StepKind.DECODE,
+            limits,
+            "it reads a selection as a page list of each token, which takes some ten launches per layer to write",
+        ),
+        _unbound(
+            "deepgemm_fp8_paged_mqa_logits",
+            StepKind.DECODE,
+            limits,
+            "a page of its index keys is one row of codes followed by their scales, and it writes the scores of "
+            "all keys to memory; releases before 0.1.18 lose rows of them past 2 GiB",
+        ),
+    )
+
+
+def _few_tokens_in_eight_bits(kind: StepKind) -> KernelEntry:
+    return _unbound(
+        "mla_decode_fwd+get_mla_metadata_v1[fp8, 2 to 4 tokens]",
+        kind,
+        _LATENT_EIGHT_BITS,
+        "AITER's tests give every sequence the same number of new tokens, 1, 2 or 4; sequences of such a step may "
+        "differ, padded ones have none, and a step may have more",
+    )
+
+
+# Latent layers with expanded latents use it too (packed.py).
+VARLEN = replace(
+    _entry("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
+    bakes=frozenset({Baked.MAX_Q_LEN}),
+    # Each sequence's K and V are a view of its own length.
+    masks_v=True,
+    # A graph serves steps with prefixes too.
+    graph_safe=False,
+    needs_host_lengths=True,
+    faults=faults.COMPOSABLE,
+)
+
+ENTRIES: tuple[KernelEntry, ...] = (
+    replace(
+        _entry("paged_attention_ragged", StepKind.DECODE, _RAGGED, bind_ragged),
+        needs=_LISTED,
+        bakes=_MAX_KV_LEN,
+        reads_ahead=_LIST_BLOCKS,
+        faults=faults.RAGGED,
+    ),
+    _unbound(
+        "paged_attention_ragged[fp8]",
+        StepKind.DECODE,
+        replace(_RAGGED, encodings=_EIGHT_BITS, scales=(Scales.LAYER,)),
+        "it rounds probabilities of 256 keys to eight bits without a scale, so that those below 1/2048 vanish "
+        "(1/1024 on gfx950) and with them up to an eighth (a quarter) of a result",
+    ),
+    # For vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
+    replace(
+        _entry("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
+        needs=_TABLE,
+        faults=faults.GLUON,
+        notes=(oddities.REDUCTION,),
+    ),
+    replace(
+        _entry("pa_fwd_asm", StepKind.DECODE, _ASSEMBLED, bind_asm),
+        needs=_TABLE,
+        reads_ahead=_TABLE_TURNS,
+        faults=faults.ASSEMBLED,
+        notes=(oddities.TABLE_OVER_READ,),
+    ),
+    *_unified(StepKind.DECODE, _MAX_KV_LEN),
+    # Equal shares of all keys before equal splits of each sequence, in steps of few: one long sequence fills a device.
+    replace(
+        _entry(
+            "mla_decode_fwd+get_mla_metadata_v1",
+            StepKind.DECODE,
+            replace(_LATENT, max_gqa_ratio=16),
+            bind_scheduled_latent_decode,
+        ),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.FEW_SEQUENCES,),
+    ),
+    replace(
+        _entry("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.MANY_HEADS,),
+    ),
+    replace(
+        _entry(
+            "mla_decode_fwd+get_mla_metadata_v1[fp8]",
+            StepKind.DECODE,
+            _LATENT_EIGHT_BITS,
+            bind_eight_bit_latent_decode,
+        ),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        faults=faults.LATENT_EIGHT_BITS,
+        notes=(oddities.SATURATED_QUERIES, oddities.GROUPED_HEADS),
+        rounds_products=True,
+        rounds_queries=True,
+    ),
+    # For sparse layers (providers/sparse.py), which Triton's kernels serve instead.
+    *_sparse(),
+    # Stores, for which launches of StepOps serve instead.
+    *(
+        _unbound(
+            name,
+            StepKind.DECODE,
+            replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD)),
+            "it writes rows of dropped tokens to page 0, which must stay zero, and stores NaN unchanged",
+        )
+        for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
+    ),
+    # After pa_decode_gluon, which multiplies by elements of q's dtype.
+    replace(
+        _entry("pa_persistent_fwd", StepKind.DECODE, _PERSISTENT, bind_persistent),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        faults=faults.PERSISTENT,
+        rounds_products=True,
+    ),
+    *_batch_prefill(StepKind.EXTEND),
+    *_unified(StepKind.EXTEND, _BOTH_LENGTHS),
+    # After unified_attention, which does not round q.
+    *_batch_prefill_eight_bits(StepKind.EXTEND),
+    *_latent_extends(StepKind.EXTEND),
+    _few_tokens_in_eight_bits(StepKind.EXTEND),
+    # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
+    *_unified(StepKind.MIXED, _BOTH_LENGTHS),
+    *_batch_prefill(StepKind.MIXED),
+    *_batch_prefill_eight_bits(StepKind.MIXED),
+    *_latent_extends(StepKind.MIXED),
+    _few_tokens_in_eight_bits(StepKind.MIXED),
+    VARLEN,
+)

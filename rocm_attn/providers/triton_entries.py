@@ -1,0 +1,105 @@
+"""Shared code of the triton provider's entries, for kernels over any kind of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.launch import only_launches
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
+from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, Schedule, StepBounds, StepOps
+from rocm_attn.providers.scores import packed_mask
+from rocm_attn.providers.triton_later import triton_launches
+
+ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
+
+# tl.dot of Triton 3.6 to 3.9's interpreter, which keeps bfloat16 in NumPy's uint16.
+INTERPRETED_BFLOAT16 = Fault(
+    "Triton's interpreter multiplies the bits of bfloat16 as whole numbers",
+    lambda problem, _: problem.dtype == torch.bfloat16,
+    archs=("interpreter",),
+)
+
+
+class Maskable(Protocol):
+    """A bound kernel that may also be given a packed mask."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the step."""
+        ...
+
+    def describe(self) -> str:
+        """Its name, and the parameters that it was built for."""
+        ...
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """See `BoundKernel.workspace_words`."""
+        ...
+
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """Attends; a mask, if given, says which keys tokens see."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """A kernel that attends by a packed mask."""
+
+    kernel: Maskable
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.kernel.schedule
+
+    def describe(self) -> str:
+        return f"{self.kernel.describe()} by mask"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.kernel.workspace_words(shape)
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.kernel.attend_by(args, packed_mask(step))
+
+
+def triton_entry(
+    name: str,
+    kind: StepKind,
+    bind: Bind,
+    *needs: Need,
+    limits: Limits,
+    batch_invariant: bool = False,
+    is_probed: bool = False,
+) -> KernelEntry:
+    """The entry of a kernel that can be captured, supports any context.
+
+    Ignores unused rows of v with any content.
+    """
+    return KernelEntry(
+        provider="triton",
+        name=name,
+        kind=kind,
+        limits=limits,
+        min_kv_len=0,
+        masks_v=True,
+        graph_safe=True,
+        batch_invariant=batch_invariant,
+        needs=frozenset(needs),
+        bakes=frozenset(),
+        needs_host_lengths=False,
+        bind=bind,
+        is_probed=is_probed,
+        faults=(INTERPRETED_BFLOAT16,),
+    )
+
+
+def triton_ops() -> StepOps:
+    """The operations of a step, loaded at the first use."""
+    return triton_launches.OPS

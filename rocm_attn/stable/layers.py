@@ -1,0 +1,15 @@
+"""Sparse layers, and parts of attention: stable names, as `ra.layers`."""
+
+# isort: off
+
+# Sparse layers, and parts of attention
+from rocm_attn.problem import ALL_KEYS as ALL_KEYS
+from rocm_attn.problem import AllKeys as AllKeys
+from rocm_attn.problem import Indexer as Indexer
+from rocm_attn.problem import EarlierSelection as EarlierSelection
+from rocm_attn.kernels.sparse.arguments import Indexing as Indexing
+from rocm_attn.kernels.sparse.arguments import LastUnit as LastUnit
+from rocm_attn.kernels.sparse.arguments import Pooling as Pooling
+from rocm_attn.step.head_weights import HeadWeights as HeadWeights
+from rocm_attn.step.merging import merge_states as merge_states
+from rocm_attn.step.expanded import ExpandedPrefill as ExpandedPrefill

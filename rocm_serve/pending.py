@@ -1,0 +1,84 @@
+"""Steps whose tokens the host has not read yet, and how the step after them reads these tokens on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.split_forward import Forward
+from rocm_serve.appended import AppendedTokens
+from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.reading import Together
+from rocm_serve.speculation.speculation import Picks, StepPicks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingStep:
+    """A step that was launched.
+
+    number:   the runtime's
+    picks:    of each of step.picking
+    started:  when scheduling it began, in seconds of time.perf_counter()
+    launched: when its launches were made
+    """
+
+    step: ScheduledStep
+    number: int
+    picks: StepPicks
+    started: float
+    launched: float
+
+
+class FoundPicks(NamedTuple):
+    """A step whose tokens were read, and which its sequences have not taken, or not all of them.
+
+    picks:   of each of step.picking
+    read_at: when they were read, in seconds of time.perf_counter()
+    """
+
+    pending: PendingStep
+    picks: Picks
+    read_at: float
+
+
+class ReadStep(NamedTuple):
+    """A step whose tokens its sequences have taken.
+
+    appended:    of each of step.picking
+    logprobs: see StepPicks.logprobs
+    """
+
+    found: FoundPicks
+    appended: Many[AppendedTokens]
+    logprobs: Mapping[int, Many[TokenLogprobs]]
+
+
+class ReadSpeculativeSteps(NamedTuple):
+    """Rounds that were read together, oldest first: sequences take their tokens when these are published.
+
+    read_at: see FoundPicks
+    """
+
+    speculative_steps: Many[PendingStep]
+    together: Together
+    read_at: float
+
+
+def with_pending_tokens(forward: Forward, picked: Tensor) -> Forward:
+    """The forward with token ids in the place of the ids of scheduler.pending(): it looks them up on the device.
+
+    It may run any number of times for a step, until the step's own tokens are picked.
+    picked: int32 [most_seqs], place among the picks of the step before -> token id; a graph reads it in place
+    """
+
+    def looked_up(ids: Tensor) -> Tensor:
+        place = ids.bitwise_not()  # -1 - id
+        return torch.where(ids < 0, picked.index_select(0, place.clamp_(min=0)), ids)
+
+    return lambda step: forward(replace(step, token_ids=looked_up(step.token_ids)))

@@ -1,0 +1,247 @@
+"""ParameterPicker: picks the tokens of steps in which some rows ask for more than a plain pick.
+
+All rows go through TokenPicker, whose launch is the same in every step: it finds faults of rows, and picks for rows
+that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a float32 buffer of
+their own, and the same kernel picks from there. Logprobs are computed from the logits that the model returned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.sampling import parameter_columns as columns
+from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
+from rocm_attn.providers.launches import PickOps
+from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
+from rocm_serve.sampling.sampling import GREEDY, NOTHING_LEFT, Draw, PickedRows, PickedTokens, TokenPicker, terms_of
+from rocm_serve.sampling.sending import coming, sent
+from rocm_serve.sampling.token_counts import CountedText, TokenCounts
+
+Biases = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+NO_BIASES: Biases = (np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """How a row of logits is changed before its token is picked; see Sampling.
+
+    penalties: repetition, presence, frequency
+    counted:   the text so far, for a row with penalties
+    biases:    token ids, each once, and the values added to their logits
+    mask:      int32 [at least vocab / 32], a bit for each token that may be picked; None: all may
+    depth:     how far below the best logit one may be; 0 or less
+    why_none:  the reason why no token is left, if it is known beforehand
+    """
+
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    counted: CountedText | None = None
+    biases: Biases = NO_BIASES
+    mask: Int32Array | None = None
+    top_k: int = 0
+    depth: float = -math.inf
+    why_none: str = ""
+
+
+class RowParameters(NamedTuple):
+    """The request of a row.
+
+    shape:         None: the row is picked from unchanged
+    num_likeliest: see Request.logprobs
+    """
+
+    shape: RowShape | None
+    num_likeliest: int
+
+
+class TokensWithLogprobs:
+    """The tokens of one step, and the logprobs that its rows asked for, on their way to the host."""
+
+    def __init__(
+        self,
+        picked: PickedTokens,
+        shaped: tuple[Mapping[int, RowShape], Tensor],
+        emitted: tuple[Mapping[int, int], Tensor],
+        done: Fence,
+    ) -> None:
+        """shaped: row -> its shape, and results of these rows; emitted: row -> number of likeliest tokens, and these"""
+        self._picked, self._shaped, self._emitted, self._done = picked, shaped, emitted, done
+
+    def read(self) -> list[int | BadLogits]:
+        """Like PickedTokens.read."""
+        picks = self._picked.read()
+        self._done.synchronize()
+        shapes, found = self._shaped
+        for row, pick in zip(shapes, PickedTokens(PickedRows.of(found.numpy()), NoFence()).read(), strict=True):
+            if not isinstance(picks[row], BadLogits):
+                picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or NOTHING_LEFT)
+        return picks
+
+    @property
+    def only_tokens(self) -> bool:
+        """True if no row asked for logprobs."""
+        return not self._emitted[0]
+
+    @property
+    def found(self) -> PickedRows:
+        """Like PickedTokens.found, with shaped rows as they were shaped. It is read when it is there."""
+        shapes, found = self._shaped
+        return overlaid(self._picked.found, np.fromiter(shapes, np.intp, len(shapes)), PickedRows.of(found.numpy()))
+
+    def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:
+        """Returns row -> the logprobs it asked for, for rows that a token was picked from. picks: returned by read()"""
+        nums, found = self._emitted
+        emitted: dict[int, TokenLogprobs] = {}
+        for (row, num), ids, bits in zip(nums.items(), found.tolist(), found.view(torch.float32).tolist(), strict=True):
+            token = picks[row]
+            if not isinstance(token, BadLogits):
+                num = min(num, (len(ids) - 1) // 2)
+                pairs = zip(ids[1 : 1 + 2 * num : 2], bits[2 : 2 + 2 * num : 2], strict=True)
+                likeliest = sorted(
+                    (pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0])
+                )
+                emitted[row] = TokenLogprobs(token, bits[0], tuple(likeliest))
+        return emitted
+
+
+def overlaid(found: PickedRows, rows: npt.NDArray[np.intp], shaped: PickedRows) -> PickedRows:
+    """Returns found with the results of shaped rows put in. A row that no token can be picked from is kept.
+
+    rows:   [num], distinct
+    shaped: found in these rows after shaping
+    """
+    if not len(rows):
+        return found
+    ids, best = found.token_ids.copy(), found.best.copy()
+    good = _are_good(ids[rows], best[rows])
+    ids[rows[good]], best[rows[good]] = shaped.token_ids[good], shaped.best[good]
+    left = _are_good(*shaped)
+    ids[rows[good & ~left]], best[rows[good & ~left]] = NONE_LEFT, -np.inf
+    return PickedRows(ids, best)
+
+
+def _are_good(token_ids: Int32Array, best: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """True per row if a token can be picked from it."""
+    good: npt.NDArray[np.bool_] = (token_ids != ALL_ZERO) & np.isfinite(best)
+    return good
+
+
+class ShapedRows:
+    """Rows that are shaped in the same way in each step, and picked from.
+
+    rows: [num], rows of the logits
+    """
+
+    def __init__(
+        self, picker: ParameterPicker, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
+    ) -> None:
+        """shapes: row -> its shape; counted: per shape its row of counts, or NONE; draws: per shape how it is drawn"""
+        device, num = picker.plain.tokens.device, len(shapes)
+        self._picker = picker
+        self.rows = np.fromiter(shapes, np.intp, num)
+        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
+        self._requested = sent(_table_of(shapes, counted), device)
+        self._masks = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
+        ids = [place * picker.vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
+        biases = [shape.biases[1] for shape in shapes.values()]
+        self._biased = sent(np.concatenate([*ids, NO_BIASES[0]]), device)
+        self._biases = sent(np.concatenate([*biases, NO_BIASES[1]]), device)
+        self._are_cut = any(shape.top_k or shape.depth > -math.inf for shape in shapes.values())
+        self._num_drawing = sum(draw.temperature > 0 for draw in draws)
+
+    def pick(self, logits: Tensor, terms: Tensor, found: Tensor) -> None:
+        """Picks a token for each row and writes it to the row's place in the picker's tokens.
+
+        logits: of all rows
+        terms:  float32 [num, 3], of these rows; see launch_pick_rows
+        found:  int32 [num, 2], receives the result of each row, on the device or in pinned memory
+        """
+        picker, device, num = self._picker, logits.device, len(self.rows)
+        shaped = torch.empty(num, picker.vocab, dtype=torch.float32, device=device)
+        picker.ops.shape_rows(logits, self._requested, picker.counts.table, self._masks, shaped)
+        if len(self._biased):
+            shaped.view(-1).index_add_(0, self._biased, self._biases)
+        if self._are_cut:
+            picker.ops.cut_rows(self._requested, shaped)
+        tokens = torch.empty(num, dtype=torch.int32, device=device)
+        picker.ops.pick_rows(shaped, terms, tokens, found, num_drawing=self._num_drawing)
+        picker.plain.tokens.index_copy_(0, self._requested[:, columns.ROW].long(), tokens)
+
+    def terms_of(self, terms: Tensor) -> Tensor:
+        """float32 [num, 3]: the terms of these rows, selected from those of all rows."""
+        return terms.index_select(0, self._requested[:, columns.ROW])
+
+
+class ParameterPicker:
+    """Picks tokens of steps in which some rows ask for more.
+
+    plain: picks for rows that ask for nothing else; its tokens hold the picks of all rows
+    vocab: of the model
+    most:  most texts with penalties in a step
+    """
+
+    def __init__(self, plain: TokenPicker, ops: PickOps, vocab: int, most: int) -> None:
+        self.plain, self.ops, self.vocab = plain, ops, vocab
+        self._device = plain.tokens.device
+        self.counts = TokenCounts(self._device, vocab, most)
+
+    def pick(
+        self, logits: Tensor, draws: Mapping[int, Draw], parameters: Mapping[int, RowParameters]
+    ) -> TokensWithLogprobs:
+        """Does the same as TokenPicker.pick. parameters: of the rows that ask for anything"""
+        shapes = {row: ask.shape for row, ask in parameters.items() if ask.shape is not None}
+        nums = {row: ask.num_likeliest for row, ask in parameters.items() if ask.num_likeliest != NO_LOGPROBS}
+        texts = [shape.counted for shape in shapes.values() if shape.counted is not None]
+        # Counts come first: the plain pick overwrites the tokens that were picked last.
+        counts = iter(self.counts.rows(texts, self.plain.tokens) if texts else ())
+        picked = self.plain.pick(logits, {row: draw for row, draw in draws.items() if row not in shapes})
+        found = torch.empty(0, 2, dtype=torch.int32)
+        if shapes:
+            counted = [next(counts) if shape.counted is not None else columns.NONE for shape in shapes.values()]
+            found = self._pick_shaped(logits, shapes, counted, [draws.get(row, GREEDY) for row in shapes])
+        done: Fence = torch.Event(self._device) if self._device.type != "cpu" else NoFence()
+        emitted = coming(self._likeliest(logits, nums))
+        done.record()
+        return TokensWithLogprobs(picked, (shapes, found), (nums, emitted), done)
+
+    def _pick_shaped(
+        self, logits: Tensor, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
+    ) -> Tensor:
+        """int32 [rows, 2], on its way to the host: the result of each shaped row."""
+        found = torch.empty(len(shapes), 2, dtype=torch.int32, device=self._device)
+        rows = ShapedRows(self, shapes, counted, draws)
+        rows.pick(logits, sent(terms_of(draws), self._device), found)
+        return coming(found)
+
+    def _likeliest(self, logits: Tensor, nums: Mapping[int, int]) -> Tensor:
+        """int32 [rows, any]; see launch_likeliest."""
+        words = 1 + 2 * min(max(nums.values(), default=0), self.vocab)
+        found = torch.empty(len(nums), words, dtype=torch.int32, device=self._device)
+        if nums:
+            requested = sent(np.array(list(nums.items()), np.int32), self._device)
+            self.ops.likeliest(logits, requested, self.plain.tokens, found)
+        return found
+
+
+def _table_of(shapes: Mapping[int, RowShape], counted: Sequence[int]) -> Int32Array:
+    """int32 [rows, NUM_COLUMNS]; see launch_shape_rows and launch_cut_rows."""
+    table = np.empty((len(shapes), columns.NUM_COLUMNS), np.int32)
+    numbers, num_masks = table.view(np.float32), 0
+    for line, number, counts, (row, shape) in zip(table, numbers, counted, shapes.items(), strict=True):
+        mask = columns.NONE
+        if shape.mask is not None:
+            mask, num_masks = num_masks, num_masks + 1
+        line[: columns.REPETITION] = row, counts, mask
+        number[columns.REPETITION : columns.TOP_K] = shape.penalties
+        line[columns.TOP_K], number[columns.DEPTH] = min(shape.top_k, 2**31 - 1), shape.depth
+    return table

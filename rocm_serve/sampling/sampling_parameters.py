@@ -1,0 +1,89 @@
+"""Asks: what a sequence asks of the picker in addition to its draws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rocm_attn.errors import BadRequest
+from rocm_serve.request import Request, Sequence
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
+from rocm_serve.sampling.parameter_picker import NO_BIASES, Biases, RowParameters, RowShape
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.sampling.token_counts import CountedText
+from rocm_serve.text.matching import TextMatcher
+
+
+class SamplingParameters:
+    """The parts of one request that go beyond a draw.
+
+    stops:   tokens that end its text
+    matcher: of its constraint, if it has one
+
+    needs_tokens: True if the host must know all tokens of the text before the next one is picked
+    takes_drafts: True if its tokens may be picked after draft tokens. False if a pick depends on all tokens before it
+                  and only accepted tokens can be taken into account
+    """
+
+    def __init__(self, request: Request, stops: frozenset[int], matcher: TextMatcher | None) -> None:
+        self._sampling, self._min_tokens, self._num_likeliest = request.sampling, request.min_tokens, request.logprobs
+        self._stops, self._matcher = stops, matcher
+        self.needs_tokens = matcher is not None
+        self.takes_drafts = matcher is None and not self._sampling.has_penalties
+        biases = self._sampling.logit_bias
+        self._biases = _biases_of(biases)
+        self._early_biases = _biases_of((*biases, *((token, -math.inf) for token in sorted(stops))))
+        self._top_k, self._depth = _cut_of(self._sampling)
+
+    def stays_from(self, place: int) -> bool:
+        """Like Asking.stays_from."""
+        return self.takes_drafts and place >= self._min_tokens and self._num_likeliest == NO_LOGPROBS
+
+    def of(self, sequence: Sequence, place: int) -> RowParameters:
+        """Returns the RowParameters of new token number `place`, counted from 0."""
+        return RowParameters(self._shape(sequence, place), self._num_likeliest)
+
+    def _shape(self, sequence: Sequence, place: int) -> RowShape | None:
+        is_early, sampling = place < self._min_tokens, self._sampling
+        counted, mask, why = None, None, ""
+        if sampling.has_penalties:
+            counted = CountedText(
+                sequence.number, sequence.token_ids, len(sequence.request.prompt_token_ids), sequence.pending_at
+            )
+        if self._matcher is not None:
+            try:
+                mask = self._matcher.mask(sequence.new_token_ids, self._stops if is_early else ())
+            except BadRequest as error:
+                mask, why = self._matcher.nothing, str(error)
+        biases = self._early_biases if is_early and mask is None else self._biases
+        if counted is None and mask is None and not len(biases[0]) and not self._top_k and self._depth == -math.inf:
+            return None
+        penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+        return RowShape(penalties, counted, biases, mask, self._top_k, self._depth, why)
+
+
+def sampling_parameters_of(
+    request: Request, stops: frozenset[int], matcher: TextMatcher | None
+) -> SamplingParameters | None:
+    """The SamplingParameters of a request; None if it asks only for a draw, or for the likeliest token."""
+    sampling = request.sampling
+    needs_shape = sampling.has_penalties or sampling.logit_bias or _cut_of(sampling) != _cut_of(Sampling())
+    is_held_on = request.min_tokens > 0 and stops
+    if needs_shape or is_held_on or matcher is not None or request.logprobs != NO_LOGPROBS:
+        return SamplingParameters(request, stops, matcher)
+    return None
+
+
+def _cut_of(sampling: Sampling) -> tuple[int, float]:
+    """top_k and depth; see RowShape. A greedy request needs neither: both always keep the likeliest token."""
+    if sampling.is_greedy:
+        return 0, -math.inf
+    return sampling.top_k, sampling.temperature * math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+
+
+def _biases_of(pairs: tuple[tuple[int, float], ...]) -> Biases:
+    if not pairs:
+        return NO_BIASES
+    ids, values = zip(*pairs, strict=True)
+    return np.array(ids, np.int64), np.array(values, np.float32)

@@ -1,1 +1,0 @@
-"""A random driver of the runtime beside an oracle that shares no code with it: python -m tests.amd.driver."""

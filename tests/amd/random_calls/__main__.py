@@ -1,0 +1,65 @@
+"""python -m tests.amd.random_calls --seeds 0:300 [--tester moves] [--device cuda] [--guard-off ID] [--stop] ...
+
+Runs both random testers: the one of moves, and the one of pairs and triples of calls. Prints a line for each finding
+and a closing count; ends with 1 if there was a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from rocm_attn.guards.registry import Guards
+from tests.amd.random_calls.run import TESTERS, run_testers
+
+
+def main() -> int:
+    """Run the seeds that were asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.amd.random_calls", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0:300", help="first:end, or one seed")
+    parser.add_argument("--tester", choices=[*TESTERS, "both"], default="both", help="which of the two")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--guard-off", metavar="ID", help="run without this safeguard")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after so many")
+    parser.add_argument("--stop", action="store_true", help="stop at the first finding")
+    options = parser.parse_args()
+    first, _, end = options.seeds.partition(":")
+    device, guards = torch.device(options.device), None
+    if options.guard_off:
+        logging.getLogger("rocm_attn").setLevel(logging.ERROR)
+        guards = Guards().without(options.guard_off)
+    prepare(device)
+    testers = list(TESTERS) if options.tester == "both" else [options.tester]
+    started, counts, num_findings = time.monotonic(), Counter[str](), 0
+    for seed in range(int(first), int(end or int(first) + 1)):
+        if time.monotonic() - started > options.seconds or (options.stop and num_findings):
+            break
+        outcome = run_testers(seed, device, guards, testers)
+        counts.update({"seeds": 1, **outcome.counts})
+        num_findings += len(outcome.findings)
+        for finding in outcome.findings:
+            print(f"seed {seed}: {finding}", flush=True)
+    print(summary(num_findings, counts, time.monotonic() - started))
+    return int(num_findings > 0)
+
+
+def prepare(device: torch.device) -> None:
+    """Memory that no one has written is NaN: whatever reads it shows."""
+    torch.set_num_threads(1)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+
+
+def summary(num_findings: int, counts: Counter[str], seconds: float) -> str:
+    """All seeds in a line."""
+    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return f"{num_findings} findings, {counted}, {seconds:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""EngineScene: an engine with pages, tables and graphs of its own over ExternalAttention, and the oracle beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.guards.registry import Guards
+from rocm_attn.integrations.compiled import compiled_layers
+from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
+from rocm_attn.problem import Problem
+from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, NewLengths
+from tests.amd.random_calls.calls import Calls
+from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.model import Model
+from tests.amd.random_calls.movers import Movers, Sent
+from tests.amd.random_calls.oracle import UNKNOWN, Oracle
+from tests.amd.random_calls.scene import make_exact
+from tests.amd.random_calls.seq import Seq
+
+ENGINE_KINDS = ("in place", "gathered", "slots", "lists", "watched")
+PAGE, WIDTH, ROWS, NUM_PAGES = 4, 12, 8, 60
+MOST_SEQS, MOST_TOKENS = 4, 16
+HOLE = -1
+
+
+@dataclass(slots=True)
+class Graph:
+    """A captured decode step of MOST_SEQS sequences, and the tensors that it reads."""
+
+    step: ExternalStep
+    kv_len: Tensor
+    rows: Tensor
+    entries: Tensor
+    recording: Any
+    outs: list[Tensor]
+
+
+class EngineScene(Calls):
+    """One ExternalAttention and what its engine owns.
+
+    pages:  row -> the page of each page_no
+    begun:  the step that has begun, with its tokens; None: what was begun is over, or wrong
+    unsure: rows whose last tokens the engine itself gave away
+    """
+
+    def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
+        super().__init__(seed)
+        self.kind, self.device = kind, device
+        dim = 64 if device.type == "cuda" else 4
+        base: dict[str, Any] = {
+            "num_q_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": dim,
+            "dtype": torch.float32,
+            "page_size": PAGE,
+            "scale": 0.3,
+            "custom_mask": True,
+        }
+        problems = [Problem(**base), Problem(**base, has_sinks=True)]
+        self.null_page = kind not in ("gathered", "lists")
+        self.hole = 0 if self.null_page else HOLE
+        self.make_tables()
+        options = ExternalOptions(
+            provider="torch" if device.type == "cpu" else "auto", watches_pages=kind == "watched", unaligned_rows=True
+        )
+        self.attention = ExternalAttention(
+            [LayerSource(problem) for problem in problems],
+            self.source(),
+            device=device,
+            bounds=Bounds(num_seqs=MOST_SEQS, num_tokens=MOST_TOKENS, kv_len=WIDTH * PAGE, num_pages=NUM_PAGES),
+            options=options,
+            guards=guards,
+        )
+        self.model = Model(problems, seed, device)
+        make_exact(self.model)
+        self.oracle = Oracle([])
+        self.kv = [self.fresh_kv(dim) for _ in problems]
+        self.attention.pages.bind_all(self.kv, "kv page token head dim")
+        self.set_weights()
+        self.recorder = recorder_for(device)
+        self.compiled = compiled_layers(self.attention)
+        self.renew_movers()
+        self.pages: dict[int, list[int]] = {}
+        self.free = list(range(1 if self.null_page else 0, NUM_PAGES))
+        self.rng.shuffle(self.free)
+        self.begun: tuple[ExternalStep, list[Seq]] | None = None
+        self.stored_in: set[int] = set()
+        self.is_filled = self.is_sealed = False
+        self.graph: Graph | None = None
+        self.fills: list[tuple[ExternalStep, Any]] = []
+        self.sent: list[Sent] = []
+
+    def renew_movers(self) -> None:
+        """Makes the exporter and the importer of the pages that are bound now."""
+        self.movers = Movers.of(self.attention, len(self.model.layers))
+
+    def fresh_kv(self, dim: int) -> Tensor:
+        """Pages of a layer in which everything is NaN, but page 0 where it belongs to no one."""
+        kv = torch.full((2, NUM_PAGES, PAGE, 1, dim), float("nan"), device=self.device)
+        if self.null_page:
+            kv[:, 0] = 0
+        return kv
+
+    # Tables
+
+    def make_tables(self) -> None:
+        """Makes the table that source() names."""
+        wide = torch.int32 if self.kind in ("in place", "watched") else torch.int64
+        columns = WIDTH * PAGE if self.kind == "slots" else WIDTH
+        self.entries = torch.full((ROWS, columns), self.hole, dtype=wide, device=self.device)
+        self.indptr = torch.zeros(ROWS + 1, dtype=torch.int32, device=self.device)
+        self.indices = torch.full((ROWS * WIDTH,), self.hole, dtype=torch.int32, device=self.device)
+
+    def source(self) -> Source:
+        """The engine's table."""
+        if self.kind == "lists":
+            return CsrSource(self.indptr, self.indices)
+        unit = TableUnit.SLOT if self.kind == "slots" else TableUnit.PAGE
+        return TableSource(self.entries, unit, null_page=self.null_page)
+
+    def write_tables(self, holes: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Write the engine's pages into its table. holes: (row, page_no, page) that are written otherwise"""
+        pages = {row: list(its) for row, its in self.pages.items()}
+        for row, page_no, page in holes:
+            pages[row][page_no] = page
+        if self.kind == "lists":
+            listed = [pages.get(row, []) for row in range(ROWS)]
+            flat = [page for its in listed for page in its]
+            self.indptr.copy_(torch.tensor(np.cumsum([0, *map(len, listed)])))
+            self.indices.fill_(self.hole)
+            self.indices[: len(flat)] = torch.tensor(flat, dtype=torch.int32, device=self.device)
+            return
+        table = np.full(self.entries.shape, self.hole)
+        for row, its in pages.items():
+            entries = its
+            if self.kind == "slots":
+                each = [page * PAGE + at if page > 0 else page for page in its for at in range(PAGE)]
+                entries = each
+            table[row, : len(entries)] = entries
+        self.entries.copy_(torch.from_numpy(table))
+
+    def reserve(self, row: int, kv_len: int) -> None:
+        """Pages for so many tokens, as far as there are some."""
+        while len(self.pages[row]) * PAGE < kv_len and self.free:
+            self.pages[row].append(self.free.pop())
+
+    def slots_of(self, seqs: Sequence[Seq]) -> list[int]:
+        """The slot of each new token."""
+        return [
+            self.pages[seq.row][place // PAGE] * PAGE + place % PAGE
+            for seq in seqs
+            for place in range(seq.begin, seq.end)
+        ]
+
+    # Requests
+
+    @property
+    def rows(self) -> list[int]:
+        """Live requests."""
+        return list(self.oracle.kv)
+
+    def length(self, row: int) -> int:
+        """Tokens of a row."""
+        return len(self.oracle.kv.get(row, ()))
+
+    def admit(self) -> int | None:
+        """A row without tokens, if one is free."""
+        row = next((row for row in range(ROWS) if row not in self.pages), None)
+        if row is not None:
+            self.pages[row] = []
+            self.oracle.admit(row)
+            if self.kind == "watched":
+                self.attention.forget(torch.tensor([row], device=self.device))
+        return row
+
+    def release(self, row: int) -> None:
+        """A request goes; its pages are free, unless others read them too."""
+        self.oracle.free(row)
+        its = self.pages.pop(row)
+        held = {page for pages in self.pages.values() for page in pages}
+        self.free[:0] = [page for page in its if page not in held]
+        self.write_tables()
+
+    def give_up(self, rows: Sequence[int]) -> None:
+        """Forgets all that is known about these rows' tokens."""
+        for row in rows:
+            if row in self.oracle.kv:
+                self.release(row)
+
+    def set_weights(self) -> None:
+        """New sinks."""
+        self.oracle.layers = self.model.renew_weights(self.rng, self.attention.set_head_weights)
+
+    # Steps
+
+    def ints(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        """On the device."""
+        return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+    def seqs(self, most: int = 3, count: int | None = None) -> list[Seq]:
+        """New tokens for some rows that have room."""
+        live = [row for row in self.rows if self.length(row) < WIDTH * PAGE - 8]
+        self.rng.shuffle(live)
+        rows = live[: self.rng.randint(1, MOST_SEQS)]
+        seqs = []
+        for row in rows:
+            tokens = self.rng.randint(1, most) if count is None else count
+            seqs.append(Seq(row, self.length(row), [self.rng.randint(1, 11) for _ in range(tokens)]))
+        for seq in seqs:
+            self.reserve(seq.row, seq.end)
+        seqs = [seq for seq in seqs if len(self.pages[seq.row]) * PAGE >= seq.end]
+        self.write_tables()
+        return seqs
+
+    def step(self, seqs: Sequence[Seq], **changed: Any) -> ExternalStep:
+        """Returns the step as the engine describes it. changed: fields that it describes otherwise"""
+        new = [len(seq.ids) for seq in seqs]
+        decodes = set(new) <= {1}
+        total = sum(new)
+        pads = 0 if self.rng.random() < 0.5 or len(seqs) == MOST_SEQS else 1
+        ends = [seq.end for seq in seqs]
+        q: Any = ONE_EACH
+        if not decodes and self.rng.random() < 0.5:
+            q = NewLengths(self.ints([*new, *[0] * pads]))
+        elif not decodes:
+            q = Boundaries(self.ints([0, *np.cumsum(new).tolist(), *[total] * pads]))
+        said = {
+            "num_seqs": len(seqs),
+            "padded_seqs": len(seqs) + pads,
+            "padded_tokens": len(seqs) + pads if decodes else total + pads,
+            "kv_len": self.ints([*ends, *[0] * pads]),
+            "q": q,
+            "rows": self.ints([*[seq.row for seq in seqs], *[0] * pads]),
+            "min_q_len": 1 if decodes else min(new),
+            "max_q_len": max(new),
+            "max_kv_len": max(ends),
+        }
+        return ExternalStep(**{**said, **changed})
+
+    def entries_of(self, seqs: Sequence[Seq], padded: int) -> Tensor:
+        """Returns the entries that the tokens of a step look up; its pads look up NaN."""
+        entries = [entry for seq in seqs for entry in seq.stored]
+        return self.ints([*entries, *[0] * (padded - len(entries))], torch.int64)
+
+    def forward(self, seqs: Sequence[Seq], padded: int, layers: Any) -> list[Tensor]:
+        """Store and attend in every layer."""
+        return self.forward_of(self.entries_of(seqs, padded), layers)
+
+    def forward_of(self, entries: Tensor, layers: Any) -> list[Tensor]:
+        """The same by what tokens look up, which a graph reads."""
+        outs = []
+        for number, layer in enumerate(self.model.layers):
+            q, k, v = layer.of(entries)
+            out, _ = layer.room(q)
+            layers.store(number, k, v)
+            layers.attend(number, q, out)
+            outs.append(out)
+        return outs
+
+    def stored(self, seqs: Sequence[Seq]) -> None:
+        """A step has stored its tokens."""
+        for seq in seqs:
+            if seq.row in self.oracle.kv:
+                self.oracle.truncate(seq.row, seq.begin)
+                self.oracle.store(seq.row, seq.begin, seq.stored)
+
+    def compare(self, what: str, seqs: Sequence[Seq], outs: Sequence[Tensor]) -> None:
+        """Every token of a step has what the oracle says, and pads have 0."""
+        for number, (layer, out) in enumerate(zip(self.oracle.layers, outs, strict=True)):
+            given, at = out.double().cpu().numpy(), 0
+            for seq in seqs:
+                answer = self.oracle.attend(layer, seq.row, seq.tokens())
+                off = np.abs(given[at : at + len(seq.ids)] - answer.out)[answer.known]
+                if not (off <= answer.out_bound[answer.known]).all():
+                    raise Finding(f"{what}: layer {number} of row {seq.row} is off by {off.max():.2g}")
+                at += len(seq.ids)
+                self.counts["compared"] += len(seq.ids)
+            if (given[at:] != 0).any():
+                raise Finding(f"{what}: layer {number} gives pads something else than 0")
+
+    # Comparisons
+
+    def check_device(self) -> None:
+        """Checks the device of the engine's attention."""
+        self.attention.check_device()
+
+    def state(self) -> object:
+        """A refused call may change nothing of these: all else is the engine's own."""
+        return self.attention.tables.rows.num, self.attention.tables.changes, self.is_sealed
+
+    def compare_pool(self, what: str) -> None:
+        """Every token of every request lies in its page."""
+        for number, layer in enumerate(self.model.layers):
+            at = [
+                (self.pages[row][place // PAGE], place % PAGE, entry, row)
+                for row, kv in self.oracle.kv.items()
+                for place, entry in enumerate(kv)
+                if entry != UNKNOWN
+            ]
+            if not at:
+                return
+            page, offset, entry, _ = torch.tensor(at, device=self.device).unbind(1)
+            _, k, v = layer.of(entry)
+            same = (self.kv[number][0, page, offset] == k) & (self.kv[number][1, page, offset] == v)
+            self.counts["compared"] += len(at)
+            wrong = torch.nonzero(~same.flatten(1).all(1)).flatten().tolist()
+            if wrong:
+                raise Finding(f"after {what}: layer {number} holds something else of rows {[at[w][3] for w in wrong]}")
+            null = self.kv[number][:, 0]
+            if self.null_page and bool((null != 0).any()):
+                raise Finding(f"after {what}: layer {number} has something in page 0, which belongs to no one")

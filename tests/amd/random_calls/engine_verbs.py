@@ -1,0 +1,164 @@
+"""Verbs of an engine: every public call of ExternalAttention that reaches pages, tables or graphs, sometimes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rocm_attn.integrations.kv_passport import KVPassport
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.watch.shadow_check import shadow_check
+from tests.amd.random_calls.calls import REFUSED
+from tests.amd.random_calls.engine_scene import MOST_SEQS, PAGE, ROWS, WIDTH, EngineScene
+from tests.amd.random_calls.engine_step_verbs import (
+    attend,
+    begin,
+    capture,
+    compiled_step,
+    decode,
+    extend,
+    fill,
+    masked,
+    of_a_thread,
+    recorded_fill,
+    replay,
+    right,
+    rows_worked,
+    run,
+    seal,
+    spoiled,
+    store,
+    wrong_slots,
+)
+from tests.amd.random_calls.engine_table_verbs import (
+    admit,
+    bind,
+    bind_wrong,
+    export,
+    import_,
+    release,
+    share,
+    use,
+    write,
+)
+from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.oracle import UNKNOWN
+from tests.amd.random_calls.seq import Seq
+
+Verb = Callable[[EngineScene], None]
+
+
+# Observers
+
+
+def forget(scene: EngineScene) -> None:
+    """Rows go to other requests: nothing is looked at."""
+    rows = scene.ints([scene.rng.randrange(ROWS)])
+    scene.call("forget", lambda: scene.attention.forget(rows))
+
+
+def weights(scene: EngineScene) -> None:
+    """Other sinks, or such as no layer has."""
+    if scene.rng.random() < 0.5:
+        scene.set_weights()
+        return
+    bad = HeadWeights(sinks=torch.zeros(7))
+    scene.call("weights of another layer", lambda: scene.attention.set_head_weights(1, bad), wrong="they are bad")
+
+
+def shadow(scene: EngineScene) -> None:
+    """shadow_check() of the step that has run, and of none."""
+    seqs = scene.seqs(count=1)
+    if not seqs:
+        return
+    step = scene.step(seqs)
+    given = run(scene, "a step to look at", seqs, step)
+    right(scene, "a step to look at", seqs, given)
+    if given is REFUSED:
+        return
+    q, _, _ = scene.model.layers[0].of(scene.entries_of(seqs, step.padded_tokens))
+    found = scene.call("shadow_check", lambda: shadow_check(scene.attention, 0, q, given[0]), right=True)
+    if found and not any(UNKNOWN in scene.oracle.kv[seq.row] for seq in seqs):
+        raise Finding(f"shadow_check says that sequences {found} are wrong")
+    scene.call("shadow_check of layer 9", lambda: shadow_check(scene.attention, 9, q, given[0]), wrong="no such layer")
+
+
+def look(scene: EngineScene) -> None:
+    """The engine's attention reports its own state."""
+    attention = scene.attention
+    copies = any(table.source.copied for table in attention.tables.spaces)
+    wrong = "" if copies else "no table is copied"
+    scene.call("the event of copies", lambda: attention.tables.copied.query(), wrong=wrong)
+    looks: list[Callable[[], object]] = [
+        *(core.sealed_tensors for core in attention.cores.values()),
+        attention.kernels,
+        lambda: attention.pages.in_every_layer[Space.FULL],
+        lambda: (attention.pages.layer(0), attention.pages.format(1)),
+        lambda: KVPassport.of(attention),
+        attention.pages.require_bound,
+    ]
+    for each in looks:
+        scene.call("a look", each, right=True)
+
+
+def ask(scene: EngineScene) -> None:
+    """check_device()."""
+    scene.call("check_device", scene.attention.check_device)
+
+
+ENGINE_VERBS: dict[str, Verb] = {
+    verb.__name__: verb
+    for verb in (
+        decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend,
+        of_a_thread, seal, capture, replay, recorded_fill, use, write, bind, bind_wrong, admit, release, share, export,
+        import_, forget, weights, shadow, look, ask,
+    )
+}  # fmt: skip
+
+
+# Before and after a few verbs
+
+
+def engine_prefill(scene: EngineScene) -> None:
+    """Three requests that have tokens."""
+    while len([row for row in scene.rows if scene.length(row)]) < 3:
+        before = len(scene.rows)
+        admit(scene)
+        if len(scene.rows) == before:
+            return
+
+
+def engine_settle(scene: EngineScene) -> None:
+    """Each request goes on by a token, eagerly and by the graph if there is one."""
+    scene.compare_pool("closing")
+    scene.write_tables()
+    scene.listen()
+    scene.provoked = False
+    live = [row for row in scene.rows if 0 < scene.length(row) < WIDTH * PAGE]
+    for first in range(0, len(live), MOST_SEQS):
+        seqs = [Seq(row, scene.length(row), [scene.rng.randint(1, 11)]) for row in live[first : first + MOST_SEQS]]
+        for seq in seqs:
+            scene.reserve(seq.row, seq.end)
+        seqs = [seq for seq in seqs if len(scene.pages[seq.row]) * PAGE >= seq.end]
+        scene.write_tables()
+        if seqs:
+            given = run(scene, "going on", seqs, scene.step(seqs))
+            if given is REFUSED:
+                raise Finding("a plain step was refused")
+            right(scene, "going on", seqs, given)
+    if scene.graph is not None:
+        replay(scene)
+    scene.listen()
+    scene.compare_pool("going on")
+
+
+def engine_clear(scene: EngineScene) -> None:
+    """Room for the next verbs."""
+    for row in [row for row in scene.rows if UNKNOWN in scene.oracle.kv[row] or scene.length(row) > WIDTH * PAGE - 12]:
+        scene.release(row)
+    while len(scene.rows) > 4:
+        scene.release(scene.rng.choice(scene.rows))
+    scene.sent = scene.sent[-4:]
+    scene.log = scene.log[-12:]

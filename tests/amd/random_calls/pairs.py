@@ -1,0 +1,133 @@
+"""Pairs: every ordered pair of verbs, and triples at random, each between rows that have tokens and a closing look."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.guards.registry import Guards
+from tests.amd.random_calls.calls import Calls
+from tests.amd.random_calls.engine_scene import ENGINE_KINDS, EngineScene
+from tests.amd.random_calls.engine_verbs import ENGINE_VERBS, engine_clear, engine_prefill, engine_settle
+from tests.amd.random_calls.finding import Outcome, finding_of
+from tests.amd.random_calls.scene import KINDS, Scene
+from tests.amd.random_calls.verbs import VERBS, clear, prefill, settle
+
+LAST_CALLS = 10
+SEQUENCES_OF_A_SEED = 12
+# A new scene then undoes what verbs leave for good, such as a seal.
+SEQUENCES_OF_A_SCENE = 60
+Sequence_ = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Who makes the calls: a runtime's server, or an engine.
+
+    make:  (kind, seed, device, guards) -> the scene
+    homes: verb -> the kind in which it does most
+    """
+
+    kinds: tuple[str, ...]
+    homes: Mapping[str, str]
+    verbs: Mapping[str, Callable[[Any], None]]
+    make: Callable[..., Calls]
+    clear: Callable[[Any], None]
+    prefill: Callable[[Any], None]
+    settle: Callable[[Any], None]
+
+    def pairs(self) -> dict[str, list[Sequence_]]:
+        """Kind -> its share of every ordered pair of verbs, each verb with itself too."""
+        found: dict[str, list[Sequence_]] = {kind: [] for kind in self.kinds}
+        for one, other in product(enumerate(self.verbs), repeat=2):
+            kind = self.kinds[(one[0] + other[0]) % len(self.kinds)]
+            found[self.homes.get(other[1], self.homes.get(one[1], kind))].append((one[1], other[1]))
+        return found
+
+    def triples(self, seed: int) -> list[Sequence_]:
+        """Three to five verbs at random."""
+        rng, verbs = random.Random(seed), list(self.verbs)
+        return [tuple(rng.choice(verbs) for _ in range(rng.choice((3, 3, 4, 5)))) for _ in range(SEQUENCES_OF_A_SEED)]
+
+
+_HOMES = {
+    "expanded": "latent",
+    "scales_from_scratch": "eight bits",
+    "convert": "eight bits",
+    "captures": "graphs",
+}
+SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
+ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
+
+
+def drive(
+    side: Side,
+    kind: str,
+    sequences: Sequence[Sequence_],
+    seed: int,
+    device: torch.device,
+    guards: Guards | None = None,
+) -> Outcome:
+    """Run sequences of verbs in scenes of a kind: a new one after each finding. A kind that no kernel serves: none.
+
+    guards: not given, those of the environment
+    """
+    findings: list[str] = []
+    counts = {"sequences": 0}
+    for scene, its in _scenes(side, kind, sequences, seed, device, guards):
+        for verbs in its:
+            counts["sequences"] += 1
+            finding = _run(side, scene, verbs)
+            if finding:
+                calls = "; ".join(scene.log[-LAST_CALLS:])
+                findings.append(f"{kind}, {' > '.join(verbs)}: {finding} | after: {calls}")
+                break
+        for what, count in scene.counts.items():
+            counts[f"calls {what}"] = counts.get(f"calls {what}", 0) + count
+    return Outcome(tuple(findings), counts)
+
+
+def run_triples(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
+    """The sequences of a seed: every third one's are an engine's."""
+    side, number = (ENGINE, seed // 3) if seed % 3 == 2 else (SERVER, seed - seed // 3)
+    return drive(side, side.kinds[number % len(side.kinds)], side.triples(seed), seed, device, guards)
+
+
+def _scenes(
+    side: Side, kind: str, sequences: Sequence[Sequence_], seed: int, device: torch.device, guards: Guards | None
+) -> Iterator[tuple[Calls, Iterator[Sequence_]]]:
+    """A scene, and the sequences that are left for it: it is over when the caller stops taking them."""
+    left = list(sequences)
+
+    def its() -> Iterator[Sequence_]:
+        for _ in range(min(SEQUENCES_OF_A_SCENE, len(left))):
+            yield left.pop(0)
+
+    while left:
+        try:
+            scene = side.make(kind, seed, device, guards)
+        except Unsupported:
+            return
+        seed += 1_000_003
+        yield scene, its()
+
+
+def _run(side: Side, scene: Calls, verbs: Sequence_) -> str:
+    """Returns the finding of a sequence of verbs, or an empty string."""
+
+    def life() -> None:
+        side.clear(scene)
+        side.prefill(scene)
+        scene.say(f"-- {' > '.join(verbs)}")
+        for verb in verbs:
+            side.verbs[verb](scene)
+            scene.compare_pool(verb)
+        side.settle(scene)
+
+    return finding_of(life)

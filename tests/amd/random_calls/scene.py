@@ -1,0 +1,389 @@
+"""Scene: one small runtime, the oracle beside it, and what every call that was taken must have left there.
+
+The second tester's world. Its rules are the API's: any call may come at any time, with any value. A call that is
+refused changes nothing; one that must be refused is refused, or its rows are reported; whatever else is taken leaves
+each live request, each kept page and each fork with the KV that the oracle has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.guards.registry import Guards
+from rocm_attn.integrations.compiled import compiled_layers
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Series, Step
+from tests.amd.random_calls.calls import Calls
+from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
+from tests.amd.random_calls.movers import Movers, Sent
+from tests.amd.random_calls.oracle import UNKNOWN, Oracle
+from tests.amd.random_calls.seq import Seq
+
+CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
+MAX_SEQS, MAX_ROWS, MAX_KV_LEN, NUM_PAGES = 4, 8, 40, 64
+KINDS = ("plain", "graphs", "windows", "latent", "eight bits")
+WITH_GRAPHS = ("graphs", "windows", "eight bits")
+
+
+@dataclass(slots=True)
+class Begun:
+    """A step that was begun by hand, and is open. done: (part, layer) that were stored; lives: of its rows"""
+
+    step: Step
+    seqs: list[Seq]
+    lives: dict[int, int]
+    changes: dict[int, int]
+    done: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Kept:
+    """A kept page: where it was in its sequence, and what its tokens look up."""
+
+    page_no: int
+    stored: list[int]
+
+
+class Scene(Calls):
+    """One runtime of a kind and its requests.
+
+    oracle.kv: row -> what its stored tokens look up
+    unsure:    rows whose next step may be refused: they were cut, or share room without tokens
+    lives:     row -> admissions so far; changes: row -> what has happened to it since
+    """
+
+    def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
+        super().__init__(seed)
+        self.kind, self.device = kind, device
+        problems = _problems(kind, device)
+        options = RuntimeOptions(
+            num_pages=NUM_PAGES,
+            swa_pages=2 * NUM_PAGES if kind == "windows" else 0,
+            swa_kept=4 if kind == "windows" else 0,
+            first_swa_page=NUM_PAGES if kind == "windows" else 1,
+            max_num_seqs=MAX_SEQS,
+            max_num_rows=MAX_ROWS,
+            max_kv_len=MAX_KV_LEN,
+            provider="torch" if device.type == "cpu" else "auto",
+            capture_sizes=(MAX_SEQS,),
+            capture_tokens=(16,),
+            split_steps=True,
+            drafts=(CHAIN, TREE),
+        )
+        self.options = options
+        self.runtime = build_runtime(problems, options, device=device, guards=guards)
+        self.model = Model(problems, seed, device)
+        make_exact(self.model)
+        self.oracle = Oracle([])
+        recorder = recorder_for(device) if kind in WITH_GRAPHS else None
+        self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=NO_CHECK)
+        self.drafter = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=NO_CHECK)
+        self.compiled = compiled_layers(self.runtime)
+        self.renew_movers()
+        self.kept: dict[int, Kept] = {}
+        self.dropped: list[int] = []
+        self.freed: list[int] = []
+        self.unsure: set[int] = set()
+        self.lives = dict.fromkeys(range(-2, MAX_ROWS + 2), 0)
+        self.changes = dict(self.lives)
+        self.sent: list[Sent] = []
+        self.last_draft = torch.zeros(0, 0)
+        self.open: Begun | None = None
+        self.over: Step | None = None
+        self.last: tuple[StepBatch, list[Seq], dict[int, int]] | None = None
+        self.verified: tuple[list[Seq], dict[int, int], bool] | None = None
+        self.set_weights()
+
+    def renew_movers(self) -> None:
+        """Makes the exporter and the importer, with the present scales."""
+        self.movers = Movers.of(self.runtime, len(self.model.layers))
+
+    # Rows and lengths
+
+    @property
+    def rows(self) -> list[int]:
+        """Live requests."""
+        return list(self.oracle.kv)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.runtime.table.page_size
+
+    @property
+    def is_latent(self) -> bool:
+        """True if layers keep latents."""
+        return self.kind == "latent"
+
+    def length(self, row: int) -> int:
+        """Tokens of a row that are stored, as far as the tester knows."""
+        return len(self.oracle.kv.get(row, ()))
+
+    def a_row(self) -> int:
+        """A live row; seldom one that was freed, or none at all."""
+        strange = [*self.freed, 0, -1, MAX_ROWS + 1]
+        live = self.rows
+        return self.rng.choice(live) if live and self.rng.random() < 0.85 else self.rng.choice(strange)
+
+    def some(self, most: int = MAX_SEQS) -> list[int]:
+        """Some live rows that have room for a token, in any order."""
+        live = [row for row in self.rows if self.length(row) < MAX_KV_LEN - 6]
+        self.rng.shuffle(live)
+        return live[: self.rng.randint(1, most)]
+
+    def ids(self, count: int) -> list[int]:
+        """Token ids."""
+        return [self.rng.randint(1, VOCABULARY - 1) for _ in range(count)]
+
+    # State that refused calls keep
+
+    def check_device(self) -> None:
+        """Checks the device of the runtime."""
+        self.runtime.check_device()
+
+    def state(self) -> tuple[object, ...]:
+        """Returns the state that a refused call must leave unchanged."""
+        table = self.runtime.table
+        rows = np.array([row for row in self.rows if table.is_admitted(row)], np.int32)
+        held = {row: tuple(int(page) for page in table.pages_of(row)) for row in rows.tolist()}
+        free = tuple(each.num_free_pages for each in table.spaces if each.space is Space.FULL)
+        return (
+            table.num_free_rows,
+            free,
+            held,
+            tuple(table.room(rows).tolist()),
+            tuple(table.tokens.stored_len[rows].tolist()) if len(rows) else (),
+            tuple(table.kept.ids().tolist()),
+            self.runtime.seals.number,
+        )
+
+    # Requests
+
+    def changed(self, row: int) -> None:
+        """A row was freed, cut or admitted: it is another one. A fork or a keep shows in what is compared."""
+        self.changes[row] += 1
+
+    def admitted(self, row: int, stored: Sequence[int] = ()) -> None:
+        """A row came."""
+        if row in self.oracle.kv:
+            raise Finding(f"row {row} was handed out twice")
+        self.lives[row] += 1
+        self.changed(row)
+        self.unsure.discard(row)
+        self.oracle.begin(row, list(stored))
+        self.freed = [each for each in self.freed if each != row]
+
+    def gone(self, row: int) -> None:
+        """A row was freed."""
+        self.changed(row)
+        self.oracle.free(row)
+        self.unsure.discard(row)
+        self.freed.append(row)
+
+    def cut(self, row: int, kv_len: int) -> None:
+        """A row keeps its first tokens alone."""
+        if row in self.oracle.kv:
+            self.oracle.truncate(row, kv_len)
+
+    def give_up(self, rows: Sequence[int]) -> None:
+        """Forgets the tokens of these rows, which were reported or may be wrong."""
+        for row in rows:
+            self.cut(row, 0)
+            self.unsure.add(row)
+
+    def room(self, row: int) -> int:
+        """Tokens that a row has room for; -1: none."""
+        return int(self.runtime.table.room([row])[0]) if 0 <= row <= MAX_ROWS else -1
+
+    def set_weights(self) -> None:
+        """Give every layer that has sinks new ones."""
+        self.oracle.layers = self.model.renew_weights(self.rng, self.runtime.head_weights.set)
+
+    def ints(self, values: Any) -> Tensor:
+        """int32, on the device."""
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    # Steps
+
+    def batch(self, seqs: Sequence[Seq], **more: Any) -> StepBatch:
+        """For the runtime."""
+        ids = [token_id for seq in seqs for token_id in seq.ids]
+        rows, ends, new = [seq.row for seq in seqs], [seq.end for seq in seqs], [len(seq.ids) for seq in seqs]
+        return StepBatch(rows, ends, new, ids, **more)
+
+    def stored(self, seqs: Sequence[Seq], changes: dict[int, int] | None = None, lives: Any = None) -> None:
+        """A step has stored its tokens, in rows that may have changed since it was begun."""
+        for seq in seqs:
+            if seq.row not in self.oracle.kv or (lives is not None and lives[seq.row] != self.lives[seq.row]):
+                continue
+            if changes is not None and changes[seq.row] != self.changes[seq.row]:
+                self.forget_from(seq)
+                self.unsure.add(seq.row)
+                continue
+            self.cut(seq.row, seq.begin)
+            self.oracle.store(seq.row, seq.begin, seq.stored)
+
+    def stored_in_layer(self, begun: Begun, layer: int) -> None:
+        """A layer of an open step has stored: until all have, the tokens that were stored before it may be gone."""
+        begun.done.add((0, layer))
+        for seq in begun.seqs:
+            if seq.row in self.oracle.kv and begun.lives[seq.row] == self.lives[seq.row]:
+                self.forget_from(seq)
+
+    def forget_from(self, seq: Seq) -> None:
+        """The tokens of a row from a sequence's new ones on are not known."""
+        kv = self.oracle.kv[seq.row]
+        kv[seq.begin :] = [UNKNOWN] * len(kv[seq.begin :])
+
+    def staged(self, batch: StepBatch, seqs: Sequence[Seq]) -> None:
+        """A whole step was staged, which may run again."""
+        self.last = batch, list(seqs), {seq.row: self.changes[seq.row] for seq in seqs}
+
+    def compare_rows(self, what: str, seqs: Sequence[Seq], rows: Tensor) -> None:
+        """The rows that a step returned are those of each sequence's last token."""
+        given, at = rows.double().cpu().numpy(), 0
+        for number, layer in enumerate(self.oracle.layers):
+            width = layer.queries.shape[1] * layer.values.shape[2]
+            for place, seq in enumerate(seqs):
+                if not seq.ids:
+                    continue
+                answer = self.oracle.attend(layer, seq.row, seq.tokens())
+                out = given[place, at : at + width].reshape(answer.out.shape[1:])
+                off = np.abs(out - answer.out[-1])
+                if answer.known[-1] and not (off <= answer.out_bound[-1]).all():
+                    raise Finding(f"{what}: layer {number} of row {seq.row} is off by {off.max():.2g}")
+                self.counts["compared"] += 1
+            at += width
+
+    def draft(self, parts: Series) -> Tensor:
+        """A forward of rounds: branch b of draft step i has an id that follows from both; trees keep their branches."""
+        rows = []
+        for step, part in enumerate(parts):
+            if step and part.branches > 1:
+                part.keep_branches()
+            rows.append(self.draft_step(part, step))
+        return torch.cat(rows, 1)
+
+    def draft_step(self, part: Any, step: int, calls: Any = None) -> Tensor:
+        """One draft step; float32 [S, what all layers gave for the first branch]."""
+        branches = part.branches
+        branch = torch.arange(part.token_ids.shape[0], device=self.device) % branches
+        entry = draft_id(step, branch) * PLACES + part.positions.remainder(PLACES)
+        rows = []
+        for number, layer in enumerate(self.model.layers):
+            q, k, v = layer.of(entry.long())
+            out, lse = layer.room(q)
+            (part.layers if calls is None else calls).store_and_attend(number, q, k, v, out, lse)
+            rows.append(out[::branches].flatten(1).float())
+        return torch.cat(rows, 1)
+
+    def compare_draft(self, seqs: Sequence[Seq], drafts: Drafts, step: int, rows: Tensor) -> None:
+        """A draft step gave what its first branch sees: the prefix, its ancestors and itself."""
+        width = sum(layer.queries.shape[1] * layer.values.shape[2] for layer in self.oracle.layers)
+        rows = rows[: len(seqs), -width:] if rows.shape[1] == width else rows[: len(seqs), step * width :]
+        looked = []
+        for seq in seqs:
+            chain = [draft_id(at, 0) for at in range(step + 1)]
+            entries = [looked_up(chain[at], seq.begin + at) for at in range(step + 1)]
+            kept = self.oracle.kv[seq.row][: seq.begin]
+            looked.append((seq, kept, entries))
+        kv = self.oracle.kv
+        try:
+            self.oracle.kv = {seq.row: kept + entries for seq, kept, entries in looked}
+            ends = [Seq(seq.row, seq.begin + step, [draft_id(step, 0)]) for seq, _, _ in looked]
+            self.compare_rows(f"draft step {step} of {drafts}", ends, rows[:, :width])
+        finally:
+            self.oracle.kv = kv
+
+    # Comparisons
+
+    def compare_pool(self, what: str) -> None:
+        """Every token of every live request, and of every kept page, lies in its page as it was stored."""
+        for number, layer in enumerate(self.model.layers):
+            space = self.runtime.pool.space_of_layer(number)
+            table = self.runtime.table
+            copies = table.space(space).pending.copies
+            at: list[tuple[int, int, int, str]] = []
+            for row, kv in self.oracle.kv.items():
+                if not table.is_admitted(row):
+                    raise Finding(f"after {what}: row {row} is not admitted any more")
+                pages = table.pages_of(row, space).tolist()
+                at += _tokens(kv, [copies.get(page, page) for page in pages], self.page_size, f"row {row}")
+            if self.kept:
+                ids = list(self.kept)
+                for id_, page in zip(ids, table.kept.pages(ids, space).tolist(), strict=True):
+                    at += _tokens(self.kept[id_].stored, [page], self.page_size, f"kept page {id_}")
+            if not at:
+                continue
+            index = torch.tensor([each[:3] for each in at], device=self.device)
+            k, v = self.runtime.pool.layer(number).read_tokens(index[:, 0], index[:, 1])
+            _, wanted_k, wanted_v = layer.of(index[:, 2])
+            same = (k.float() == wanted_k.float()).flatten(1).all(1) & (v.float() == wanted_v.float()).flatten(1).all(1)
+            self.counts["compared"] += len(at)
+            if not bool(same.all()):
+                where = [f"{at[place][3]}" for place in torch.nonzero(~same).flatten().tolist()[:4]]
+                raise Finding(f"after {what}: layer {number} holds something else in {', '.join(where)}")
+
+
+def draft_id(step: int, branch: Any) -> Any:
+    """The id that a branch of a draft step has."""
+    return (step * 5 + branch * 3) % (VOCABULARY - 1) + 1
+
+
+def _tokens(kv: Sequence[int], pages: Sequence[int], page_size: int, what: str) -> list[tuple[int, int, int, str]]:
+    """(page, offset, what it looks up, where) of stored tokens that have a page."""
+    found = []
+    for place, entry in enumerate(kv):
+        page_no = place // page_size
+        if page_no >= len(pages):
+            raise Finding(f"{what} has {len(pages)} pages, and {len(kv)} tokens are stored")
+        if entry != UNKNOWN and pages[page_no]:
+            found.append((pages[page_no], place % page_size, entry, f"{what} place {place}"))
+    return found
+
+
+def make_exact(model: Model) -> None:
+    """K and V are halves of small numbers, which eight bits hold too."""
+    for layer in model.layers:
+        for side in (layer.q, layer.k, layer.v):
+            some = side[PLACES : NOT_FINITE_ID * PLACES]
+            some.copy_((some * 2).round().clamp(-8, 8) / 2)
+
+
+def _problems(kind: str, device: torch.device) -> list[Problem]:
+    dim = 64 if device.type == "cuda" else 4
+    of_kind: dict[str, dict[str, Any]] = {
+        "latent": {"pool": PoolKind.LATENT, "num_kv_heads": 1, "v_head_dim": dim // 2},
+        "eight bits": {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.LAYER},
+    }
+    base: dict[str, Any] = {
+        "num_q_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": dim,
+        "v_head_dim": dim,
+        "dtype": torch.float32,
+        "page_size": 4,
+        "scale": 0.3,
+        "custom_mask": True,
+    }
+    first = Problem(**{**base, **of_kind.get(kind, {})})
+    if kind == "windows":
+        return [first, Problem(**{**base, "window_left": 5, "custom_mask": True})]
+    if kind in ("plain", "graphs"):
+        return [first, Problem(**{**base, "has_sinks": True})]
+    return [first]

@@ -1,0 +1,51 @@
+"""Seq: one sequence of a step, as the host sees it, as the device does, and as the oracle knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.amd.random_calls.model import looked_up
+from tests.amd.random_calls.oracle import Bools, Tokens
+
+
+@dataclass(slots=True)
+class Seq:
+    """One sequence of a step.
+
+    begin:     the place of its first new token
+    ids:       of the new tokens
+    positions: of the new tokens; their places, unless the step has a mask
+    shows:     bool [new tokens, end] of a step with a mask
+    kv_bound, q_bound: what the host says of its lengths
+    kv_on_device, q_on_device: what the device says, where it says anything; beyond the bounds in a step that must fail
+    """
+
+    row: int
+    begin: int
+    ids: list[int]
+    positions: list[int] = field(default_factory=list)
+    shows: Bools | None = None
+    kv_bound: int = field(init=False)
+    q_bound: int = field(init=False)
+    kv_on_device: int = field(init=False)
+    q_on_device: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv_bound = self.kv_on_device = self.end
+        self.q_bound = self.q_on_device = len(self.ids)
+        if not self.positions:
+            self.positions = list(range(self.begin, self.end))
+
+    @property
+    def end(self) -> int:
+        """Tokens after the step."""
+        return self.begin + len(self.ids)
+
+    @property
+    def stored(self) -> list[int]:
+        """The entries that the new tokens look up."""
+        return [looked_up(token_id, position) for token_id, position in zip(self.ids, self.positions, strict=True)]
+
+    def tokens(self) -> Tokens:
+        """For the oracle."""
+        return Tokens(self.stored, self.end, self.positions, self.shows)

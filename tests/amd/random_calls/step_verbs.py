@@ -1,0 +1,534 @@
+"""Verbs of steps: whole, in halves, call by call, again, in rounds of drafts, and moves of what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.capture.split_forward import in_batch_order
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.kernels.speculative.arguments import Accepted
+from rocm_attn.step.gate import AGAIN
+from rocm_attn.step.step import Step
+from tests.amd.random_calls.calls import REFUSED, in_another_thread
+from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.model import attend_turned, looked_up
+from tests.amd.random_calls.scene import CHAIN, MAX_ROWS, TREE, Begun, Scene, draft_id
+from tests.amd.random_calls.seq import Seq
+
+PARENTS = [-1, 0, 0, 0, 2]  # of a verified tree; its path 0, 2, 4 is accepted
+PATH = [0, 2, 4]
+
+
+# Steps
+
+
+def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Seq], str]:
+    """A step over rows, mostly right; or why it must be refused."""
+    rng, wrong = scene.rng, ""
+    seqs = [Seq(row, scene.length(row), scene.ids(rng.randint(1, most))) for row in rows]
+    chance = rng.random()
+    if not seqs or chance < 0.75:
+        pass
+    elif chance < 0.8:
+        back = rng.choice(seqs)
+        back.begin = max(0, back.begin - rng.randint(1, 5))
+        back.positions = list(range(back.begin, back.end))
+        scene.unsure.add(back.row)  # perhaps before what its window, or another row, needs
+    elif chance < 0.85:
+        seqs.append(Seq(seqs[0].row, seqs[0].begin, scene.ids(1)))
+        wrong = "a row is named twice"
+    elif chance < 0.95:
+        strange = rng.choice([*scene.freed, 0, -1, MAX_ROWS + 1])
+        seqs[-1] = Seq(strange, rng.choice((0, 3)), scene.ids(1))
+        wrong = f"row {strange} is no request's"
+    else:
+        gap = Seq(seqs[-1].row, seqs[-1].begin + rng.randint(1, 4), scene.ids(1))
+        seqs[-1], wrong = gap, "" if gap.row in scene.unsure else "tokens before it were never stored"
+    if rng.random() < 0.95:
+        reserve_for(scene, seqs)
+    return seqs, wrong
+
+
+def reserve_for(scene: Scene, seqs: list[Seq]) -> None:
+    """Room for a step, as far as there is some."""
+    for seq in seqs:
+        if seq.row in scene.oracle.kv and scene.room(seq.row) < seq.end:
+            try:
+                scene.runtime.table.reserve(seq.row, seq.end)
+            except RocmAttnError:
+                return
+
+
+def plain_step(scene: Scene, run: Callable[[Scene, StepBatch], Tensor], what: str) -> None:
+    """A whole step in some way."""
+    seqs, wrong = new_tokens(scene, scene.some())
+    try:
+        batch = scene.batch(seqs)
+    except RocmAttnError:
+        return
+    given = scene.call(what, lambda: run(scene, batch), wrong=wrong)
+    if scene.open is None and given is not REFUSED:
+        scene.staged(batch, seqs)
+        scene.stored(seqs)
+        scene.compare_rows(what, seqs, given)
+    elif scene.open is None:
+        scene.last = None
+
+
+def finish_by_hand(scene: Scene, step: Step, batch: StepBatch) -> Tensor:
+    """Run the parts of a step that was begun, and end it."""
+    try:
+        rows = [scene.model.forward(part) for part in step.parts]
+    finally:
+        scene.runtime.end_step()
+    scene.over = step
+    given = rows[0] if len(rows) == 1 else in_batch_order(step, (rows[0], rows[1]))
+    return given[: batch.num_seqs]
+
+
+def step_whole(scene: Scene) -> None:
+    """AttentionRuntime.step(), the layers, end_step()."""
+    plain_step(scene, lambda s, b: finish_by_hand(s, s.runtime.step(b), b), "a step")
+
+
+def step_halves(scene: Scene) -> None:
+    """The same in two halves."""
+    plain_step(scene, lambda s, b: finish_by_hand(s, s.runtime.step(b, s.runtime.plan(b, halves=2)), b), "two halves")
+
+
+def step_compiled(scene: Scene) -> None:
+    """The same by the calls that compiled forwards make."""
+
+    def run(scene: Scene, batch: StepBatch) -> Tensor:
+        with scene.runtime.stage(batch) as step:
+            calls = scene.compiled.of(step.parts[0])
+            calls.fill()
+            entry, rows = scene.model.entries(step.parts[0]), []
+            for number, layer in enumerate(scene.model.layers):
+                q, k, v = layer.of(entry)
+                out, lse = layer.room(q)
+                if scene.rng.random() < 0.5:
+                    calls.store_and_attend(number, q, k, v, out, lse)
+                else:
+                    calls.store(number, k, v)
+                    calls.attend(number, q, out, lse)
+                rows.append(layer.keep(step.parts[0], out, lse))
+        return torch.cat(rows, 1)[: batch.num_seqs]
+
+    plain_step(scene, run, "a step by compiled layers")
+
+
+def step_with_rows_worked(scene: Scene) -> None:
+    """A step whose rows are turned, by 0, as they are stored or before, by its layers or by those of compiled code."""
+
+    def run(scene: Scene, batch: StepBatch) -> Tensor:
+        with scene.runtime.step(batch) as step:
+            part = step.parts[0]
+            calls = scene.one_of("layers", (part.layers, scene.compiled.of(part)))
+            entry, rows = scene.model.entries(part), []
+            for number, layer in enumerate(scene.model.layers):
+                apart = scene.is_latent or scene.rng.random() < 0.5
+                out, lse = attend_turned(calls, number, layer, entry, apart=apart)
+                rows.append(layer.keep(part, out, lse))
+        return torch.cat(rows, 1)[: batch.num_seqs]
+
+    plain_step(scene, run, "a step whose rows are turned")
+
+
+def run_graphed(scene: Scene) -> None:
+    """StepRunner.run()."""
+    plain_step(scene, lambda s, b: s.runner.run(b), "runner.run")
+
+
+def run_graphed_halves(scene: Scene) -> None:
+    """StepRunner.run() in halves."""
+    plain_step(scene, lambda s, b: s.runner.run(b, halves=2), "runner.run in halves")
+
+
+def run_eagerly(scene: Scene) -> None:
+    """StepRunner.run_eagerly()."""
+    plain_step(scene, lambda s, b: s.runner.run_eagerly(b), "runner.run_eagerly")
+
+
+def step_of_a_thread(scene: Scene) -> None:
+    """A step by another thread: refused while this one has one."""
+
+    def run(scene: Scene, batch: StepBatch) -> Tensor:
+        return in_another_thread(lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
+
+    plain_step(scene, run, "a step of another thread")
+
+
+def lengths_on_device(scene: Scene) -> None:
+    """Lengths that the device alone knows: right ones, or some that leave a gap or go beyond the bounds."""
+    rows = [row for row in scene.some(2) if row not in scene.unsure]
+    seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
+    if not seqs:
+        return
+    reserve_for(scene, [Seq(seq.row, seq.end, [1, 1]) for seq in seqs])
+    bad = scene.rng.random() < 0.3
+    reported = [seq.end + (scene.rng.choice((1, 9)) if bad else 0) for seq in seqs]
+    bounds = [seq.end + 2 if scene.room(seq.row) >= seq.end + 2 else seq.end for seq in seqs]
+    ids = [token_id for seq in seqs for token_id in seq.ids]
+    batch = StepBatch(
+        [seq.row for seq in seqs], bounds, [1] * len(seqs), ids, inputs=DeviceInputs(kv_len=scene.ints(reported))
+    )
+    scene.provoked |= bad
+    given = scene.call("lengths on the device", lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
+    if scene.open is not None or given is REFUSED:
+        return
+    scene.last = None
+    if bad:
+        if not scene.listen():
+            raise Finding(
+                f"device lengths {reported} over {[seq.begin for seq in seqs]} stored tokens were not reported"
+            )
+        scene.give_up(rows)
+    else:
+        scene.stored(seqs)
+        scene.compare_rows("lengths on the device", seqs, given)
+        for row in rows:
+            scene.unsure.add(row)  # the bound counts as stored
+
+
+def verify(scene: Scene) -> None:
+    """A step of trees, by hand or by the runner; its path may be moved afterwards."""
+    rows = [row for row in scene.some(2) if scene.length(row)]
+    seqs = []
+    for row in rows:
+        begin = scene.length(row)
+        seq = Seq(row, begin, scene.ids(len(PARENTS)))
+        depths = [0, 1, 1, 1, 2]
+        seq.positions = [begin + depth for depth in depths]
+        seq.shows = np.zeros((len(PARENTS), begin + len(PARENTS)), np.bool_)
+        seq.shows[:, :begin] = True
+        for node, parent in enumerate(PARENTS):
+            seq.shows[node, begin + node] = True
+            if parent >= 0:
+                seq.shows[node, begin:] |= seq.shows[parent, begin:]
+        seqs.append(seq)
+    if not seqs:
+        return
+    reserve_for(scene, seqs)
+    batch = scene.batch(seqs, mask=TreeMask(scene.ints([PARENTS] * len(seqs))))
+    by_hand = scene.rng.random() < 0.5
+    run = (
+        (lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
+        if by_hand
+        else lambda: scene.runner.run(batch)
+    )
+    given = scene.call("a verify step", run)
+    if scene.open is not None:
+        return
+    if given is REFUSED:
+        scene.last = scene.verified = None
+        return
+    scene.staged(batch, seqs)
+    scene.stored(seqs)
+    scene.compare_rows("a verify step", seqs, given)
+    scene.verified = list(seqs), {seq.row: scene.changes[seq.row] for seq in seqs}, False
+
+
+def move(scene: Scene) -> None:
+    """move_accepted() of the last verify step: once; or again, late, of changed rows, by a path that leads too far."""
+    if scene.verified is None:
+        verify(scene)
+    if scene.verified is None:
+        accepted = Accepted(*(scene.ints([[0] * 5] if wide else [0]) for wide in (0, 1, 1, 0, 0)))
+        scene.call("a move without a verify step", lambda: scene.runtime.move_accepted(accepted))
+        return
+    seqs, changes, was_moved = scene.verified
+    is_last = scene.last is not None and scene.last[1] == seqs
+    far = scene.rng.random() < 0.2
+    path = [*PATH, 30, -1] if far else [*PATH, -1, -1]
+    count = 3 if far else 2
+    accepted = Accepted(
+        scene.ints([count] * len(seqs)),
+        scene.ints([path] * len(seqs)),
+        scene.ints([[1, 2, 3, -1, -1]] * len(seqs)),
+        scene.ints([3] * len(seqs)),
+        scene.ints([seq.begin + 1 + count for seq in seqs]),
+    )
+    wrong = "they were moved already" if was_moved else ""
+    if any(changes[seq.row] != scene.changes[seq.row] for seq in seqs):
+        wrong = "a row has changed"
+    elif not is_last:
+        wrong = wrong or "another step was staged since"
+    given = scene.call("a move", lambda: scene.runtime.move_accepted(accepted), wrong=wrong)
+    if given is REFUSED:
+        return
+    scene.verified = seqs, changes, True
+    scene.last = None
+    for seq in seqs:
+        kept = [seq.stored[node] for node in PATH]
+        kv = list(scene.oracle.kv[seq.row])
+        scene.cut(seq.row, seq.begin)
+        # A node without a page moves nothing: what was there stays.
+        extra = [kv[seq.begin + 3]] if far and seq.begin + 30 >= -(-scene.room(seq.row) // 4) * 4 else []
+        scene.oracle.store(seq.row, seq.begin, kept + extra)
+        scene.unsure.add(seq.row)  # the places of what was not accepted count as stored, too
+
+
+def again_by_hand(scene: Scene) -> None:
+    """The last step once more, call by call, with its batch or another."""
+    if scene.last is None:
+        scene.call("AGAIN of nothing", lambda: scene.runtime.step(scene.batch([]), AGAIN), wrong="no step may repeat")
+        return
+    _again(scene, lambda batch: finish_by_hand(scene, scene.runtime.step(batch, AGAIN), batch), "AGAIN")
+
+
+def again_by_runner(scene: Scene) -> None:
+    """run_again(): by the graph, or by launches."""
+    if scene.last is not None:
+        _again(scene, scene.runner.run_again, "runner.run_again")
+
+
+def _again(scene: Scene, run: Callable[[StepBatch], Tensor], what: str) -> None:
+    assert scene.last is not None
+    batch, seqs, changes = scene.last
+    wrong = ""
+    if any(changes[seq.row] != scene.changes[seq.row] for seq in seqs):
+        wrong = "a row has changed"
+    if scene.rng.random() < 0.15 and what == "AGAIN":
+        batch, wrong = (
+            scene.batch(seqs) if batch.is_plain else batch,
+            wrong or ("another batch" if batch.is_plain else ""),
+        )
+    given = scene.call(what, lambda: run(batch), wrong=wrong)
+    if given is not REFUSED and scene.open is None:
+        counted = {seq.row: scene.length(seq.row) for seq in seqs}
+        scene.stored(seqs)
+        scene.compare_rows(what, seqs, given)
+        for row in {seq.row for seq in seqs if counted[seq.row] < seq.end}:
+            scene.cut(row, counted[row])  # what was taken back may count again, or not
+            scene.unsure.add(row)
+
+
+# A step call by call
+
+
+def begin(scene: Scene) -> None:
+    """A step that stays open: whatever comes next comes in its middle."""
+    _open(scene, lambda batch: scene.runtime.step(batch), "a step is begun")
+
+
+def stage(scene: Scene) -> None:
+    """A step that is staged and not filled."""
+    _open(scene, lambda batch: scene.runtime.stage(batch), "a step is staged")
+
+
+def _open(scene: Scene, run: Callable[[StepBatch], Step], what: str) -> None:
+    seqs, wrong = new_tokens(scene, scene.some(2))
+    try:
+        batch = scene.batch(seqs)
+    except RocmAttnError:
+        return
+    given = scene.call(what, lambda: run(batch), wrong=wrong or ("a step is open" if scene.open else ""))
+    if given is not REFUSED:
+        scene.open = Begun(given, seqs, dict(scene.lives), dict(scene.changes))
+        scene.staged(batch, seqs)
+        scene.verified = None
+
+
+def fill(scene: Scene) -> None:
+    """Fill the step that was staged; one that is over has nothing to fill."""
+    if scene.open is not None:
+        scene.call("fill", scene.open.step.fill)
+    elif scene.over is not None:
+        scene.call("fill of a step that is over", scene.over.fill, wrong="it is over")
+    else:
+        scene.call("compiled fill without a step", scene.compiled.fill, wrong="no step runs")
+
+
+def store_one(scene: Scene) -> None:
+    """A part of the open step stores in a layer."""
+    if scene.open is None:
+        return old_layers(scene)
+    for number, layer in enumerate(scene.model.layers):
+        if (0, number) in scene.open.done:
+            continue
+        part = scene.open.step.parts[0]
+        _, k, v = layer.of(scene.model.entries(part))
+        calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
+        if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
+            scene.stored_in_layer(scene.open, number)
+        return None
+    return None
+
+
+def attend_one(scene: Scene) -> None:
+    """The open step attends in a layer."""
+    if scene.open is None:
+        return old_layers(scene)
+    part, layer = scene.open.step.parts[0], scene.model.layers[0]
+    q, _, _ = layer.of(scene.model.entries(part))
+    out, lse = layer.room(q)
+    scene.call("layer 0 attends", lambda: part.layers.attend(0, q, out, lse))
+    return None
+
+
+def old_layers(scene: Scene) -> None:
+    """The layers of a step that is over are called."""
+    if scene.over is None:
+        return
+    part, layer = scene.over.parts[0], scene.model.layers[0]
+    q, k, v = layer.of(scene.model.entries(part))
+    is_open = scene.open is not None and scene.open.step.parts[0].layers is part.layers
+    if scene.rng.random() < 0.5:
+        given = scene.call(
+            "old layers store", lambda: part.layers.store(0, k, v), wrong="" if is_open else "it is over"
+        )
+        if given is not REFUSED and scene.open is not None:
+            scene.stored_in_layer(scene.open, 0)
+        return
+    out, lse = layer.room(q)
+    scene.call("old layers attend", lambda: part.layers.attend(0, q, out, lse), wrong="" if is_open else "it is over")
+
+
+def end(scene: Scene) -> None:
+    """end_step(), also where none was begun."""
+    ends = scene.open.step.end if scene.open is not None and scene.rng.random() < 0.5 else scene.runtime.end_step
+    scene.call("end_step", ends, right=True)
+    if scene.open is not None:
+        close_of(scene)
+
+
+def close_of(scene: Scene) -> None:
+    """Notes the result of the open step, which has ended."""
+    begun = scene.open
+    assert begun is not None
+    scene.open, scene.over = None, begun.step
+    every = {(0, number) for number in range(len(scene.model.layers))}
+    if begun.done == every:
+        scene.stored(begun.seqs, begun.changes, begun.lives)
+    elif begun.done:
+        for seq in begun.seqs:
+            if begun.lives[seq.row] == scene.lives[seq.row] and seq.row in scene.oracle.kv:
+                scene.cut(seq.row, seq.begin)
+                scene.unsure.add(seq.row)
+
+
+def close(scene: Scene) -> None:
+    """The open step stores what it has not, and ends."""
+    if scene.open is not None:
+        fill(scene)
+        for _ in scene.model.layers:
+            store_one(scene)
+        end(scene)
+
+
+# Rounds of drafts
+
+
+def draft_chain(scene: Scene) -> None:
+    """A round of chains, draft step by draft step: in order, or in another one."""
+    _round(scene, CHAIN)
+
+
+def draft_tree(scene: Scene) -> None:
+    """A round of trees."""
+    _round(scene, TREE)
+
+
+def draft_runner(scene: Scene) -> None:
+    """A round by a runner, as a graph where there are some; or by one without a draft model, which refuses it."""
+    drafts = scene.rng.choice((CHAIN, TREE))
+    seqs, batch = _round_of(scene, drafts)
+    if scene.rng.random() < 0.2:
+        scene.call("a round", lambda: scene.runner.run(batch), wrong="the runner has no draft model")
+        return
+    halves = scene.rng.choice((1, 1, 2))
+    given = scene.call(f"drafter.run of {drafts}", lambda: scene.drafter.run(batch, halves=halves))
+    if given is not REFUSED and scene.open is None:
+        _drafted(scene, drafts, seqs)
+        for step in range(drafts.steps):
+            width = given.shape[1] // drafts.steps
+            scene.compare_draft(seqs, drafts, step, given[:, step * width : (step + 1) * width])
+
+
+def _round_of(scene: Scene, drafts: Drafts) -> tuple[list[Seq], StepBatch]:
+    rows = scene.some(3)
+    seqs = [Seq(row, scene.length(row), [draft_id(0, 0)]) for row in rows]
+    reserve_for(scene, [Seq(seq.row, seq.begin, [1] * drafts.tokens) for seq in seqs])
+    ids = [int(draft_id(0, branch)) for _ in seqs for branch in range(drafts.branches)]
+    scene.last = scene.verified = None
+    return seqs, draft_batch([seq.row for seq in seqs], [seq.begin for seq in seqs], drafts, ids)
+
+
+def _drafted(scene: Scene, drafts: Drafts, seqs: list[Seq]) -> None:
+    """Notes the tokens that a round has stored. Later steps may continue from those of chains."""
+    for seq in seqs:
+        scene.cut(seq.row, seq.begin)
+        if drafts.branches == 1:
+            entries = [looked_up(draft_id(step, 0), seq.begin + step) for step in range(drafts.steps)]
+            scene.oracle.store(seq.row, seq.begin, entries)
+
+
+def _round(scene: Scene, drafts: Drafts) -> None:
+    rng = scene.rng
+    seqs, batch = _round_of(scene, drafts)
+    order = list(range(drafts.steps))
+    if rng.random() < 0.4:
+        order = rng.choice((order[::-1], order[1:], [order[0], order[-1]], [order[0], order[0], *order[1:]]))
+    bad_parents = drafts.branches > 1 and rng.random() < 0.25
+    compiled, halves = rng.random() < 0.4, rng.choice((1, 1, 2))
+    step = scene.call(
+        f"a round of {drafts}", lambda: scene.runtime.step(batch, scene.runtime.plan(batch, halves=halves))
+    )
+    if step is REFUSED:
+        return
+    done: list[int] = []
+    try:
+        for number in order:
+            if not _draft_step(scene, step, number, bad_parents, compiled):
+                break
+            if halves == 1 and seqs and not bad_parents and done == list(range(number)):
+                scene.compare_draft(seqs, drafts, number, scene.last_draft)
+            elif number != 0 and number - 1 not in done and number not in done:
+                raise Finding(f"draft step {number} of {drafts} was taken after {done}")
+            done.append(number)
+    finally:
+        scene.runtime.end_step()
+    if bad_parents and seqs and 1 in done:
+        if not scene.listen():
+            raise Finding(f"parents out of range were not reported, in draft steps {done}")
+        scene.give_up([seq.row for seq in seqs])
+    elif set(done) == set(range(drafts.steps)):
+        _drafted(scene, drafts, seqs)
+    else:
+        for seq in seqs:
+            scene.cut(seq.row, seq.begin)
+
+
+def _draft_step(scene: Scene, step: Step, number: int, bad_parents: bool, compiled: bool) -> bool:
+    """One draft step in every half; whether it was taken."""
+    for half in step.halves:
+        part = half[number]
+
+        def run(part: Any = part) -> Tensor:
+            if number and part.branches > 1:
+                if bad_parents:
+                    scene.provoked = True
+                    part.set_parents(torch.full_like(part.token_ids, scene.rng.choice((5, -7))))
+                elif scene.rng.random() < 0.5:
+                    places = torch.arange(len(part.token_ids), dtype=torch.int32, device=scene.device)
+                    part.set_parents(places % part.branches)
+                else:
+                    part.keep_branches()
+            return scene.draft_step(part, number, scene.compiled.of(part) if compiled else None)
+
+        given = scene.call(f"draft step {number}", run)
+        if given is REFUSED:
+            return False
+        scene.last_draft = given
+    return True

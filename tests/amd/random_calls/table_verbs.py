@@ -1,0 +1,308 @@
+"""Verbs of rows and kept pages, and of tokens that come from elsewhere and go there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.paging.state_slots import require_state_slots
+from tests.amd.random_calls.calls import REFUSED
+from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.movers import Sent
+from tests.amd.random_calls.scene import MAX_KV_LEN, MAX_ROWS, Kept, Scene
+
+# Rows and kept pages
+
+
+def admit(scene: Scene) -> None:
+    """A row."""
+    given = scene.call("admit", scene.runtime.table.admit)
+    if given is not REFUSED:
+        scene.admitted(given)
+
+
+def reserve(scene: Scene) -> None:
+    """Room in a row."""
+    row = scene.a_row()
+    kv_len = scene.rng.choice((scene.length(row) + 2, 12, -3, MAX_KV_LEN + 1, 2**32 + 4))
+    bad = row not in scene.oracle.kv or not 0 <= kv_len <= MAX_KV_LEN
+    scene.call(
+        f"reserve {kv_len} in row {row}", lambda: scene.runtime.table.reserve(row, kv_len), wrong="it is bad" * bad
+    )
+
+
+def reserve_all(scene: Scene) -> None:
+    """Room in some rows, or in none of them."""
+    rows = [scene.a_row() for _ in range(scene.rng.randint(1, 3))]
+    lengths = [scene.length(row) + scene.rng.randint(0, 5) for row in rows]
+    bad = len(set(rows)) < len(rows) or not {*rows} <= {*scene.rows} or max(lengths) > MAX_KV_LEN
+    scene.call(
+        f"reserve_all of {rows}", lambda: scene.runtime.table.reserve_all(rows, lengths), wrong="a row is bad" * bad
+    )
+
+
+def truncate(scene: Scene) -> None:
+    """A row goes back, or is to go on."""
+    row = scene.a_row()
+    kv_len = scene.rng.choice((scene.length(row), max(0, scene.length(row) - 3), 0, scene.room(row) + 1))
+    bad = row not in scene.oracle.kv or kv_len > scene.room(row)
+    given = scene.call(
+        f"truncate row {row} to {kv_len}", lambda: scene.runtime.table.truncate(row, kv_len), wrong="it is bad" * bad
+    )
+    if given is not REFUSED:
+        if kv_len < scene.length(row):  # else it gives back room alone
+            scene.changed(row)
+            scene.unsure.add(row)
+        scene.cut(row, kv_len)
+
+
+def free(scene: Scene) -> None:
+    """A row goes, or has gone."""
+    row = scene.a_row()
+    bad = row not in scene.oracle.kv
+    given = scene.call(f"free row {row}", lambda: scene.runtime.table.free(row), wrong="it is no request's" * bad)
+    if given is not REFUSED:
+        scene.gone(row)
+
+
+def given_to_another(scene: Scene) -> None:
+    """A row goes, and another request comes to it whose tokens were sent from elsewhere."""
+    if not scene.sent or not scene.rows:
+        return export_row(scene)
+    free(scene)
+    return import_row(scene)
+
+
+def fork(scene: Scene) -> None:
+    """A row over another's tokens; also over room that has none yet."""
+    row = scene.a_row()
+    length, room = scene.length(row), scene.room(row)
+    kv_len = scene.rng.choice((length, length, max(0, length - 3), room, room + 1))
+    bad = row not in scene.oracle.kv or kv_len > room
+    child = scene.call(f"fork row {row} at {kv_len}", lambda: scene.runtime.table.fork(row, kv_len), wrong="bad" * bad)
+    if child is REFUSED:
+        return
+    kept = scene.oracle.kv[row][:kv_len]
+    scene.admitted(child, kept)
+    if kv_len > length or row in scene.unsure:
+        scene.unsure |= {row, child}
+
+
+def evict(scene: Scene) -> None:
+    """Pages before the window go."""
+    rows = [scene.a_row() for _ in range(2)]
+    lengths = [scene.length(row) for row in rows]
+    scene.call(f"evict of {rows}", lambda: scene.runtime.table.evict(rows, lengths))
+    if scene.last is not None and {seq.row for seq in scene.last[1]} & {*rows}:
+        scene.provoked = True  # that step run again may begin its windows before those lengths
+
+
+def mark_stored(scene: Scene) -> None:
+    """Tokens count as stored: as many as are, or fewer; of wrong rows, twice, or more than there is room for."""
+    row = scene.a_row()
+    length = scene.length(row)
+    kv_len = scene.rng.choice((length, max(0, length - 2), scene.room(row) + 1, -1, 2**32))
+    rows = [row] * scene.rng.choice((1, 1, 1, 2))
+    bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.room(row) or len(rows) > 1
+    given = scene.call(
+        f"mark_stored({rows}, {kv_len})",
+        lambda: scene.runtime.table.mark_stored(rows, [kv_len] * len(rows)),
+        wrong="it is bad" * bad,
+    )
+    if given is not REFUSED:
+        if kv_len < length:
+            scene.unsure.add(row)  # perhaps below what others share
+        scene.cut(row, kv_len)
+
+
+def keep(scene: Scene) -> None:
+    """Full pages of a row stay."""
+    row, rng = scene.a_row(), scene.rng
+    full = scene.length(row) // scene.page_size
+    first, last = (0, full) if rng.random() < 0.7 else (rng.randint(0, 1), full + 1)
+    bad = row not in scene.oracle.kv or last > full
+    bad = bad and row not in scene.unsure and first < last
+    table = scene.runtime.table.kept
+    if rng.random() < 0.5:
+        ids = scene.call(f"keep {first}:{last} of row {row}", lambda: table.keep(row, first, last), wrong="bad" * bad)
+    else:
+        pages = list(range(first, last))
+        ids = scene.call(
+            f"keep_all {first}:{last} of row {row}",
+            lambda: table.keep_all([row] * len(pages), pages),
+            wrong="bad" * bad,
+        )
+    if ids is REFUSED or row not in scene.oracle.kv:
+        return
+    for page_no, id_ in enumerate(ids.tolist(), first):
+        stored = scene.oracle.page(row, page_no, scene.page_size)
+        scene.kept[id_] = Kept(page_no, stored)
+
+
+def admit_over(scene: Scene) -> None:
+    """A row over kept pages, or over such as were dropped, or in another order."""
+    ids: list[int] = []
+    while found := [id_ for id_, kept in scene.kept.items() if kept.page_no == len(ids)]:
+        ids.append(scene.rng.choice(found))
+    wrong = ""
+    if scene.rng.random() < 0.2 and len(ids) > 1:
+        ids, wrong = ids[::-1], "the pages are in another order"
+    if scene.dropped and scene.rng.random() < 0.3:
+        ids, wrong = [scene.dropped[-1]], "it was dropped"
+    if not ids:
+        return keep(scene)
+    kv_len = len(ids) * scene.page_size - scene.rng.choice((0, 0, 1))
+    row = scene.call(
+        f"admit_over {kv_len} kept tokens", lambda: scene.runtime.table.kept.admit_over(ids, kv_len), wrong=wrong
+    )
+    if row is not REFUSED:
+        scene.admitted(row, [entry for id_ in ids for entry in scene.kept[id_].stored][:kv_len])
+    return None
+
+
+def drop(scene: Scene) -> None:
+    """Kept pages go, or have gone."""
+    if not scene.kept:
+        keep(scene)
+    ids, wrong = list(scene.kept)[: scene.rng.randint(1, 3)], ""
+    if scene.dropped and scene.rng.random() < 0.3:
+        ids, wrong = [scene.rng.choice(scene.dropped)], "it was dropped"
+    if not ids:
+        return
+    if scene.rng.random() < 0.15:
+        scene.call("drop_all", scene.runtime.table.kept.drop_all)
+        ids = list(scene.kept)
+    elif scene.call(f"drop {ids}", lambda: scene.runtime.table.kept.drop(ids), wrong=wrong) is REFUSED:
+        return
+    for id_ in ids:
+        scene.kept.pop(id_, None)
+        scene.dropped.append(id_)
+
+
+def look(scene: Scene) -> None:
+    """Tables report their rows and pages, which changes nothing."""
+    table, row = scene.runtime.table, scene.a_row()
+    ids = list(scene.kept)[:2]
+    calls: list[Callable[[], object]] = [
+        lambda: table.pages_of(row),
+        lambda: table.num_held(row),
+        lambda: table.room([row]),
+        lambda: table.is_reserved([row], [scene.length(row)]),
+        lambda: table.missing_pages(row, 12),
+        lambda: table.is_admitted(row),
+        lambda: (table.is_empty, table.most_new_seqs, table.next_row, table.fewest_free_pages, table.num_free_rows),
+        lambda: table.space(table.full.space),
+        lambda: (table.kept.ids(), table.kept.pages(ids), table.kept.num_holders_of(ids)),
+        lambda: table.kept.num_holders(1),
+        lambda: scene.runtime.seals.tensors(),
+        lambda: (scene.runner.counters, scene.runner.may_run_again),
+        lambda: (scene.runner.graph_again, scene.runner.graph_of_last, scene.runner.capture_report()),
+        lambda: scene.last is None or scene.runner.graph_of(scene.runtime.plan(scene.last[0])),
+        lambda: table.kept.are_kept(table.pages_of(row).tolist(), table.full.space),
+        lambda: (scene.runtime.padding, scene.runtime.deterministic, scene.runtime.selections, scene.runtime.target),
+        lambda: (scene.runtime.kinds, scene.runtime.max_kv_len, scene.runtime.head_weights.of(0)),
+        scene.runtime.head_weights.tensors,
+        lambda: require_state_slots(table, state=torch.zeros(MAX_ROWS + 1, device=scene.device)),
+        scene.runner.check_addresses,
+    ]
+    for number, each in enumerate(calls):
+        if number < 6 and row not in scene.rows:
+            if number in (0, 1, 4):
+                scene.call(f"a look at row {row}", each, wrong="it is no request's")
+        else:
+            before = scene.state()
+            scene.call(f"look {number}", each)
+            if scene.state() != before:
+                raise Finding(f"look {number} has changed something")
+
+
+# Tokens that come and go
+
+
+def export_row(scene: Scene) -> None:
+    """A row's tokens into a buffer: those that it has, or more."""
+    _export(scene, "row")
+
+
+def export_pages(scene: Scene) -> None:
+    """The same by pages, all layers or each for itself."""
+    _export(scene, scene.one_of("export", ("pages", "layers")))
+
+
+def _export(scene: Scene, way: str) -> None:
+    movers, row = scene.movers, scene.a_row()
+    length = scene.length(row)
+    kv_len = scene.rng.choice((length, length, max(1, length - 2), length + 1))
+    wrong = "it has no such tokens" if row not in scene.oracle.kv or kv_len > length else ""
+    if row in scene.unsure:
+        wrong = ""
+
+    def run() -> tuple[Any, Tensor]:
+        pages = movers.exporter.pages_of(row, kv_len)
+        if way != "row":
+            return movers.export(pages, kv_len, scene.device, by_layers=way == "layers")
+        buffer = movers.room(movers.exporter.extent(pages, kv_len), scene.device)
+        return movers.exporter.export_row(row, kv_len, buffer), buffer
+
+    given = scene.call(f"export {kv_len} of row {row} by {way}", run, wrong=wrong)
+    if given is not REFUSED and kv_len <= length:
+        stored = scene.oracle.kv[row][:kv_len]
+        extent, buffer = given
+        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers"))
+
+
+def import_row(scene: Scene) -> None:
+    """Exported tokens come into a row of their own, or into one of another request or of none."""
+    if not scene.sent:
+        return export_row(scene)
+    sent = scene.rng.choice(scene.sent[-3:])
+    if sent.by_layers and scene.kind == "windows":
+        return None
+    if sent.by_layers:
+        return _import_pages(scene, sent, "layers")
+    row = scene.call("importer.admit", lambda: scene.movers.importer.admit(sent.extent))
+    if row is REFUSED:
+        return None
+    scene.admitted(row)
+    scene.unsure.add(row)  # what its window needs is not there yet
+    target = row if scene.kind == "windows" or scene.rng.random() < 0.8 else scene.a_row()
+    given = scene.call(
+        f"import into row {target}",
+        lambda: scene.movers.importer.import_row(target, sent.extent, sent.buffer),
+        wrong="it is no request's" if target not in scene.oracle.kv else "",
+    )
+    if given is not REFUSED:
+        scene.oracle.begin(target, list(sent.stored))
+        if target == row:
+            scene.unsure.discard(row)
+        else:
+            scene.unsure.add(target)  # what it shares may reach further
+    return None
+
+
+def import_pages(scene: Scene) -> None:
+    """The same by pages."""
+    sent = next((each for each in reversed(scene.sent) if not each.by_layers), None)
+    if sent is None:
+        return export_row(scene)
+    if scene.kind == "windows":  # pages of tokens that were not sent become 0 there; import_row() refuses them
+        return import_row(scene)
+    return _import_pages(scene, sent, "pages")
+
+
+def _import_pages(scene: Scene, sent: Sent, what: str) -> None:
+    importer = scene.movers.importer
+    row = scene.call("importer.admit", lambda: importer.admit(sent.extent))
+    if row is REFUSED:
+        return
+    scene.admitted(row)
+
+    def run() -> None:
+        scene.movers.import_(importer.pages_of(row, sent.extent.kv_len), sent)
+        scene.runtime.table.mark_stored([row], [sent.extent.kv_len])
+
+    if scene.call(f"import the {what} of row {row}", run) is not REFUSED:
+        scene.oracle.begin(row, list(sent.stored))

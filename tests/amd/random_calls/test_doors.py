@@ -1,0 +1,175 @@
+"""No side door: every public callable that reaches pages, rows, states or graphs is called by a random tester."""
+
+from __future__ import annotations
+
+from types import CodeType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.amd.random_calls import doors
+from tests.amd.random_calls.engine_scene import EngineScene
+from tests.amd.random_calls.engine_step_verbs import capture, recorded_fill, seal
+from tests.amd.random_calls.engine_verbs import engine_prefill
+from tests.amd.random_calls.pairs import ENGINE, SERVER, drive
+from tests.amd.random_calls.run import run_moves
+from tests.amd.random_calls.scene import Scene
+from tests.amd.random_calls.step_verbs import step_whole
+from tests.amd.random_calls.verbs import prefill
+
+SEEDS_OF_MOVES = 6
+# The verbs that others continue from.
+FIRST = {SERVER.kinds: "export_pages", ENGINE.kinds: "seal"}
+
+# A callable, or the class of some -> why no tester calls it. Callables that are driven, or are gone, must not be here.
+_GATE = "steps, runners and tables call it; each verb goes through it"
+_SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
+_VALUES = "it touches nothing that a runtime or an engine holds"
+_SERVER = "it is driven by the soak, and by the tests of tests/amd/runner and tests/amd/server"
+NOT_DRIVEN: dict[str, str] = {
+    **dict.fromkeys(("StepGate", "RoundTree", "StoredTokens", "BatchChecks", "PageTable", "FaultReports"), _GATE),
+    **dict.fromkeys(("HybridKVPool", "LayerPages", "DeviceStep", "ExternalGate", "AdoptedTables.note_copies"), _GATE),
+    **{
+        f"{layers}.{name}": _SELECTS
+        for layers in ("StepLayers", "CompiledLayers", "ExternalLayers")
+        for name in ("select", "store_index", "give_selection", "attend_selected")
+    },
+    "AdoptedPages.index": _SELECTS,
+    **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
+    **dict.fromkeys(("guards_from_settings", "pick_tokens"), _VALUES),
+    "load_model": _SERVER,
+    "compile_forward": "torch compiles for seconds; what it calls is driven: CompiledLayers",
+    **dict.fromkeys(
+        ("Engine", "AsyncEngine", "RankedEngine", "RequestStream", "SampledCheck", "FlightRecorder"), _SERVER
+    ),
+    "CompiledForward": "torch compiles for seconds; what it calls is driven: CompiledLayers",
+    **dict.fromkeys(("Sampler", "CaptureCheck", "Watchdog", "LogAndCount", "RanksOfGroup"), _VALUES),
+}
+
+
+def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray]]:
+    """Returns objects that callers hold, of every kind, and the tensors and arrays that only the gate may reach."""
+    plain, latent = Scene("graphs", 1, device, None), Scene("latent", 1, device, None)
+    for scene in (plain, latent):
+        prefill(scene)
+    while plain.over is None:
+        step_whole(plain)
+    engine = EngineScene("in place", 1, device, None)
+    engine_prefill(engine)
+    while not engine.is_sealed:
+        seal(engine)
+    capture(engine)
+    while not engine.fills:
+        recorded_fill(engine)
+    held = [
+        plain.runner,
+        plain.drafter,
+        plain.compiled,
+        plain.movers.exporter,
+        plain.movers.importer,
+        plain.over,
+        latent.runtime,
+    ]
+    held += [
+        plain.runtime,
+        latent.runtime.expanded_prefill(0),
+        engine.attention,
+        engine.movers.exporter,
+        engine.fills[0][1],
+    ]
+    tensors: list[Tensor | np.ndarray] = [*engine.kv, engine.entries]
+    for core in engine.attention.cores.values():
+        tensors += core.sealed_tensors().values()
+    for scene in (plain, latent):
+        table = scene.runtime.table
+        tensors += [*scene.runtime.seals.tensors().values(), table.full.entries_host, table.tokens.first_writable]
+    return held, tensors
+
+
+def callables(device: torch.device) -> dict[str, list[CodeType]]:
+    """The doors that there are, with their code."""
+    held, tensors = scenes(device)
+    storages = {doors.storage_of(tensor) for tensor in tensors} - {0}
+    found: dict[str, list[CodeType]] = {**doors.public_functions()}
+    for cls, is_door in doors.public_classes(held, storages).items():
+        if is_door:
+            found |= doors.doors_of(cls)
+    return found
+
+
+def drive_all(device: torch.device) -> None:
+    """Some seeds of moves, and every verb a few times in a row."""
+    for seed in range(SEEDS_OF_MOVES):
+        run_moves(seed, device)
+    for side in (SERVER, ENGINE):
+        for kind, pairs in side.pairs().items():
+            its = [(FIRST[side.kinds], *[one] * 4) for one, other in pairs if one == other]
+            findings = drive(side, kind, its, 1, device).findings
+            assert not findings, "\n".join(findings)
+
+
+def why_not_driven(name: str) -> str:
+    """The reason of a callable or of its class, or nothing."""
+    return NOT_DRIVEN.get(name, NOT_DRIVEN.get(name.partition(".")[0], ""))
+
+
+@pytest.fixture(scope="module")
+def there(device: torch.device) -> dict[str, list[CodeType]]:
+    """The doors that there are, with their code."""
+    return callables(device)
+
+
+@pytest.fixture(scope="module")
+def called(device: torch.device, there: dict[str, list[CodeType]]) -> set[str]:
+    """Those that the testers call."""
+    tracer = doors.Tracer(there)
+    with tracer.watching():
+        drive_all(device)
+    return tracer.called
+
+
+def test_every_public_callable_that_reaches_storage_is_called_by_a_driver(
+    there: dict[str, list[CodeType]], called: set[str]
+) -> None:
+    side_doors = [name for name in sorted(there) if name not in called and not why_not_driven(name)]
+    assert not side_doors, (
+        f"{', '.join(side_doors)} can reach pages, rows, states or graphs, and no random tester calls it: give it a "
+        "verb in tests/amd/random_calls/verbs.py or engine_verbs.py, or say in NOT_DRIVEN why there is none"
+    )
+
+
+def test_every_class_of_the_interface_is_met_by_a_driver(device: torch.device) -> None:
+    held, _ = scenes(device)
+    met = {each.__name__ for cls in doors.public_classes(held, set()) for each in cls.__mro__}
+    unknown = {cls.__name__ for cls in doors.classes_with_behaviour()} - met - {*NOT_DRIVEN}
+    assert not unknown, f"no tester holds a {', '.join(sorted(unknown))}; drive it, or say in NOT_DRIVEN why not"
+
+
+def test_what_is_said_not_to_be_driven_is_there_and_is_not(there: dict[str, list[CodeType]], called: set[str]) -> None:
+    classes = {name.partition(".")[0] for name in there} | {cls.__name__ for cls in doors.classes_with_behaviour()}
+    gone = [name for name in NOT_DRIVEN if name not in there and name not in classes]
+    assert not gone, f"{', '.join(gone)} is in NOT_DRIVEN and is no door any more; take it out"
+    driven = [name for name in NOT_DRIVEN if name in called]
+    assert not driven, f"{', '.join(driven)} is in NOT_DRIVEN, and a tester calls it; take it out"
+
+
+class Door:
+    """Holds on to a tensor of pages, and has no verb."""
+
+    def __init__(self, pages: Tensor) -> None:
+        self.pages = pages
+
+    def write(self) -> None:
+        """Reach it."""
+        self.pages.zero_()
+
+
+def test_an_object_that_holds_on_to_pages_is_a_door(device: torch.device) -> None:
+    pages, other = torch.zeros(2, 3, device=device)[:1], torch.zeros(4, device=device)
+    storages = {doors.storage_of(pages)}
+    assert doors.reaches(Door(pages), storages)
+    assert doors.reaches([{"deep": (lambda: pages[0])}], storages), "by what a function closes over"
+    assert doors.reaches(Door(pages).write, storages), "by what a method is bound to"
+    assert not doors.reaches(Door(other), storages)

@@ -1,0 +1,311 @@
+"""Verbs: every public call of a runtime that reaches rows, pages or graphs, with values that are sometimes wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.paging.convert import convert_pages
+from rocm_attn.step.accepting import select_last_accepted
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.kv_scales import KVScales
+from tests.amd.random_calls.calls import REFUSED
+from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.oracle import UNKNOWN
+from tests.amd.random_calls.scene import MAX_KV_LEN, Scene
+from tests.amd.random_calls.seq import Seq
+from tests.amd.random_calls.step_verbs import (
+    again_by_hand,
+    again_by_runner,
+    attend_one,
+    begin,
+    close,
+    draft_chain,
+    draft_runner,
+    draft_tree,
+    end,
+    fill,
+    lengths_on_device,
+    move,
+    old_layers,
+    reserve_for,
+    run_eagerly,
+    run_graphed,
+    run_graphed_halves,
+    stage,
+    step_compiled,
+    step_halves,
+    step_of_a_thread,
+    step_whole,
+    step_with_rows_worked,
+    store_one,
+    verify,
+)
+from tests.amd.random_calls.table_verbs import (
+    admit,
+    admit_over,
+    drop,
+    evict,
+    export_pages,
+    export_row,
+    fork,
+    free,
+    given_to_another,
+    import_pages,
+    import_row,
+    keep,
+    look,
+    mark_stored,
+    reserve,
+    reserve_all,
+    truncate,
+)
+
+Verb = Callable[[Scene], None]
+
+
+# Calls that concern all rows
+
+
+def weights(scene: Scene) -> None:
+    """Other sinks; or such as no layer has."""
+    if scene.rng.random() < 0.5:
+        scene.set_weights()
+        return
+    wrong = HeadWeights(sinks=torch.zeros(7), alibi_slopes=torch.zeros(7))
+    scene.call("weights of another layer", lambda: scene.runtime.head_weights.set(0, wrong), wrong="they are bad")
+
+
+def kv_scales(scene: Scene) -> None:
+    """Factors: refused while anything is stored, and for layers that have none."""
+    scales = KVScales(0.5, 2.0)
+    has_rows = bool(scene.rows or scene.kept)
+    bad = scene.kind != "eight bits" or has_rows or scene.open is not None
+    scene.call("set_kv_scales", lambda: scene.runtime.set_kv_scales(0, scales), wrong="it is bad" * bad)
+
+
+def scales_from_scratch(scene: Scene) -> None:
+    """All requests go, factors change, and others come."""
+    if scene.kind != "eight bits" or scene.open is not None:
+        return kv_scales(scene)
+    for row in scene.rows:
+        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
+        scene.gone(row)
+    scene.call("drop_all", scene.runtime.table.kept.drop_all)
+    scene.kept.clear()
+    step = scene.rng.choice((0.5, 1.0, 2.0))
+    given = scene.call("set_kv_scales", lambda: scene.runtime.set_kv_scales(0, KVScales(step, 1 / step)))
+    if given is not REFUSED:
+        scene.sent.clear()  # a passport of other factors
+        scene.renew_movers()
+    return prefill(scene)
+
+
+def convert(scene: Scene) -> None:
+    """The pages of a row become those of another, of eight bits; or none may."""
+    row = scene.a_row()
+    length = scene.length(row)
+    if row not in scene.oracle.kv or not length:
+        return
+    child = scene.call("admit", scene.runtime.table.admit)
+    if child is REFUSED:
+        return
+    scene.admitted(child)
+    bad = scene.kind != "eight bits"
+
+    def run() -> None:
+        table = scene.runtime.table
+        table.reserve(child, length)
+        count = -(-length // scene.page_size)
+        at = [torch.tensor(table.pages_of(each)[:count].tolist(), device=scene.device) for each in (row, child)]
+        copies = table.full.pending.copies
+        at[0] = torch.tensor([copies.get(page, page) for page in at[0].tolist()], device=scene.device)
+        pages = scene.runtime.pool.layer(0)
+        convert_pages(pages, pages, at[0], at[1])
+        table.mark_stored([child], [length])
+
+    try:
+        given = REFUSED if bad else scene.call(f"convert row {row} for row {child}", run)
+    finally:
+        pages = torch.zeros(1, dtype=torch.int64, device=scene.device)
+        layer = scene.runtime.pool.layer(0)
+        scene.call("convert to page 0", lambda: convert_pages(layer, layer, pages, pages), wrong="page 0 stays 0")
+    if given is not REFUSED:
+        scene.oracle.begin(child, list(scene.oracle.kv[row][:length]))
+
+
+def expanded(scene: Scene) -> None:
+    """Expanded prefill of a latent layer, in the step that runs or in none."""
+    layers = scene.model.layers
+    if not scene.is_latent:
+        scene.call("expanded prefill", lambda: scene.runtime.expanded_prefill(0), wrong="no layer is latent")
+        return
+    prefill_of = scene.runtime.expanded_prefill(0)
+    layer, heads = layers[0], layers[0].problem.num_q_heads
+
+    def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
+        k = latents[:, None].expand(-1, heads, -1)
+        return k, k[..., : layer.problem.v_head_dim]
+
+    if scene.open is None:
+        q = torch.zeros(2, heads, layer.problem.head_dim, device=scene.device)
+        scene.call("expanded without a step", lambda: prefill_of.attend(q, q[:, 0], expand), wrong="no step runs")
+        begin(scene)
+    begun = scene.open
+    if begun is None:
+        return
+    lives = all(begun.changes[seq.row] == scene.changes[seq.row] for seq in begun.seqs)
+    entries = torch.tensor([entry for seq in begun.seqs for entry in seq.stored], device=scene.device)
+    if not len(entries):
+        return
+    q, k, _ = layer.of(entries)
+    given = scene.call("expanded prefill", lambda: prefill_of.attend(q, k[:, 0].contiguous(), expand, chunk_tokens=3))
+    if given is REFUSED or not lives:
+        return
+    out, at = given[0].double().cpu().numpy(), 0
+    for seq in begun.seqs:
+        kv = scene.oracle.kv[seq.row]
+        scene.oracle.kv[seq.row] = kv[: seq.begin] + seq.stored
+        answer = scene.oracle.attend(scene.oracle.layers[0], seq.row, seq.tokens())
+        scene.oracle.kv[seq.row] = kv
+        off = np.abs(out[at : at + len(seq.ids)] - answer.out)
+        if not (off[answer.known] <= 4 * answer.out_bound[answer.known] + 1e-6).all():
+            raise Finding(f"expanded prefill of row {seq.row} is off by {off[answer.known].max():.2g}")
+        at += len(seq.ids)
+
+
+def captures(scene: Scene) -> None:
+    """Every graph is made."""
+    scene.call("capture_all", scene.one_of("captures", (scene.runner, scene.drafter)).capture_all)
+
+
+def reopen(scene: Scene) -> None:
+    """Other capture sizes, or such as are none."""
+    sizes = scene.rng.choice(((4,), (4,), (3,), (), (2, 2)))
+    given = scene.call(
+        f"reopen for {sizes}", lambda: scene.runner.reopen(sizes, (16,)), wrong="bad" * (sizes in ((), (2, 2)))
+    )
+    if given is not REFUSED:
+        scene.last = None
+
+
+def unseal(scene: Scene) -> None:
+    """Addresses are given up, and perhaps fixed again."""
+    seals = scene.runtime.seals
+    given = scene.call("unseal", lambda: seals.unseal((4,), (16,)))
+    if given is not REFUSED:
+        scene.last = None
+    if scene.rng.random() < 0.3:
+        scene.call("give_up", seals.give_up)
+    if scene.rng.random() < 0.5:
+        scene.call("seal", seals.seal)
+    else:
+        scene.call("reseal", lambda: seals.reseal((4,), (16,)))
+        scene.last = None
+
+
+def ask(scene: Scene) -> None:
+    """check_device(), of the runtime or of a runner."""
+    asks = (scene.runtime.check_device, scene.runner.check_device)
+    scene.call("check_device", scene.one_of("ask", asks))
+
+
+def copied(scene: Scene) -> None:
+    """Copies are refused."""
+    what = scene.rng.choice((scene.runtime, scene.runner))
+    scene.call("deepcopy", lambda: copy.deepcopy(what), wrong="addresses of its device memory")
+
+
+def accepted_rows(scene: Scene) -> None:
+    """select_last_accepted() over a step that is over."""
+    if scene.over is None:
+        return
+    part = scene.over.parts[0]
+    if part.parents.numel():
+        raise Finding("a step that is no round has parents")
+    rows = torch.zeros(part.token_ids.shape[0] + scene.rng.choice((0, 0, 1)), 2, device=scene.device)
+    counts = torch.ones(part.row_of_seq.shape[0], dtype=torch.int32, device=scene.device)
+    scene.call("select_last_accepted", lambda: select_last_accepted(rows, part, counts))
+
+
+VERBS: dict[str, Verb] = {
+    verb.__name__: verb
+    for verb in (
+        step_whole, step_halves, step_compiled, step_with_rows_worked, run_graphed, run_graphed_halves, run_eagerly,
+        step_of_a_thread, lengths_on_device, verify, move, again_by_hand, again_by_runner, begin, stage, fill,
+        store_one, attend_one, old_layers, end, draft_chain, draft_tree, draft_runner, admit, reserve, reserve_all,
+        truncate, free, given_to_another, fork, evict, mark_stored, keep, admit_over, drop, look, export_row,
+        export_pages, import_row, import_pages, weights, kv_scales, scales_from_scratch, convert, expanded, captures,
+        reopen, unseal, ask, copied, accepted_rows,
+    )
+}  # fmt: skip
+
+
+# Before and after a few verbs
+
+
+def prefill(scene: Scene) -> None:
+    """Rows that have tokens: three for whom it is new, and a fork."""
+    while len(scene.rows) < 3:
+        admit(scene)
+    seqs = [Seq(row, 0, scene.ids(scene.rng.randint(3, 9))) for row in scene.rows if not scene.length(row)][:4]
+    if seqs:
+        reserve_for(scene, seqs)
+        batch = scene.batch(seqs)
+        rows = scene.call("prompts", lambda: scene.runner.run(batch), right=not scene.unsure & {s.row for s in seqs})
+        if rows is not REFUSED:
+            scene.staged(batch, seqs)
+            scene.stored(seqs)
+
+
+def settle(scene: Scene) -> None:
+    """Close what is open; then each request goes on by a token, and gives what the oracle says."""
+    close(scene)
+    scene.compare_pool("closing")
+    if scene.listen():
+        scene.say("reported at the end")
+    scene.provoked = False
+    sure = [row for row in scene.rows if row not in scene.unsure and scene.length(row) < MAX_KV_LEN]
+    for first in range(0, len(sure), 4):
+        _go_on(scene, sure[first : first + 4], right=True)
+    for row in [row for row in scene.rows if row in scene.unsure and scene.length(row) < MAX_KV_LEN]:
+        _go_on(scene, [row], right=False)
+    scene.compare_pool("going on")
+
+
+def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
+    seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
+    ends = [seq.end for seq in seqs]
+    if scene.call(f"room for {rows}", lambda: scene.runtime.table.reserve_all(rows, ends), right=right) is REFUSED:
+        return
+    batch = scene.batch(seqs)
+    given = scene.call(f"rows {rows} go on", lambda: scene.runner.run(batch), right=right)
+    if given is REFUSED:
+        scene.last = None
+        return
+    scene.staged(batch, seqs)
+    scene.stored(seqs)
+    scene.compare_rows(f"rows {rows} going on", seqs, given)
+
+
+def clear(scene: Scene) -> None:
+    """Fewer requests and kept pages, so that the next verbs find room."""
+    rng = scene.rng
+    while len(scene.rows) > 4 or any(scene.length(row) > MAX_KV_LEN - 12 for row in scene.rows):
+        row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
+        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
+        scene.gone(row)
+    for row in [row for row in scene.rows if row in scene.unsure or UNKNOWN in scene.oracle.kv[row]]:
+        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
+        scene.gone(row)
+    if len(scene.kept) > 6:
+        scene.call("drop_all", scene.runtime.table.kept.drop_all)
+        scene.dropped += list(scene.kept)
+        scene.kept.clear()
+    scene.sent = scene.sent[-4:]
+    scene.log = scene.log[-12:]

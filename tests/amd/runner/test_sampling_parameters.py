@@ -1,0 +1,295 @@
+"""Sampling options of requests other than draws: right by float64, and independent of how the engine serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.request import Completion, Request, RequestsFailed
+from rocm_serve.request import Sequence as Served
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
+from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
+from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
+from rocm_serve.sampling.token_counts import TokenCounts
+from tests.amd.runner.thread_ranks import on_threads
+from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
+from tests.amd.tolerances import assert_logprobs_close
+
+VOCAB = 64
+CPU = torch.device("cpu")
+ALL = (PLAIN, *ASKING, *CONSTRAINED)
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return character_model()
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> list[Completion]:
+    """Serves each request with a separate engine."""
+    return [Engine(loaded, BASE).generate([request])[0] for request in ALL]
+
+
+def new_picker(most_rows: int, vocab: int) -> ParameterPicker:
+    return ParameterPicker(TokenPicker(CPU, most_rows, TORCH.ops().pick_rows), TORCH.ops(), vocab, most_rows)
+
+
+def served(request: Request, new: Sequence[int] = (), number: int = 0) -> Served:
+    """A sequence that has these new tokens."""
+    stops = frozenset({END})
+    parameters = sampling_parameters_of(request, stops, None)
+    tokens = [*request.prompt_token_ids, *new]
+    return Served(
+        number, request, stops, Sampler(request.sampling), tokens, CachedRow("", is_cached=False), parameters=parameters
+    )
+
+
+def requested(sequence: Served, place: int) -> RowParameters:
+    assert sequence.parameters is not None
+    return sequence.parameters.of(sequence, place)
+
+
+def probabilities(logits: npt.NDArray[np.float64], sampling: Sampling, prompt: set[int], new: Sequence[int]) -> Any:
+    """Computes the probabilities by definition, in float64."""
+    times = np.bincount(np.array(new, np.int64), minlength=len(logits))
+    seen = (times > 0) | np.isin(np.arange(len(logits)), list(prompt))
+    x = logits.copy()
+    x[seen] = np.where(x[seen] > 0, x[seen] / sampling.repetition_penalty, x[seen] * sampling.repetition_penalty)
+    x = x - sampling.presence_penalty * (times > 0) - sampling.frequency_penalty * times
+    for token, bias in sampling.logit_bias:
+        x[token] += bias
+    weights = np.exp((x - x.max()) / sampling.temperature)
+    order = np.argsort(-weights, kind="stable")
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0
+    weights[weights < sampling.min_p * weights.max()] = 0
+    mass = np.cumsum(weights[order])
+    weights[order[int(np.searchsorted(mass, sampling.top_p * mass[-1])) + 1 :]] = 0
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(drawn(top_k=6, min_p=0.05, top_p=0.8), marks=pytest.mark.nightly),
+        pytest.param(drawn(presence_penalty=1.0, frequency_penalty=0.7), marks=pytest.mark.nightly),
+        drawn(repetition_penalty=0.6, frequency_penalty=-0.5, logit_bias=((3, -1.0),), top_k=7, min_p=0.02, top_p=0.95),
+    ],
+    ids=lambda sampling: str(sampling.top_k + sampling.repetition_penalty),
+)
+def test_tokens_are_drawn_as_float64_says(sampling: Sampling) -> None:
+    """A chi-square of 1,500 draws from one row, with the request's own uniform numbers, next to rows of others."""
+    logits = np.log([0.3, 0.2, 0.15, 0.1, 0.08, 0.07, 0.05, 0.03, 0.015, 0.005]) + 2.0
+    new, num_draws, at_once = [0, 0, 4, 7, 0, 9], 1_500, 100
+    request = Request((1, 4, 2), 10, sampling)
+    wanted = probabilities(logits, sampling, {1, 4, 2}, new)
+    picker, sampler = new_picker(2 * at_once, 10), Sampler(sampling)
+    rows = torch.from_numpy(logits).float().expand(2 * at_once, -1).contiguous()
+    rows[1::2] = torch.linspace(0, 3, 10)
+    counts = np.zeros(10)
+    sequences = [served(request, new, number) for number in range(at_once)]
+    for first in range(0, num_draws, at_once):
+        draws = {2 * row: sampler.draw(first + row) for row in range(at_once)}
+        parameters = {2 * row: requested(sequence, len(new)) for row, sequence in enumerate(sequences)}
+        picks = picker.pick(rows, draws, parameters).read()
+        assert set(picks[1::2]) == {9}
+        counts += np.bincount([pick for pick in picks[::2] if isinstance(pick, int)], minlength=10)
+    possible = wanted > 0
+    assert counts[~possible].sum() == 0
+    expected = wanted[possible] * num_draws
+    chi_square, freedom = float(((counts[possible] - expected) ** 2 / expected).sum()), possible.sum() - 1
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 12  # one in a million exceeds this
+
+
+def test_logprobs_are_those_of_the_logits_before_anything_is_done_to_them() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).mul_(3)
+    sampling = drawn(frequency_penalty=2.0, logit_bias=((int(logits[0].argmax()), -100.0),))
+    request = Request((1, 2), 5, sampling, logprobs=4)
+    picked = new_picker(2, 50).pick(logits, {}, {0: requested(served(request), 0)})
+    picks = picked.read()
+    emitted = picked.logprobs(picks)
+    assert set(emitted) == {0}
+    exact = logits[0].double().log_softmax(-1)
+    assert picks[0] == emitted[0].token_id != int(logits[0].argmax())
+    ids = [token for token, _ in emitted[0].likeliest]
+    assert ids == exact.argsort(descending=True, stable=True)[:4].tolist()
+    found = torch.tensor([emitted[0].logprob, *(logprob for _, logprob in emitted[0].likeliest)])
+    assert_logprobs_close(found, exact[torch.tensor([emitted[0].token_id, *ids])])
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"graphs": True}, marks=pytest.mark.nightly),
+        pytest.param({"steps_ahead": 1}, marks=pytest.mark.nightly),
+        {"steps_ahead": 1, "graphs": True},
+        {"speculative": "ngram", "draft_tokens": 4, "steps_ahead": 1},
+        pytest.param({"speculative": "ngram", "draft_tokens": 6, "topk": 3, "graphs": True}, marks=pytest.mark.nightly),
+        {"steps_ahead": 1, "num_pages": 16},
+        {"max_batch_size": 3, "chunk": 3},
+    ],
+    ids=str,
+)
+def test_requests_come_to_the_same_however_they_are_served(
+    loaded: LoadedModel, alone: list[Completion], changes: dict[str, Any]
+) -> None:
+    engine = Engine(loaded, replace(BASE, **changes))
+    assert engine.generate(ALL) == alone
+    if changes.get("num_pages"):
+        assert engine.report().metrics.preemptions > 0
+
+
+def test_two_ranks_come_to_the_same(alone: list[Completion]) -> None:
+    def serve(ranks: Any) -> list[Completion]:
+        return Engine(character_model(ranks), BASE).generate(ALL)
+
+    for served_by_one in on_threads(2, serve):
+        assert [done.token_ids for done in served_by_one] == [done.token_ids for done in alone]
+        assert [done.text for done in served_by_one] == [done.text for done in alone]
+
+
+def test_each_ask_changes_what_a_request_comes_to(loaded: LoadedModel, alone: list[Completion]) -> None:
+    """Otherwise the other tests here would pass for an engine that ignores the options."""
+    plain, likeliest, *_, early, stopped = alone[: 1 + len(ASKING)]
+    hot = Engine(loaded, BASE).generate([replace(PLAIN, sampling=drawn())])[0]
+    assert likeliest.token_ids == plain.token_ids
+    others = [done.token_ids for done in alone[2:6]]
+    assert len({*others, plain.token_ids, hot.token_ids}) == len(others) + 2
+    assert early.token_ids == (*plain.token_ids[:9], END)
+    assert stopped.finish_reason == "stop"
+    assert hot.text.startswith(stopped.text)
+
+
+def test_penalties_hold_for_the_tokens_that_came_before(loaded: LoadedModel) -> None:
+    """A penalty lets each token come once; the last token of each step is unread when the next one is picked."""
+    request = Request(PROMPT, 40, Sampling(logit_bias=((END, -100.0),), presence_penalty=2.0, frequency_penalty=2.0))
+    strong = replace(request.sampling, repetition_penalty=100.0)
+    engine = Engine(loaded, replace(BASE, steps_ahead=1))
+    tokens = engine.generate([replace(request, sampling=strong)])[0].token_ids
+    assert len(set(tokens)) == len(tokens) == 40
+    assert not set(tokens) & set(PROMPT)
+
+
+def test_a_count_that_is_off_is_noticed(
+    loaded: LoadedModel, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the token that the host has not read yet, other tokens result: the test above depends on it."""
+    count = TokenCounts.rows
+
+    def without_pending(counts: TokenCounts, texts: Any, picked: Tensor) -> list[int]:
+        return count(counts, [text._replace(pending_at=-1) for text in texts], picked)
+
+    monkeypatch.setattr(TokenCounts, "rows", without_pending)
+    done = Engine(loaded, replace(BASE, steps_ahead=1)).generate([PLAIN, *ASKING])
+    assert [each.token_ids for each in done] != [each.token_ids for each in alone[: len(done)]]
+
+
+def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:
+    request = replace(ASKING[0], stop=("8",))
+    events: list[Any] = []
+    done = Engine(loaded, replace(BASE, steps_ahead=1)).generate([request, PLAIN], events.append)
+    assert [emitted.token_id for emitted in done[0].logprobs] == list(done[0].token_ids)
+    assert all(len(emitted.likeliest) == 3 for emitted in done[0].logprobs)
+    assert tuple(event.logprobs for event in events if event.request == 0) == done[0].logprobs
+    assert done[1].logprobs == ()
+    assert all(event.logprobs is None for event in events if event.request == 1)
+
+    async def read() -> list[Any]:
+        async with AsyncEngine(Engine(loaded, BASE)) as front:
+            return [emitted async for piece in front.stream(request) for emitted in piece.logprobs]
+
+    assert tuple(asyncio.run(read())) == done[0].logprobs
+
+
+def test_a_row_that_is_no_number_fails_its_request_alone_whatever_it_asks_for() -> None:
+    logits = torch.randn(3, 10)
+    logits[0, 4], logits[2, 1] = NAN, float("inf")
+    request = Request((1,), 5, drawn(frequency_penalty=1.0, top_k=3), logprobs=2)
+    parameters = {row: requested(served(request, (2,), row), 1) for row in range(3)}
+    picked = new_picker(3, 10).pick(logits, {row: Draw(1.0, 0.9, 0.3) for row in range(3)}, parameters)
+    picks = picked.read()
+    assert [isinstance(pick, BadLogits) for pick in picks] == [True, False, True]
+    assert "the largest logit of the next token is nan" in str(picks[0])
+    assert set(picked.logprobs(picks)) == {1}
+
+
+def test_a_request_that_allows_no_token_fails_alone(loaded: LoadedModel, alone: list[Completion]) -> None:
+    stops = tuple(range(VOCAB))
+    engine = Engine(loaded, BASE)
+    with pytest.raises(RequestsFailed) as failed:
+        engine.generate([Request(PROMPT, 5, stop_token_ids=stops, min_tokens=2), PLAIN])
+    none, plain = failed.value.completions
+    assert none.error.startswith("no token is left that the request allows: its constraint, its biases or min_tokens")
+    assert plain == alone[0]
+
+
+def test_rows_that_ask_for_nothing_are_picked_from_as_ever(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launch is added for them: neither in a step with only such rows nor for a greedy request with top_k."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a step without asks goes through the picker of others")
+
+    monkeypatch.setattr(ParameterPicker, "pick", refuse)
+    requests = [PLAIN, Request(PROMPT, 8, drawn(top_p=0.9)), Request(PROMPT, 8, Sampling(top_k=3, min_p=0.5))]
+    Engine(loaded, BASE).generate(requests)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"top_k": -1}, "top_k is -1; it must be at least 0"),
+        ({"min_p": 1.5}, "min_p is 1.5; it must be at least 0 and at most 1"),
+        ({"presence_penalty": NAN}, "presence_penalty is nan; it must be at least -2"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty is 2.5"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty is 5e-324; it must be at least 0.01"),
+        ({"logit_bias": ((1, 200.0),)}, "logit_bias of token 1 is 200.0"),
+        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit_bias has a token twice"),
+        ({"logit_bias": tuple((token, 1.0) for token in range(1025))}, "logit_bias has 1025 tokens"),
+    ],
+)
+def test_sampling_without_sense_is_refused(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadRequest, match=sentence):
+        Sampling(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"min_tokens": 9}, "min_tokens is 9; it must be at least 0 and at most max_new_tokens, which is 8"),
+        ({"logprobs": 21}, "logprobs is 21; it must be -1"),
+        ({"logprobs": NO_LOGPROBS - 1}, "logprobs is -2"),
+    ],
+)
+def test_requests_without_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadRequest, match=sentence):
+        Request((1,), 8, **values)
+
+
+def test_a_bias_of_a_token_that_does_not_exist_is_refused(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, EngineOptions(provider="torch", num_pages=9, max_kv_len=16, graphs=False))
+    with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary"):
+        engine.submit(Request((1,), 2, Sampling(logit_bias=((64, 1.0),))))

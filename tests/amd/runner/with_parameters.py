@@ -1,0 +1,74 @@
+"""A small model whose tokens are characters, and requests that use every sampling option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import tokenizers
+
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.constraint import Constraint
+from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner.tiny_model import tiny_model
+
+CHARACTERS = '{}[]":, 0123456789abcdefghijklmnopqrstuvwxyz.-'
+END = len(CHARACTERS)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", "yes"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+# Deterministic: a request's completion must not depend on the other requests in its steps.
+BASE = EngineOptions(
+    provider="torch",
+    page_size=4,
+    max_batch_size=8,
+    chunk=12,
+    graphs=False,
+    max_kv_len=80,
+    capture_after=0,
+    steps_ahead=0,
+    deterministic=True,
+)
+
+
+def character_tokenizer() -> Tokenizer:
+    """A token for each of CHARACTERS, in their order, and one that ends a text."""
+    vocabulary = {character.replace(" ", "\u0120"): number for number, character in enumerate(CHARACTERS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+
+
+def character_model(ranks: Ranks = ONE_RANK) -> LoadedModel:
+    """The ids beyond the tokenizer's are of no text: a model may have more tokens than its tokenizer."""
+    return tiny_model(tokenizer=character_tokenizer(), eos_token_ids=(END,), ranks=ranks)
+
+
+def drawn(**requested: object) -> Sampling:
+    return replace(Sampling(temperature=1.2, seed=4), **requested)  # type: ignore[arg-type]
+
+
+PROMPT = (8, 9, 8, 10)
+PLAIN = Request(PROMPT, 16)
+ASKING = (
+    Request(PROMPT, 16, logprobs=3),
+    Request(PROMPT, 16, drawn(frequency_penalty=1.5), logprobs=0),
+    Request(PROMPT, 16, Sampling(repetition_penalty=1.8, presence_penalty=0.5)),
+    Request(PROMPT, 16, drawn(top_k=3, min_p=0.1)),
+    Request(PROMPT, 16, drawn(logit_bias=((30, 9.0), (31, 9.0)), top_p=0.9)),
+    Request(PROMPT, 16, Sampling(logit_bias=((END, 90.0),)), min_tokens=9),
+    Request(PROMPT, 16, drawn(), stop=("rp", "never")),
+)
+CONSTRAINED = (
+    Request(PROMPT, 40, drawn(), constraint=Constraint.json_schema(SCHEMA), logprobs=1),
+    Request(PROMPT, 40, drawn(frequency_penalty=0.3), constraint=Constraint.regex("[a-f]{4,9}[0-9]")),
+    Request(PROMPT, 40, constraint=Constraint.choice(["yes", "no"]), min_tokens=20),
+)

@@ -109,7 +109,7 @@ MISTAKES = {
     "decode_looks_past_the_end_of_the_table": Mistake(
         decode,
         "next_page = pages_of_block(pages, block + 1, page_lane,",
-        "next_page = pages_of_block(Line(pages.at, 1 << 30), (block + 1) * 999, page_lane,",
+        "next_page = pages_of_block(TableLine(pages.at, 1 << 30), (block + 1) * 999, page_lane,",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),

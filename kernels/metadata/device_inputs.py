@@ -45,7 +45,7 @@ _SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
         "device_kv_len",
         "device_q_len",
         "device_token_ids",
-        "floor",
+        "first_writable",
         "stored",
         "counts",
         "kv_len",

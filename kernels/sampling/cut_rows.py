@@ -21,7 +21,7 @@ _BLOCK = 4096
 _COLUMNS, _TOP_K, _DEPTH = (tl.constexpr(n) for n in (columns.NUM_COLUMNS, columns.TOP_K, columns.DEPTH))
 
 
-@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["asked", "shaped"])
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["parameters", "shaped"])
 def _cut_rows_kernel(parameters, shaped, vocab, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     row = shaped + place.to(tl.int64) * vocab

@@ -20,7 +20,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(
     do_not_specialize=["vocab", "logits_stride", "width"],
-    do_not_specialize_on_alignment=["logits", "asked", "tokens", "likeliest"],
+    do_not_specialize_on_alignment=["logits", "parameters", "tokens", "likeliest"],
 )
 def _likeliest_kernel(
     logits, parameters, tokens, likeliest, vocab, logits_stride, width, SAME_BITS: tl.constexpr, BLOCK: tl.constexpr

@@ -35,7 +35,7 @@ def _float(word):
 
 @triton.jit(
     do_not_specialize=["vocab", "logits_stride", "mask_words"],
-    do_not_specialize_on_alignment=["logits", "asked", "counts", "masks", "shaped"],
+    do_not_specialize_on_alignment=["logits", "parameters", "counts", "masks", "shaped"],
 )
 def _shape_rows_kernel(
     logits, parameters, counts, masks, shaped, vocab, logits_stride, mask_words, BLOCK: tl.constexpr

@@ -51,7 +51,7 @@ def _tokens_at(text, picked, place, known, mask):
         "token_ids",
         "texts",
         "limit",
-        "told",
+        "emitted",
         "numbers",
         "terms",
         "num_appended",

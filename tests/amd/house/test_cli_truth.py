@@ -91,7 +91,7 @@ def test_every_encoding_is_run_that_can_be(capsys: pytest.CaptureFixture[str]) -
     assert [each["way"].split(",")[0] for each in said["not_run"]] == ["provider aiter"] * 2
     sequence, _ = said["runs"][0]["layers"][0]["sequences"]
     assert sequence["tokens"] == 40
-    assert sequence["asked"] > sequence["missed"] == 0
+    assert sequence["requested"] > sequence["missed"] == 0
 
 
 def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

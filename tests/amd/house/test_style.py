@@ -64,3 +64,26 @@ def test_annotations_in_jitted_functions_are_those_that_triton_reads() -> None:
         if (found := refused_annotations(ast.parse(path.read_text(), str(path))))
     }
     assert refused == {}
+
+
+def stale_names(tree: ast.Module) -> list[str]:
+    """Returns the names in lists such as do_not_specialize=[...] of jitted functions that are not their parameters."""
+    return [
+        f"{node.name} (line {node.lineno}): {name.value!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and is_jitted(node)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+        for keyword in decorator.keywords
+        if isinstance(keyword.value, ast.List)
+        for name in keyword.value.elts
+        if isinstance(name, ast.Constant) and name.value not in {each.arg for each in node.args.args}
+    ]
+
+
+def test_what_is_not_specialised_is_a_parameter() -> None:
+    """Triton ignores a name that it does not know, and then compiles another variant while requests wait."""
+    stale = "@triton.jit(do_not_specialize=['old', 'n'])\ndef kernel(n):\n    pass"
+    assert stale_names(ast.parse(stale)) == ["kernel (line 2): 'old'"]
+    for path in every_python_file():
+        assert not stale_names(ast.parse(path.read_text())), path

@@ -11,14 +11,24 @@ import pkgutil
 from typing import Any
 
 
+def _names_in(package: str, file: str) -> dict[str, str]:
+    """Returns the names that a file of a package imports, each with the module it is from, and those of its classes."""
+    text = pkgutil.get_data(package, file)
+    assert text is not None
+    found: dict[str, str] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {each.name: str(node.module) for each in node.names}
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = package
+    return found
+
+
 class StableNames:
     """The names of a package. namespace: globals() of the package"""
 
     def __init__(self, package: str, namespace: dict[str, Any]) -> None:
-        stub = pkgutil.get_data(package, "__init__.pyi")
-        assert stub is not None
-        imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
-        self._module_of = {name.name: str(node.module) for node in imports for name in node.names}
+        self._module_of = _names_in(package, "__init__.pyi")
         self._package, self._namespace = package, namespace
 
     @property
@@ -31,17 +41,15 @@ class StableNames:
         if name not in self._module_of:
             raise AttributeError(f"module {self._package!r} has no attribute {name!r}; {self._hint(name)}")
         place = self._module_of[name]
-        module = importlib.import_module(place) if place != self._package else None
-        has_it = module is not None and hasattr(module, name)
-        value = getattr(module, name) if has_it else importlib.import_module(f"{place}.{name}")
-        self._namespace[name] = value
+        there = vars(importlib.import_module(place))  # the package's own __getattr__ would lead here again
+        value = self._namespace[name] = there[name] if name in there else importlib.import_module(f"{place}.{name}")
         return value
 
     def _hint(self, name: str) -> str:
-        """Where a name is that is not at the top."""
-        for tier in (each for each, place in self._module_of.items() if place == f"{self._package}.stable"):
-            if hasattr(self.get(tier), name):
-                return f"it is {self._package}.{tier}.{name}"
+        """Returns where a name is that is not at the top. Reads files and imports nothing, so it needs no torch."""
+        for module, place in self._module_of.items():
+            if place in (self._package, f"{self._package}.stable") and name in _names_in(place, f"{module}.py"):
+                return f"it is {self._package}.{module}.{name}"
         return "docs/names.md lists its names"
 
     def dir(self) -> list[str]:

@@ -24,9 +24,8 @@ class Report:
     kv_bytes:        of the pools
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
-    speculative_steps:          how rounds of draft tokens follow from each other, or why the host plans each; empty:
-                                there are no
-                     draft tokens
+    speculative_steps: how rounds of draft tokens follow from each other, or why the host plans each; empty: there are
+                     no draft tokens
     deterministic:   whether a request's tokens are independent of other requests
     ranks:           that share the model by tensor parallelism; the other fields are of rank 0
     cost_of_ranks:   the cost of dividing the model over them, in sentences

@@ -204,10 +204,10 @@ class Sequence:
     row:        of the request table; 0 while it waits
     is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
     times:      since the request was taken
-    pending_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
+    pending_at: its place among the picks of the step that was launched last, whose token the host has not read yet;
                 ALL_READ if there is none
     most_tokens: of prompt and text together: at this number the text ends
-    parameters:       demands of its picks in addition to draws; None: nothing
+    parameters: demands of its picks in addition to draws; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
     """
 

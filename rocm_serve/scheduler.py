@@ -74,7 +74,7 @@ class ScheduledStep:
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     drafts:    seq -> the drafts that its new tokens end with, if it has any
     has_trees: whether drafts have branches
-    with_parameters:    the places among `picking` of those that do not simply take the likeliest token
+    with_parameters: the places among `picking` of those that do not simply take the likeliest token
     """
 
     sequences: tuple[Sequence, ...]

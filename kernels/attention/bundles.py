@@ -39,7 +39,7 @@ class TableLine(NamedTuple):
 class KeyValues(NamedTuple):
     """The K and V pages that a query reads, from a KV head on; the sequence's line of the table; the head's scales.
 
-    scale_values: a Factors (coded.py)
+    scale_values: a ScalePointers (coded.py)
     """
 
     k: PagePointers

@@ -64,7 +64,7 @@ class Operands(NamedTuple):
 
     k, v:           pages of the first KV head
     line:           the table's first line; table_row: stride between lines
-    scale_values:        pointers of the scales of K and of V, see coded.py
+    scale_values:   pointers of the scales of K and of V, see coded.py
     mask:           a MaskOfStep, or None
     logits:         qk_scale, tanh_scale, and the pointer of the slopes or None
     """

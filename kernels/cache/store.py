@@ -61,7 +61,7 @@ def _in_pages(row, scale_value, scale, head, first_scale, G: tl.constexpr):
     """Returns a finite row [HEADS_BLOCK, elements] as its pages hold it.
 
     scale_value:      the result of _given_scale
-    scale:       the scales of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
+    scale:            the scales of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
     first_scale: the place of the token's scale in the first head
     """
     if not is_coded(G.ENCODING):

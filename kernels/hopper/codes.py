@@ -56,7 +56,7 @@ class CodeTiles(NamedTuple):
     """A ring of tiles of codes, K and V in turn.
 
     boxes, pieces: the ring as boxes of a page, and as pieces that are decoded at a time
-    full, free:    barriers for a tile being loaded, and for its being decoded
+    full, free:         barriers for a tile being loaded, and for its being decoded
     k_scale_values:     float32 [STAGES, KEY_BLOCK], scales of tokens, with the ring of K
     v_scale_values:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
     """

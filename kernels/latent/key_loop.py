@@ -263,8 +263,7 @@ def load_latents(
     """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
 
     scale_value: scale of each token, [keys], if tokens have one. It would cost float16's weights their smallest bits,
-                 so
-            with float16 rows are multiplied; otherwise the caller multiplies columns of scores and weights
+                 so with float16 rows are multiplied; otherwise the caller multiplies columns of scores and weights
     """
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM

@@ -50,7 +50,7 @@ class SlotParts(NamedTuple):
     rows, kv_len, q_len
     token_ids:   num_token_ids words
     prefix_len, group_end: read if the step shares prefixes
-    first_writable:       read if the device knows lengths: the first token that the step may store in each row
+    first_writable: read if the device knows lengths: the first token that the step may store in each row
     stored:      likewise: tokens of each row that are stored, at most, before the step
     """
 

@@ -67,7 +67,7 @@ def launch_likeliest(logits: Tensor, parameters: Tensor, tokens: Tensor, likelie
     """Finds the likeliest tokens of some rows.
 
     logits:    float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
-    parameters:     int32 [num, 2], contiguous: a row, and how many of its likeliest tokens, 0 to width
+    parameters: int32 [num, 2], contiguous: a row, and how many of its likeliest tokens, 0 to width
     tokens:    int32 [rows], the tokens that were picked
     likeliest: int32 [num, 1 + 2 * width], contiguous, receives the bits of the picked token's logprob, and for each of
                the likeliest ones its id and the bits of its logprob, in no order; entries beyond stay unchanged. For a

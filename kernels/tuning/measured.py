@@ -1,8 +1,8 @@
 """Tile choices that were measured on one GPU, for layers of one geometry: the results of `rocm-attn tune`.
 
-A measured choice replaces the row of the table for the layer that it was measured with, and for no other one: it is a
-                                                                                                               fact
-about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention are never measured.
+A measured choice replaces the table's choice for the layer that it was measured with, and for no other one: it is a
+fact about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention are never
+measured.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class LayerPassport:
     key_tokens:  tokens that an index key stands for
     space:       the name of the space that the layer is in
     window_left: the number of previous keys that a token sees; -1: all of them
-    scale_values:     scales per layer or head, float32: those of K, of V, and of index keys; empty if there are none
+    scale_values: scales per layer or head, float32: those of K, of V, and of index keys; empty if there are none
     row_bytes:   stretch -> bytes of a row, for the stretches of the layer, in order
     """
 

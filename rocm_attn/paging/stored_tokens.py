@@ -20,10 +20,9 @@ class StoredTokens:
     """The tokens of each row of the request table.
 
     changed:   rows that were cut since the running step was staged: they may be different rows now
-    first_writable:     int32 [num_rows], the first token that a step may store; those before it may lie in pages that
-                        have other
-               holders
-    on_first_writable: called when floors have risen, for the running step
+    first_writable: int32 [num_rows], the first token that a step may store; those before it may lie in pages that
+               have other holders
+    on_first_writable: called when it has risen for a row, for the running step
     on_cut:    called with a row and the number of tokens that it keeps, for the running step
     left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
     """

@@ -106,7 +106,7 @@ class IndexLimits:
 
 @dataclass(frozen=True, slots=True)
 class IndexerEntry:
-    """An indexer of a provider; see KernelRow for the fields."""
+    """An indexer of a provider; see KernelEntry for the fields."""
 
     provider: str
     name: str
@@ -118,7 +118,7 @@ class IndexerEntry:
 
 @dataclass(frozen=True, slots=True)
 class SelectedKeysEntry:
-    """Attention over a selection, of a provider; see KernelRow for the fields.
+    """Attention over a selection, of a provider; see KernelEntry for the fields.
 
     serves: indexing -> why its selections are not supported, one clause each; empty if they are
     """
@@ -138,7 +138,7 @@ class SparseKernels:
 
     selected: attention over a selection
     indexer:  selects the keys; None if an earlier layer's selection is used
-    entries:     names of both rows
+    entries:  names of both rows
     bakes:    of both
     batch_invariant: of both
     """

@@ -34,8 +34,7 @@ from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import ALL_KEYS, KVEncoding, PoolKind, Problem
-from rocm_attn.problem import Scales as Factors
+from rocm_attn.problem import ALL_KEYS, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.packed import PackedRows, PackedVarlen, packed_varlen
 from rocm_attn.providers.scores import scores_of
@@ -238,7 +237,7 @@ class PackedAttention:
             dtype=q.dtype,
             pool=PoolKind.SPLIT,
             kv_encoding=KVEncoding.LIKE_Q,
-            kv_scales=Factors.NONE,
+            kv_scales=Scales.NONE,
             indexer=ALL_KEYS,
             causal=causal,
             has_sinks=causal and self.sinks is not None,

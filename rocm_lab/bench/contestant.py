@@ -23,7 +23,7 @@ class LayerLaunch:
     run:    only launches, so it can be captured
     out:    returns the result; a function, because some libraries return a tensor of their own
     kernel: in words
-    rounds_products, rounds_queries: the eight-bit multiplication that it does; see KernelRow
+    rounds_products, rounds_queries: the eight-bit multiplication that it does; see KernelEntry
     """
 
     run: Callable[[], object]

@@ -194,7 +194,7 @@ def _windows(result: Result) -> dict[str, Any]:
 def _sparse(result: Result) -> dict[str, Any]:
     def lower_bound(row: Mapping[str, Any]) -> dict[str, Any]:
         us = row["lower_bound_us"]
-        return {"floor": f"{us:.1f} | {row['us'] / us:.2f}" if us else "| "}
+        return {"lower_bound": f"{us:.1f} | {row['us'] / us:.2f}" if us else "| "}
 
     return _with([row for row in result["rows"] if "lower_bound_us" in row], lower_bound)  # the others are candidates
 

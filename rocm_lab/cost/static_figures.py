@@ -97,7 +97,7 @@ class LayerFigures:
     step:       "decode" or "extend"
     heads:      query heads and KV heads
     head_dim:   of K and of V
-    lower_bound:      fewest clocks of a CU for a unit of work, by data sheets
+    lower_bound: fewest clocks of a CU for a unit of work, by data sheets
     ranked:     the Triton and the LLVM that candidates were ranked with; empty: there is only the row that serves
     candidates: the best first
     busy:       busy cycles of the row that serves

@@ -1,4 +1,4 @@
-"""Compared: lets several ranks compare their requests and tokens when they meet before a step."""
+"""RankComparison: lets several ranks compare their requests and tokens when they meet before a step."""
 
 from __future__ import annotations
 

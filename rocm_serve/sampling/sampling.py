@@ -244,7 +244,7 @@ def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLo
 
 
 def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
-    """Draws a token for every row, with the device memory that AskingPicker needs if every row has every option."""
+    """Draws a token for every row, with the device memory that ParameterPicker needs if every row has every option."""
     rows, vocab = logits.shape
     requested = [torch.empty(rows, vocab, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)]
     _found(logits, dict.fromkeys(range(logits.shape[0]), Draw(1.0, 0.5, 0.5)), pick_rows)

@@ -37,7 +37,7 @@ class SamplingParameters:
         self._top_k, self._depth = _cut_of(self._sampling)
 
     def stays_from(self, place: int) -> bool:
-        """Like Asking.stays_from."""
+        """Like SequenceParameters.stays_from."""
         return self.takes_drafts and place >= self._min_tokens and self._num_likeliest == NO_LOGPROBS
 
     def of(self, sequence: Sequence, place: int) -> RowParameters:

@@ -25,7 +25,7 @@ class CountedText(NamedTuple):
     number:     of its request
     token_ids:  of the prompt and the text, as far as the host knows them
     num_prompt: of these, those of the prompt
-    pending_at:  place of the next token among the tokens that were picked last; -1: there is none
+    pending_at: place of the next token among the tokens that were picked last; -1: there is none
     """
 
     number: int

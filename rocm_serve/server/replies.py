@@ -58,7 +58,7 @@ class CompletionReplies:
     """Answers of /v1/completions.
 
     emitted:     writes logprobs
-    echoed:   text before each choice's own; empty if the prompts are not asked for
+    echoed:      text before each choice's own; empty if the prompts are not asked for
     _offsets: index of a choice -> characters of the tokens whose logprobs were sent
     """
 
@@ -130,7 +130,7 @@ class ChatReplies:
     """Answers of /v1/chat/completions.
 
     emitted:     writes logprobs
-    reader:   makes the reader of a choice's text
+    reader:      makes the reader of a choice's text
     _readers: index of a choice -> the reader of its text, with the number of calls so far
     """
 

@@ -40,7 +40,7 @@ class StepResults(NamedTuple):
     words: int32 [any], all of it
     found: int32 [n * W, 2], see launch_pick_rows
     emitted:  int32 [n, EMITTED_WORDS], see SpeculativeStep
-    path:  int32 [n, W], see Accepted
+    path:     int32 [n, W], see Accepted
     """
 
     words: Tensor
@@ -120,7 +120,7 @@ class SpeculativeLaunches:
     to:       its results on the device
     on_host:  the results on the host, by memory
     draws:    whether tokens are drawn
-    looks_up: see Guesses
+    looks_up: see DraftTokenMaker
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class _Series:
     room:        least number of tokens of any sequence from progress.kv_len up to its limit
     ends:        of its sequences
     shaping:     rows that are shaped before they are picked from
-    speculative_steps:      the launches of its rounds after the step's graph
+    speculative_steps: the launches of its rounds after the step's graph
     number:      the runtime's step number, of all of them
     has_ranks:   see DeviceSpeculation. The device reports a fault only to one rank: then no rank reacts before they end
     first_fault: number of the first round that may have had one, among those that were read
@@ -260,7 +260,7 @@ class DeviceSpeculation:
     """Rounds on the device.
 
     with_parameters:     the picker of the engine's steps
-    draft_tokens:    makes the draft tokens
+    draft_tokens:        makes the draft tokens
     num_drafts: per sequence and round
     most_ahead: rounds that are launched and not read when the next one is
     ranks:      that launch and read the same rounds. With several ranks, reading depends neither on the clock nor on

@@ -208,8 +208,8 @@ class ModelDraftTokens:
         self._numbers: list[int] = []
         self._rows = self._before = np.empty(0, np.int32)
         self._words: Tensor | None = None
-        # Guessed -> the graphs that make its drafts without the host; and how often the host has planned those of the
-        # last DraftTokens without graphs.
+        # DraftTokens -> the graphs that make its drafts without the host; and how often the host has planned those of
+        # the last DraftTokens without graphs.
         self._drafts_again = SealedCache[DraftTokens, DraftsAgain]()
         self._num_planned = 0
         self._planned_for: DraftTokens | None = None

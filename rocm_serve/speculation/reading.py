@@ -70,7 +70,7 @@ class Together(NamedTuple):
     token_ids:  per sequence, of all these rounds
     num_tokens: of all sequences
     kv_len:     int32 [n] of the round after them
-    emitted:       by the last one, see GuessedRound
+    emitted:    by the last one, see SpeculativeStep
     """
 
     number: int
@@ -92,7 +92,7 @@ def are_picked(found: PickedRows) -> bool:
 def is_clean(emitted: Int32Array, found: PickedRows, *, may_fault: bool) -> bool:
     """True if a token was picked in every row of a round, and it reported no fault or may_fault is set.
 
-    emitted: see GuessedRound
+    emitted: see SpeculativeStep
     """
     return (may_fault or not emitted[:, 2].any()) and are_picked(found)
 

@@ -42,7 +42,7 @@ class SourceCase:
     steps:      new tokens of each sequence, step by step
     planted:    places of each sequence whose keys dominate; None: random keys
     kinds:      the kinds of step in which it is used, among those that its rows serve
-    far_logit:      approximate logits of keys that are not planted
+    far_logit:  approximate logits of keys that are not planted
     eight_bits: true if K and V are kept in the arch's 8-bit dtype, with one scale per layer
     """
 

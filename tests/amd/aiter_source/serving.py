@@ -36,7 +36,7 @@ class SourceWorld(EightBitWorld):
 
     planted:  for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
               Among many random keys one too few or too many changes an output by less than the rounding does.
-    far_logit:    approximate logits of all other keys, if some are planted
+    far_logit: approximate logits of all other keys, if some are planted
     attended: number of steps in which AITER's kernel attended; the largest error is of these
     """
 

@@ -24,9 +24,8 @@ _HEAD = """# Stable names
 
 The names of `import rocm_attn as ra`, those of its modules such as `ra.drafts`, and then those of `import rocm_serve`.
 [Stability](stability.md) says what may be counted on. Shapes, units and errors are in the docstrings, as
-`help(ra.StepBatch)`. `python -m tests.amd.house.interface`
-writes this page, and a test compares it: what changes the page changes what callers use, and needs a line in the
-[changes](../CHANGELOG.md).
+`help(ra.StepBatch)`. `python -m tests.amd.house.interface` writes this page, and a test compares it: what changes the
+page changes what callers use, and needs a line in the [changes](../CHANGELOG.md).
 """
 
 

@@ -81,6 +81,21 @@ def test_importing_rocm_attn_imports_no_torch() -> None:
     ]
 
 
+def test_a_name_below_the_top_is_reported_with_its_module_and_imports_nothing() -> None:
+    code = (
+        "import sys, rocm_attn as ra\n"
+        "for name in ('Drafts', 'BadTensor'):\n"
+        "    try: getattr(ra, name)\n"
+        "    except AttributeError as error: print(str(error).partition('; ')[2])\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert run_python(code).splitlines() == [
+        "it is rocm_attn.drafts.Drafts",
+        "it is rocm_attn.errors.BadTensor",
+        "False",
+    ]
+
+
 def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
     """Everything that does not serve whole models works without the libraries of rocm_serve."""
     code = (

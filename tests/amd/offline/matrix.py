@@ -611,8 +611,8 @@ def launch_speculative(page_size: int) -> None:
     table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
     reported = torch.empty(num_seqs, EMITTED_WORDS, dtype=torch.int32)
     numbers, terms = torch.empty(num_seqs + 1, 64), torch.empty(tokens, 3)
-    guessed = SpeculativeStep(of_seq, of_seq, of_seq, ids, table, of_seq, reported, numbers, terms, of_seq)
-    launch_next_step(ids, guessed, num_nodes, draws=True, looks_up=True)
+    speculative = SpeculativeStep(of_seq, of_seq, of_seq, ids, table, of_seq, reported, numbers, terms, of_seq)
+    launch_next_step(ids, speculative, num_nodes, draws=True, looks_up=True)
     paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
     step = StepTensors.of(
         torch.empty(0, dtype=torch.int32),

@@ -443,7 +443,9 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
             SMALL,
             {"waves_asked": 9},
             "9 are needed",
-            marks=pytest.mark.skipif(Release.of(triton_version()) < GRANTS_WAVES, reason="fewer are accepted"),
+            marks=pytest.mark.skipif(
+                Release.of(triton_version()) < GRANTS_WAVES, reason="it does not grant the waves that tiles ask for"
+            ),
         ),
         (SMALL, {"matrix_ops": 0}, "a product without matrix instructions"),
         (SMALL, {"buffer_loads": 0}, "no buffer loads"),

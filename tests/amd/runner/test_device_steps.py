@@ -45,7 +45,7 @@ class Kind:
     windows: of the model's layers
     draws:   true if requests with an odd seed draw their tokens, by that seed
     draft_tokens: true if some drafts are right
-    parameters:    of the Sampling of requests that draw, and of requests with a seed that 3 divides
+    parameters: of the Sampling of requests that draw, and of requests with a seed that 3 divides
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
@@ -401,14 +401,14 @@ def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
 
 
 def with_an_error_word(engine: Engine) -> None:
-    """As if the last launched step had set it."""
+    """Sets it in the counts of the last launched step."""
     last = engine.runtime.gate.last
     assert last is not None
     last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
 
 
 def with_a_low_limit(engine: Engine) -> None:
-    """As if another write had overwritten the limit of lengths."""
+    """Overwrites the limit of lengths, like a stray write."""
     series = rounds_of(engine)._series
     assert series is not None
     series.limit_on_device.fill_(1)

@@ -19,13 +19,13 @@ from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.serving import some_requests
 from tests.amd.runner.test_device_steps import BASE, KINDS, at_pace, one_by_one
 from tests.amd.runner.test_speculation import BASE as TREES
-from tests.amd.runner.test_speculation import guessing, without_speculation
+from tests.amd.runner.test_speculation import scripted, without_speculation
 from tests.amd.runner.tiny_model import tiny_model
 from tests.amd.runner.with_parameters import character_model
 
 # While one of these runs, a step's tokens are no longer only on the device, and not reported yet.
 READING = within(str(ROOT / "rocm_serve"), Engine._read_oldest, Engine._publish_read)
-# What reads rounds together, and what launches a step.
+# The functions that read rounds together, and those that launch a step.
 ROUNDS = in_functions(
     Engine._go_on,
     Engine._read_speculative_steps,
@@ -92,7 +92,7 @@ def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
     loaded, requests = tiny_model(), some_requests(3, 30)
     right = Engine(loaded, without_speculation(options)).generate(requests)
     requests[1] = replace(requests[1], stop_token_ids=(right[1].token_ids[20],))
-    return lambda: guessing(loaded, options, right, mistakes=0.0), requests
+    return lambda: scripted(loaded, options, right, mistakes=0.0), requests
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def expected_tokens(request: Request, max_kv_len: int) -> tuple[list[int], Finis
             return token_ids[-new:], "length"
 
 
-Guess = Callable[[Many[int], int], DraftTree | None]
+Drafter = Callable[[Many[int], int], DraftTree | None]
 
 
 def no_drafts(token_ids: Many[int], most: int) -> DraftTree | None:
@@ -59,7 +59,7 @@ def no_drafts(token_ids: Many[int], most: int) -> DraftTree | None:
     return None
 
 
-def draft_tokens(seed: int) -> Guess:
+def draft_tokens(seed: int) -> Drafter:
     """Random trees and chains of drafts, about two of three of them right."""
     chooser = random.Random(seed)
 
@@ -79,7 +79,7 @@ def draft_tokens(seed: int) -> Guess:
     return draft
 
 
-def right(num: int) -> Guess:
+def right(num: int) -> Drafter:
     """`num` drafts, all of them right."""
 
     def draft(token_ids: Many[int], most: int) -> DraftTree | None:
@@ -91,7 +91,7 @@ def right(num: int) -> Guess:
     return draft
 
 
-def wrong(num: int) -> Guess:
+def wrong(num: int) -> Drafter:
     """`num` drafts, of which the first one is wrong."""
 
     def draft(token_ids: Many[int], most: int) -> DraftTree | None:
@@ -126,7 +126,7 @@ class World:
     chunk: int
     max_kv_len: int
     windows: tuple[SpacePages, ...] = ()
-    draft: Guess = no_drafts
+    draft: Drafter = no_drafts
     ahead: bool = False
     pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
@@ -275,7 +275,7 @@ def test_every_request_comes_to_what_it_would_alone(
     chunk: int,
     spare_pages: int,
     window_left: int | None,
-    draft: Guess,
+    draft: Drafter,
     ahead: bool,
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
@@ -505,7 +505,7 @@ def test_no_page_with_a_rejected_draft_is_found() -> None:
 
 
 @pytest.mark.parametrize("draft", [right(19), wrong(19)], ids=["right", "wrong"])
-def test_drafts_never_take_the_pages_of_another_sequence(draft: Guess) -> None:
+def test_drafts_never_take_the_pages_of_another_sequence(draft: Drafter) -> None:
     """The first ends before the second has grown much, so that there is room for both, but not for the drafts."""
     for drafted in (no_drafts, draft):
         served = World(page_size=1, num_pages=1 + 28, max_batch_size=2, chunk=64, max_kv_len=24, draft=drafted)
@@ -547,7 +547,7 @@ def test_a_decoding_sequence_gets_its_pages_ahead_and_most_steps_change_nothing_
 
 
 @pytest.mark.parametrize("draft", [no_drafts, right(9)])
-def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(draft: Guess) -> None:
+def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(draft: Drafter) -> None:
     served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160, draft=draft)
     served.add(0, Request((1, 2, 3), 40))
     for _ in range(3):

@@ -41,10 +41,10 @@ def without_speculation(options: EngineOptions) -> EngineOptions:
 def speculating(loaded: LoadedModel, options: EngineOptions, requests: list[Request], **script: Any) -> Engine:
     """An engine with drafts that are mostly right by plain decoding's completions."""
     completions = Engine(loaded, without_speculation(options)).generate(requests)
-    return guessing(loaded, options, completions, **script)
+    return scripted(loaded, options, completions, **script)
 
 
-def guessing(loaded: LoadedModel, options: EngineOptions, right: Many[Completion], **script: Any) -> Engine:
+def scripted(loaded: LoadedModel, options: EngineOptions, right: Many[Completion], **script: Any) -> Engine:
     """An engine with drafts that are mostly those of the right completions."""
     texts = texts_of(right)
     return with_drafter(
@@ -55,7 +55,7 @@ def guessing(loaded: LoadedModel, options: EngineOptions, right: Many[Completion
 def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: list[Request]) -> Engine:
     """Checks that every token is plain decoding's, some drafts were right and some wrong, and all pages come back."""
     expected = Engine(loaded, without_speculation(options)).generate(requests)
-    engine = guessing(loaded, options, expected)
+    engine = scripted(loaded, options, expected)
     assert engine.generate(requests) == expected
     metrics = engine.report().metrics
     assert 0 < metrics.accepted_drafts < metrics.drafts

@@ -546,7 +546,7 @@ def test_an_answer_that_comes_late_is_that_of_its_question() -> None:
             pass
 
         def synchronize(self) -> None:
-            raise AssertionError("nobody waits")
+            raise AssertionError("a wait was not expected")
 
         def query(self) -> bool:
             return is_reached

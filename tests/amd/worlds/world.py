@@ -132,8 +132,8 @@ W = TypeVar("W", bound="World")
 class World:
     """Requests over a runtime of any layers; each output of a step is compared with the float64 reference.
 
-    A step runs every layer on random rows, eagerly or through graphs. What was not written is NaN: in pages, in padded
-    rows, and in outputs before each step. poisons: eager steps write NaN to all pages that no row holds by then
+    A step runs every layer on random rows, eagerly or through graphs. Memory that was not written is NaN: in pages, in
+    padded rows, and in outputs before each step. poisons: eager steps write NaN to all pages that no row holds by then
 
     largest_error: of all outputs that were checked
     rows:          of the last step, by layer. q, k, v, out and lse are those of the first layer

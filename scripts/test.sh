@@ -112,6 +112,13 @@ run_on_host() {
         tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,server,bench,doctor,aiter,aiter_source,docs,house}
 }
 
+# run_on_gpu ARGUMENT...: the tests of this machine's GPU. Those of the folder system fill it, so they run alone; the others
+# run side by side, in no more processes than a GPU of 80 GB has memory for.
+run_on_gpu() {
+    spread --maxprocesses 12 "$@" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,text,doctor}
+    run_pytest "$@" tests/amd/system
+}
+
 # compile ARGUMENT...: tests of machine code; all of one row are one worker's, so that it is compiled once.
 compile() {
     run_pytest -n auto --dist loadgroup tests/amd/offline "$@"
@@ -168,7 +175,7 @@ run_stage() {
     simulator-long) spread -m nightly tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
-    device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
+    device) run_on_gpu -m "not nightly" ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile docker/Dockerfile.engine

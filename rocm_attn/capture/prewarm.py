@@ -253,14 +253,14 @@ def _compiling(target: Target, device: torch.device, count: Callable[[str, bool]
     if not target.is_gpu:
         yield
         return
-    from rocm_attn.kernels.compile_only import AbsentGpu, compile_only, observe_compiles
+    from rocm_attn.kernels.compile_only import compile_only, observe_compiles
     from rocm_attn.kernels.launch import observe_launches
+    from rocm_attn.machine.absent_gpu import absent_gpu
 
     with ExitStack() as stack:
         stack.enter_context(observe_compiles(lambda event: count(event.name, event.was_cached)))
         if device.type == "cpu":
-            gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
-            stack.enter_context(compile_only(gpu))
+            stack.enter_context(compile_only(absent_gpu(target)))
             # Each launch takes Triton's ordinary path; the fast path keeps handles that only a device can run.
             stack.enter_context(observe_launches(_launch))
         yield

@@ -126,13 +126,13 @@ class CompiledAhead:
 def _compile_all(connection: Connection, target: Target, steps: JobSteps) -> None:
     """The loop of a process: compiles tasks until the other end is closed."""
     # Imported here, because it imports Triton.
-    from rocm_attn.kernels.compile_only import AbsentGpu, compile_only
+    from rocm_attn.kernels.compile_only import compile_only
     from rocm_attn.kernels.launch import observe_launches
+    from rocm_attn.machine.absent_gpu import absent_gpu
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the signal
     torch.set_num_threads(1)
-    gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
-    with compile_only(gpu), observe_launches(_launch):
+    with compile_only(absent_gpu(target)), observe_launches(_launch):
         while True:
             try:
                 job, tiles = connection.recv()

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from rocm_attn.kernels.compile_only import compile_only
+from rocm_attn.machine.absent_gpu import absent_gpu
 from rocm_attn.machine.target import known_target
+from rocm_lab.simulator.launcher import simulated
 from tests.amd.aiter_source.cases import Outcome, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
-from tests.amd.offline.offline_driver import absent_gpu
-from tests.amd.simulator.launcher import simulated
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 

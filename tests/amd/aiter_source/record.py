@@ -22,10 +22,10 @@ from pathlib import Path
 
 import triton
 
+from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.aiter_source.cases import CASES, GLUON, INTERPRETED, Outcome, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.aiter_source.engines import IS_INTERPRETED, interpret, simulate
-from tests.amd.simulator.launcher import ARCHS
 
 INTERPRETER = "interpreter"
 PLACES = (*ARCHS, INTERPRETER)

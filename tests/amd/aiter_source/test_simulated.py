@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rocm_attn.providers.aiter import library
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.aiter_source.cases import CASES, GLUON, UNIFIED, WRAPPERS, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.aiter_source.engines import simulate
-from tests.amd.simulator.launcher import ARCHS, simulated
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 

@@ -54,6 +54,7 @@ LIBRARIES = {
     SERVER: {"fastapi", "pydantic", "starlette", "uvicorn"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_lab.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
+    "rocm_lab.simulator": {"numpy", "torch", "triton"},
     "rocm_lab": {"numpy", "torch"},
     VLLM: {"torch", "vllm"},
     SGLANG: {"sglang", "torch"},

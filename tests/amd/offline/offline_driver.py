@@ -12,15 +12,10 @@ from unittest.mock import patch
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from rocm_attn.kernels.compile_only import AbsentGpu, compile_only
+from rocm_attn.kernels.compile_only import compile_only
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.machine.target import Target, known_target
-
-
-def absent_gpu(target: Target) -> AbsentGpu:
-    """Returns the properties of a target that Triton asks for."""
-    return AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
-
+from rocm_attn.machine.absent_gpu import absent_gpu
+from rocm_attn.machine.target import known_target
 
 GPU_TARGETS = {arch: absent_gpu(known_target(arch)).gpu_target for arch in ("gfx942", "gfx950", "sm_80", "sm_90")}
 

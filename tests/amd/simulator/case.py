@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 
-from tests.amd.simulator.launcher import Simulation
+from rocm_lab.simulator.launcher import Simulation
 
 
 @dataclass(frozen=True, slots=True)

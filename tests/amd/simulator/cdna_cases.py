@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
+from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, build
 from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.large_pools import in_large_pools
-from tests.amd.simulator.launcher import Simulation, simulated
+from tests.amd.simulator.large_steps import in_large_pools
 
 _IN_EVERY_RUN = ("plain", "window")
 

@@ -31,6 +31,8 @@ from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES, decode_tiles
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, zeros
+from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
@@ -43,9 +45,8 @@ from tests.amd.kernels.attention_cases import (
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
-from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, in_large_pools, zeros
+from tests.amd.simulator.large_steps import in_large_pools
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
-from tests.amd.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.latent_tiles import latent_decode_tiles, latent_extend_tiles, latent_segment_tiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
+from rocm_lab.simulator.launcher import Simulation, simulated
+from tests.amd.kernels.attention_cases import Case, assert_served, build
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
     run_latent_extend,
@@ -20,11 +20,9 @@ from tests.amd.kernels.latent_cases import (
 )
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.launcher import Simulation, simulated
+from tests.amd.simulator.large_steps import in_large_pools
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# So large that neither the elements fit int32 nor the bytes uint32; unwritten pages take no memory.
-LARGE_POOL_BYTES = 5 << 30
 # A decode that programs share, an empty one, drafts, a chunk over a prefix, no new tokens, a padded tail.
 STEP = Case(
     kv_len=[50, 0, 35, 20, 9],
@@ -38,19 +36,9 @@ STEP = Case(
 )
 
 
-def in_large_pool(tensors: Tensors) -> Tensors:
-    """Returns the same step with its pages at the end of a pool above 4 GiB."""
-    pages = tensors.k_pages
-    num_pages = LARGE_POOL_BYTES // pages[0].nbytes
-    first = num_pages - len(pages)
-    pool = torch.from_numpy(np.zeros((num_pages, *pages.shape[1:]), np.uint16)).view(pages.dtype)
-    pool[first:] = pages
-    return replace(tensors, k_pages=pool, v_pages=pool[..., : tensors.case.dims[1]], table=tensors.table + first)
-
-
 def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     """Runs a mixed step: decode of one new token, of two to eight, and extend of more."""
-    tensors = in_large_pool(build(case, torch.device("cpu"))) if is_large else build(case, torch.device("cpu"))
+    tensors = in_large_pools(build(case, torch.device("cpu"))) if is_large else build(case, torch.device("cpu"))
     heads = case.heads[0]
     shape: dict[str, Any] = {"dims": case.dims, "dtype": case.dtype, "is_coded": case.kv is not None}
     decode, few = (latent_decode_tiles(arch, num_rows=heads * n, **shape) for n in (1, 8))

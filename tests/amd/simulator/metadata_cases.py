@@ -53,6 +53,7 @@ from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
+from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.launches_of_tensors import (
     of_check_pages,
     of_device_inputs,
@@ -83,7 +84,6 @@ from tests.amd.kernels.speculative_cases import (
     trees,
 )
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.launcher import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F

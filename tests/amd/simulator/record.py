@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import triton
 
+from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.simulator.case import Runs
 from tests.amd.simulator.kernel_cases import GRID
-from tests.amd.simulator.launcher import ARCHS
 
 BEGIN, END = "<!-- grid -->\n", "<!-- end of grid -->\n"
 _HEAD = """\

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, assert_served, build
 from tests.amd.kernels.segment_cases import all_shared, assert_same_bits, last_tokens, run_decode, run_extend
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.launcher import Simulation, simulated
 
 # Whole segments of 64 keys and parts of some; cuts and diagonals at several places of a tile of 32 keys.
 PLAIN = Case([150, 65, 33], [3, 2, 9], heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, tail=2)

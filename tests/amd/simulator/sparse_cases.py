@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
@@ -26,6 +24,8 @@ from rocm_attn.kernels.sparse.cuts import select_words, selected_cut, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
+from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
+from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
     SelectedCase,
@@ -37,7 +37,6 @@ from tests.amd.kernels.sparse_cases import (
     empty_selection,
 )
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.launcher import Simulation, simulated
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 STEP = Step([70, 1, 35], [2, 1, 1], page_size=16, tail=1)
@@ -53,25 +52,13 @@ def own_encoding(arch: str) -> Encoding:
     return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
 
 
-# So large that neither the elements fit int32 nor the bytes uint32; unwritten pages take no memory.
-LARGE_POOL_BYTES = 5 << 30
-
-
-def large(pages: Tensor, num_pages: int) -> Tensor:
-    """Returns a pool of num_pages pages that ends with these."""
-    pool = torch.from_numpy(np.zeros((num_pages, *pages.shape[1:], pages.itemsize), np.uint8))
-    pool = pool.view(pages.dtype).squeeze(-1)
-    pool[num_pages - len(pages) :] = pages
-    return pool
-
-
 def with_large_keys(args: IndexArgs) -> IndexArgs:
     """Returns the same step with its keys, and their scales, at the end of a pool above 4 GiB."""
     keys, scale = args.pages
     num_pages = LARGE_POOL_BYTES // keys[0].nbytes
     if scale is not None and scale.dim() == 2:
-        scale = large(scale, num_pages)
-    pages = IndexPages(large(keys, num_pages), scale)
+        scale = pool_ending_with(scale, num_pages)
+    pages = IndexPages(pool_ending_with(keys, num_pages), scale)
     return args._replace(pages=pages, table=args.table + (num_pages - len(keys)))
 
 
@@ -79,9 +66,9 @@ def with_large_pages(args: SelectedArgs) -> SelectedArgs:
     """Returns the same step with its rows at the end of a pool above 4 GiB."""
     pages = args.pages
     num_pages = LARGE_POOL_BYTES // min(pages.k[0].nbytes, pages.v[0].nbytes)
-    k = large(pages.k, num_pages)
+    k = pool_ending_with(pages.k, num_pages)
     is_latent = pages.format.kind is PoolKind.LATENT
-    v = k[..., : pages.format.v_head_dim] if is_latent else large(pages.v, num_pages)
+    v = k[..., : pages.format.v_head_dim] if is_latent else pool_ending_with(pages.v, num_pages)
     moved = LayerPages(k, v, pages.format)
     return args._replace(pages=moved, table=args.table + (num_pages - len(pages.k)))
 

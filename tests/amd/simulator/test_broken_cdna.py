@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.kernels.cdna import decode, key_blocks
+from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.kernels import cdna_cases
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.simulator.cdna_cases import run_cdna
-from tests.amd.simulator.faults import SimulationFault
-from tests.amd.simulator.launcher import ARCHS
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly

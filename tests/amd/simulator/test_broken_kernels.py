@@ -16,11 +16,11 @@ import torch
 from rocm_attn.kernels.attention import decode, extend, key_loop
 from rocm_attn.kernels.cache import store
 from rocm_attn.kernels.metadata import table_update
+from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.launcher import ARCHS, Simulation
 from tests.amd.kernels import attention_cases
 from tests.amd.simulator import kernel_cases, metadata_cases
-from tests.amd.simulator.faults import SimulationFault
 from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
-from tests.amd.simulator.launcher import ARCHS, Simulation
 from tests.amd.simulator.metadata_cases import run_launch
 
 SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(2, 1), dims=(64, 64), dtype=BF16)

@@ -13,7 +13,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.selection import probe_runs
-from tests.amd.simulator.launcher import ARCHS, simulated
+from rocm_lab.simulator.launcher import ARCHS, simulated
 
 LAYER = Problem(4, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, wants_lse=True)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.kernels.codes_kernels import FP8, decode_all, encode, numbers_to_encode
 from tests.amd.simulator.kernel_cases import CPU
-from tests.amd.simulator.launcher import ARCHS, simulated
 
 # The instructions that an arch has for its own encodings; others are arithmetic there.
 BY_HARDWARE = {("gfx942", Encoding.E4M3FNUZ), ("gfx950", Encoding.E4M3FN), ("gfx950", Encoding.E5M2)}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.snippet import execute, floats
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.snippet import execute, floats
 
 DTYPES = {
     ("fp8", "gfx942"): torch.float8_e4m3fnuz,

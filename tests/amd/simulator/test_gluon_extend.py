@@ -7,9 +7,9 @@ import torch
 
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.providers.triton_cdna import TRITONS
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.offline.extend_study import geometry_of
 from tests.amd.offline.gluon_extend import launch_gluon_extend
-from tests.amd.simulator.launcher import ARCHS, simulated
 from tests.amd.tolerances import assert_attention_close
 
 KV_LEN, HEADS, GQA_RATIO = 96, 2, 2

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_lab.simulator.core import POISON
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.kernels.attention_cases import build, run_decode, run_extend
 from tests.amd.offline.test_compiles import TO_READ, names_of_all_kernels
 from tests.amd.simulator.case import KernelCase, Runs
-from tests.amd.simulator.core import POISON
 from tests.amd.simulator.kernel_cases import BF16, CPU, GRID, ON_THE_OTHER_ARCH, QUICK, STEP, tiles_of
-from tests.amd.simulator.launcher import ARCHS, simulated
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 # Folders of kernels/ whose kernels each run executes on one arch.

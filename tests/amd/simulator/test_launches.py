@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.errors import BadSetting, BadTensor
+from rocm_lab.simulator import kernel
+from rocm_lab.simulator.assembly import Argument, Assembly, Instruction, parse_assembly, parse_instruction
+from rocm_lab.simulator.core import POISON
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
+from rocm_lab.simulator.kernel import Launch, SimulatedKernel
+from rocm_lab.simulator.launcher import ARCHS, simulated
+from rocm_lab.simulator.snippet import allocation
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.small_kernels import _copy_kernel, launch_copy, launch_gather_product
-from tests.amd.simulator import kernel
-from tests.amd.simulator.assembly import Argument, Assembly, Instruction, parse_assembly, parse_instruction
-from tests.amd.simulator.core import POISON
-from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
-from tests.amd.simulator.kernel import Launch, SimulatedKernel
-from tests.amd.simulator.launcher import ARCHS, simulated
-from tests.amd.simulator.snippet import allocation
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -160,6 +161,17 @@ def test_a_kernel_is_executed_whoever_launches_it(arch: str) -> None:
         _copy_kernel[(1,)](source, out, 100, BLOCK=128)
     assert torch.equal(out, source)
     assert simulation.kernels == ["_copy_kernel"]
+
+
+def test_what_is_not_simulated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadSetting, match="arch 'sm_90' is not simulated; choose gfx942 or gfx950"), simulated("sm_90"):
+        pass
+    elsewhere = torch.empty(100, device="meta")
+    with pytest.raises(BadTensor, match="source_ptr is on meta; the simulator reads"), simulated("gfx942"):
+        _copy_kernel[(1,)](elsewhere, torch.empty(100), 100, BLOCK=128)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(BadSetting, match="use a process without it"), simulated("gfx942"):
+        pass
 
 
 @every_arch

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.core import LANES, POISON, Core
-from tests.amd.simulator.faults import SimulationFault
-from tests.amd.simulator.lds import Lds
-from tests.amd.simulator.snippet import LANE, allocation, execute
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.core import LANES, POISON, Core
+from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.lds import Lds
+from rocm_lab.simulator.snippet import LANE, allocation, execute
 
 RANDOM = np.random.default_rng(0)
 WORDS = RANDOM.integers(0, 1 << 32, (4, LANES), np.uint32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.amd.simulator.snippet import execute, floats
+from rocm_lab.simulator.snippet import execute, floats
 
 SHAPES = {
     "gfx942": ["32x32x2_f32", "16x16x4_f32"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.core import POISON
-from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
-from tests.amd.simulator.isa.global_memory import MASKED_OFFSET
-from tests.amd.simulator.snippet import ALL_LANES, LANE, allocation, execute
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.core import POISON
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
+from rocm_lab.simulator.isa.global_memory import MASKED_OFFSET
+from rocm_lab.simulator.snippet import ALL_LANES, LANE, allocation, execute
 
 BYTES = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
 DESCRIPTOR_FLAGS = 0x27000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.amd.simulator.assembly import Assembly, parse_instruction
-from tests.amd.simulator.core import EXEC, POISON, VCC, Core
-from tests.amd.simulator.isa.instructions import build_step
-from tests.amd.simulator.isa.step import AT_BARRIER, AT_END, Context
-from tests.amd.simulator.memory import Memory
-from tests.amd.simulator.snippet import ALL_LANES, execute
+from rocm_lab.simulator.assembly import Assembly, parse_instruction
+from rocm_lab.simulator.core import EXEC, POISON, VCC, Core
+from rocm_lab.simulator.isa.instructions import build_step
+from rocm_lab.simulator.isa.step import AT_BARRIER, AT_END, Context
+from rocm_lab.simulator.memory import Memory
+from rocm_lab.simulator.snippet import ALL_LANES, execute
 
 TOP = 1 << 31
 MINUS_1 = (1 << 32) - 1

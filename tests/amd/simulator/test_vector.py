@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.amd.simulator.core import POISON, VCC
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
+from rocm_lab.simulator.core import POISON, VCC
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 TOP = 1 << 31
 MINUS_1 = (1 << 32) - 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 MINUS_1 = (1 << 32) - 1
 RANDOM = np.random.default_rng(0)

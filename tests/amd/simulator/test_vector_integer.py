@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.core import VCC
-from tests.amd.simulator.snippet import ALL_LANES, bits, execute
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.core import VCC
+from rocm_lab.simulator.snippet import ALL_LANES, bits, execute
 
 TOP = 1 << 31
 MINUS_1 = (1 << 32) - 1

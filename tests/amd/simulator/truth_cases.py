@@ -22,9 +22,9 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
+from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.faulty_kernels import Fault, faulty, with_launches
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.launcher import Simulation, simulated
 
 BF16 = torch.bfloat16
 # A first chunk, a chunk over a prefix, a decode step.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import VCC, Core
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.step import AT_BARRIER, AT_END, Builder, Context, Step
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import VCC, Core
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.step import AT_BARRIER, AT_END, Builder, Context, Step
 
 # Branch -> a function that is true if it is taken.
 _CONDITIONS: dict[str, Callable[[Core], bool]] = {

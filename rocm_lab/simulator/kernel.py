@@ -12,13 +12,13 @@ from itertools import product
 
 import numpy as np
 
-from tests.amd.simulator.assembly import Assembly
-from tests.amd.simulator.core import EXEC, LANES, NUM_SCALAR, NUM_VECTOR, POISON, Core, Wave
-from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
-from tests.amd.simulator.isa.instructions import build_step
-from tests.amd.simulator.isa.step import AT_BARRIER, Context, Step
-from tests.amd.simulator.lds import Lds
-from tests.amd.simulator.memory import Allocation, Memory
+from rocm_lab.simulator.assembly import Assembly
+from rocm_lab.simulator.core import EXEC, LANES, NUM_SCALAR, NUM_VECTOR, POISON, Core, Wave
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
+from rocm_lab.simulator.isa.instructions import build_step
+from rocm_lab.simulator.isa.step import AT_BARRIER, Context, Step
+from rocm_lab.simulator.lds import Lds
+from rocm_lab.simulator.memory import Allocation, Memory
 
 # More than any kernel of the tests needs; an endless loop is an error, not a hang.
 MAX_STEPS_OF_A_WAVE = 5_000_000

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.amd.simulator.arrays import I64, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import LANES, M0, Core
-from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.words import WordSink, WordSource
-from tests.amd.simulator.operands import scalar_register, scalar_source, vector_register
+from rocm_lab.simulator.arrays import I64, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import LANES, M0, Core
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.words import WordSink, WordSource
+from rocm_lab.simulator.operands import scalar_register, scalar_source, vector_register
 
 # int64 [64] addresses and, for lanes that EXEC makes active, whether they are in range.
 Addresses = Callable[[], tuple[Array, Array]]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.amd.simulator.arrays import U16, U32, U64, Array
-from tests.amd.simulator.core import ACCUMULATION, EXEC, LANES, M0, VCC, Core
-from tests.amd.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.arrays import U16, U32, U64, Array
+from rocm_lab.simulator.core import ACCUMULATION, EXEC, LANES, M0, VCC, Core
+from rocm_lab.simulator.faults import UnknownInstruction
 
 # One value for all lanes, [1], or one for each, [64].
 Source = Callable[[], Array]

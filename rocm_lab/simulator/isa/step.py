@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.amd.simulator.assembly import Assembly, Instruction
-from tests.amd.simulator.core import Core
+from rocm_lab.simulator.assembly import Assembly, Instruction
+from rocm_lab.simulator.core import Core
 
 # Executes one instruction; returns the index of the next one, or None for the one that follows.
 Step = Callable[[], int | None]

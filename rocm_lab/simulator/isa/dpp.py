@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import LANES
-from tests.amd.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import LANES
+from rocm_lab.simulator.faults import UnknownInstruction
 
 _LANE = np.arange(LANES)
 _ROW, _IN_ROW = _LANE & ~15, _LANE & 15

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa import (
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa import (
     atomic,
     control,
     convert,
@@ -19,7 +19,7 @@ from tests.amd.simulator.isa import (
     vector_float,
     vector_integer,
 )
-from tests.amd.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.step import Builder, Context, Step
 
 _GROUPS = (
     control,

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.isa.global_memory import memory_addresses
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.words import WordSink
-from tests.amd.simulator.operands import vector_register
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.isa.global_memory import memory_addresses
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.words import WordSink
+from rocm_lab.simulator.operands import vector_register
 
 # (value in memory, the lane's value) -> new value in memory; excess bits are cut.
 _OPS: dict[str, Callable[[int, int], int]] = {

@@ -10,10 +10,10 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import EXEC, Core
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.operands import scalar_register, scalar_source
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import EXEC, Core
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.operands import scalar_register, scalar_source
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 

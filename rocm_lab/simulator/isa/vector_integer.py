@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.amd.simulator.arrays import I16, I32, I64, U16, U32, U64, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.vector import MASK, VectorOp, build
-from tests.amd.simulator.operands import all_lanes
+from rocm_lab.simulator.arrays import I16, I32, I64, U16, U32, U64, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.vector import MASK, VectorOp, build
+from rocm_lab.simulator.operands import all_lanes
 
 _5_BITS, _6_BITS = np.uint32(31), np.uint32(63)
 _24_BITS = np.uint32(0xFFFFFF)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.faults import SimulationFault
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.faults import SimulationFault
 
 
 @dataclass(frozen=True, slots=True)

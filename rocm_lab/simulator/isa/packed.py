@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.amd.simulator.arrays import F16, F32, I16, U16, U32, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import Core
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.vector_float import fma
-from tests.amd.simulator.operands import Source, VectorSink, register, vector_source
+from rocm_lab.simulator.arrays import F16, F32, I16, U16, U32, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import Core
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.vector_float import fma
+from rocm_lab.simulator.operands import Source, VectorSink, register, vector_source
 
 # Name -> number of sources and the function of each half.
 _PAIRS_OF_FLOATS: dict[str, tuple[int, Callable[..., Array]]] = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.faults import SimulationFault
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.faults import SimulationFault
 
 
 class Lds:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.lds import Lds
-from tests.amd.simulator.memory import Memory
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.lds import Lds
+from rocm_lab.simulator.memory import Memory
 
 LANES = 64
 VCC, M0, EXEC = 106, 124, 126

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.amd.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.faults import UnknownInstruction
 
 _ENCODINGS = ("e32", "e64", "dpp", "sdwa")
 # A register or literal, its brackets included, or a modifier with its value.

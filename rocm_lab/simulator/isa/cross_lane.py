@@ -9,12 +9,12 @@ import re
 
 import numpy as np
 
-from tests.amd.simulator.arrays import U32, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import LANES
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.operands import VectorSink, scalar_register, scalar_source, vector_register
+from rocm_lab.simulator.arrays import U32, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import LANES
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.operands import VectorSink, scalar_register, scalar_source, vector_register
 
 _LANE = np.arange(LANES)
 

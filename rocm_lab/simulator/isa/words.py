@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.amd.simulator.arrays import I32, U32, Array
-from tests.amd.simulator.core import Core
+from rocm_lab.simulator.arrays import I32, U32, Array
+from rocm_lab.simulator.core import Core
 
 
 class WordSink:

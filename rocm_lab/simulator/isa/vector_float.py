@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.amd.simulator.arrays import F16, F32, I16, I32, I64, U16, U32, U64, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.vector import MASK, VectorOp, build
+from rocm_lab.simulator.arrays import F16, F32, I16, I32, I64, U16, U32, U64, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.vector import MASK, VectorOp, build
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.amd.simulator.arrays import F16, F32, I32, U32, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.vector import VectorOp, build
+from rocm_lab.simulator.arrays import F16, F32, I32, U32, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.vector import VectorOp, build
 
 
 def to_bfloat16(values: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A few instructions on their own, for the tests of the simulator: registers in, registers out."""
+"""A few instructions on their own: registers in, registers out."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.assembly import Assembly, parse_instruction
-from tests.amd.simulator.core import EXEC, LANES, POISON, Core
-from tests.amd.simulator.isa.instructions import build_step
-from tests.amd.simulator.isa.step import Context
-from tests.amd.simulator.lds import Lds
-from tests.amd.simulator.memory import Allocation, Memory
+from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.assembly import Assembly, parse_instruction
+from rocm_lab.simulator.core import EXEC, LANES, POISON, Core
+from rocm_lab.simulator.isa.instructions import build_step
+from rocm_lab.simulator.isa.step import Context
+from rocm_lab.simulator.lds import Lds
+from rocm_lab.simulator.memory import Allocation, Memory
 
 ALL_LANES = (1 << LANES) - 1
 LANE = np.arange(LANES)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import Core
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.dpp import DPP_MODIFIERS, lane_pattern
-from tests.amd.simulator.isa.step import Context, Step
-from tests.amd.simulator.operands import (
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import Core
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.dpp import DPP_MODIFIERS, lane_pattern
+from rocm_lab.simulator.isa.step import Context, Step
+from rocm_lab.simulator.operands import (
     Source,
     VectorSink,
     all_lanes,

@@ -16,13 +16,13 @@ from functools import partial
 
 import numpy as np
 
-from tests.amd.simulator.arrays import F32, U32, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import LANES, Core
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.eight_bits import numbers
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.operands import Register, constant, register, vector_register
+from rocm_lab.simulator.arrays import F32, U32, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import LANES, Core
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.eight_bits import numbers
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.operands import Register, constant, register, vector_register
 
 
 def _from_bfloat16(registers: Array) -> Array:

@@ -9,13 +9,13 @@ import re
 
 import numpy as np
 
-from tests.amd.simulator.arrays import I64, U32
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.core import Core
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.words import WordSink, WordSource
-from tests.amd.simulator.operands import vector_register
+from rocm_lab.simulator.arrays import I64, U32
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.core import Core
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.words import WordSink, WordSource
+from rocm_lab.simulator.operands import vector_register
 
 _SIZES = {"u8": 1, "i8": 1, "b8": 1, "u16": 2, "i16": 2, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
 

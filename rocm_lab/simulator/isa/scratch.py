@@ -9,10 +9,10 @@ import re
 
 import numpy as np
 
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.operands import vector_register
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.operands import vector_register
 
 _NAME = re.compile(r"scratch_(load|store)_dword(?:x(\d))?")
 

@@ -17,14 +17,15 @@ import torch
 import triton
 from torch import Tensor
 
+from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.kernels.compile_only import AbsentDriver, activated
 from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.machine.absent_gpu import absent_gpu
 from rocm_attn.machine.target import known_target
-from tests.amd.offline.offline_driver import absent_gpu
-from tests.amd.simulator.assembly import Argument, parse_assembly
-from tests.amd.simulator.core import LANES, POISON
-from tests.amd.simulator.kernel import Launch, SimulatedKernel
-from tests.amd.simulator.memory import Allocation
+from rocm_lab.simulator.assembly import Argument, parse_assembly
+from rocm_lab.simulator.core import LANES, POISON
+from rocm_lab.simulator.kernel import Launch, SimulatedKernel
+from rocm_lab.simulator.memory import Allocation
 
 ARCHS = ("gfx942", "gfx950")
 
@@ -65,9 +66,16 @@ class _Active:
 def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
     """While active, every Triton kernel that is launched in this process runs as machine code of arch on CPU tensors.
 
-    Raises SimulationFault, UnknownInstruction and Triton's OutOfResources, at the launch.
+    arch:   "gfx942" or "gfx950"
+    poison: the 32 bits of each register, and of each word of LDS, that a program has not written
+
+    Raises BadSetting for another arch and under Triton's interpreter; at a launch BadTensor for a tensor that is not on
+    the CPU, SimulationFault, UnknownInstruction and Triton's OutOfResources.
     """
-    assert os.environ.get("TRITON_INTERPRET", "0") == "0", "the interpreter replaces the compiler; use another process"
+    if arch not in ARCHS:
+        raise BadSetting(f"arch {arch!r} is not simulated; choose {' or '.join(ARCHS)}")
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise BadSetting("TRITON_INTERPRET=1 replaces the compiler, whose code is simulated; use a process without it")
     gpu = absent_gpu(known_target(arch))
     driver = AbsentDriver(gpu, device_id=_FIRST_DEVICE_ID + ARCHS.index(arch), launcher=_launcher)
     done = Simulation()
@@ -165,6 +173,7 @@ def _hidden(grid: tuple[int, int, int], num_waves: int) -> dict[str, int]:
 
 
 def _storage(name: str, tensor: Tensor) -> Allocation:
-    assert tensor.device == torch.device("cpu"), f"{name} is on {tensor.device}"
+    if tensor.device != torch.device("cpu"):
+        raise BadTensor(f"{name} is on {tensor.device}; the simulator reads and writes tensors of the CPU")
     storage = tensor.untyped_storage()
     return Allocation(name, storage.data_ptr(), storage.nbytes())

@@ -10,13 +10,13 @@ from functools import cache
 
 import numpy as np
 
-from tests.amd.simulator.arrays import F32, U16, U32, U64, Array
-from tests.amd.simulator.assembly import Instruction
-from tests.amd.simulator.faults import UnknownInstruction
-from tests.amd.simulator.isa.convert import to_bfloat16, to_float16
-from tests.amd.simulator.isa.step import Builder, Context, Step
-from tests.amd.simulator.isa.vector import VectorOp, build
-from tests.amd.simulator.operands import VectorSink, vector_register, vector_source
+from rocm_lab.simulator.arrays import F32, U16, U32, U64, Array
+from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.simulator.isa.convert import to_bfloat16, to_float16
+from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.vector import VectorOp, build
+from rocm_lab.simulator.operands import VectorSink, vector_register, vector_source
 
 _FRACTION_BITS = {"fp8": 3, "bf8": 2}
 

@@ -1,0 +1,18 @@
+"""Steps whose pages lie above 4 GiB."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
+from tests.amd.kernels.attention_cases import Tensors
+
+
+def in_large_pools(tensors: Tensors) -> Tensors:
+    """The same step with its pages at the end of pools above 4 GiB; latent pages are one pool."""
+    pages = [tensors.k_pages] if tensors.case.latent else [tensors.k_pages, tensors.v_pages]
+    num_pages = LARGE_POOL_BYTES // min(each[0].nbytes for each in pages)
+    pools = [pool_ending_with(each, num_pages) for each in pages]
+    v_pages = pools[0][..., : tensors.case.dims[1]] if tensors.case.latent else pools[1]
+    table = tensors.table + (num_pages - len(tensors.k_pages))
+    return replace(tensors, k_pages=pools[0], v_pages=v_pages, table=table)

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     geometry = model.geometry.without_idle_windows(max_kv_len)
     over = geometry.problems(
         dtype=getattr(torch, options.dtype),
-        page_size=1,
+        page_size=geometry.least_page_size,
         kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
     )
     pages = page_choice(
@@ -40,14 +40,17 @@ def run(options: argparse.Namespace) -> None:
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
     settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
     plan = plan_capture(problems, target, settings)
+    state_bytes = geometry.state_bytes(getattr(torch, options.dtype))
     if options.json:
         described = {"arch": target.arch, **pages_as_json(pages), "max_kv_len": max_kv_len}
-        print(json.dumps({**described, **_as_json(plan)}, indent=2))
+        print(json.dumps({**described, **_as_json(plan), "state_bytes_per_request": state_bytes}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, up to {options.max_batch_size} sequences of {max_kv_len} tokens")
         if pages.lines:
             print(f"{pages.describe()} were chosen")
         print("\n".join(_lines(plan)))
+        if state_bytes:
+            print(f"recurrent states take {_size(state_bytes)} a request too; rocm_attn keeps none")
 
 
 def _lines(plan: CapturePlan) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,12 +19,20 @@ from rocm_attn.machine.measured_choices import place_of, with_choices_of
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
 from rocm_attn.models.cut import cost_of_heads
-from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.geometry import AttentionGeometry, CompressedRows
+from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.selection.pages import PageChoice
+
+_Kind = TypeVar("_Kind", bound=Hashable)
+_STATE = (
+    "recurrent, {rule}, {num_value_heads} value heads over {num_key_heads} key heads, each with a {state_dtype} state "
+    "of {key_dim} x {value_dim}, convolution of width {conv_width} over {conv_channels} channels\n"
+    "  no pages: {bytes} bytes a layer and request, which rocm_attn does not keep"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +42,27 @@ class LayerKind:
     layers:   indices into the model's layers
     reads:    the layer whose K and V each of them reads
     outcome:  the kernels, or why there are none
+    compressed: rows that they attend to in addition, which no kernel does
     """
 
     problem: Problem
     layers: tuple[int, ...]
     reads: tuple[int, ...]
     outcome: Selection | Unsupported
+    compressed: tuple[CompressedRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
     """A model's kinds of layer on one rank, as the options of explain describe them.
 
+    recurrent:  kind of recurrent layer -> indices into the model's layers
     pool:       the size of the KV pool that kernels are chosen for
     about_choices: a sentence about measured choices that do not serve, or ""
     """
 
     whole: AttentionGeometry
+    recurrent: Mapping[RecurrentLayer, tuple[int, ...]]
     target: Target
     pool: PoolSize
     pages: PageChoice
@@ -65,6 +77,11 @@ class Explained:
             raise Unsupported(
                 f"{len(not_served)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}{remedy}"
             )
+        if parts := [kind for kind in self.kinds if kind.compressed]:
+            raise Unsupported(
+                f"{len(parts)} of {len(self.kinds)} kinds of layer attend to compressed rows too, and kernels serve "
+                "their windows alone"
+            )
 
 
 def explained(options: argparse.Namespace) -> Explained:
@@ -77,22 +94,23 @@ def explained(options: argparse.Namespace) -> Explained:
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
 
-    stored = geometry.problems(
+    stored = geometry.without_compressed_rows().problems(
         dtype=getattr(torch, options.dtype),
-        page_size=1,
+        page_size=geometry.least_page_size,
         kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
     )
     over = [stored[read] for read in geometry.reads]
     pages = page_choice(options, over, choose)
     problems = pages.problems(over)
-    kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
-    return Explained(whole, target, pool, pages, kinds, about_choices)
+    kinds = layer_kinds(problems, geometry, target, options.provider, pool, deterministic=options.deterministic)
+    recurrent = _grouped((layer, place) for place, layer in geometry.recurrent)
+    return Explained(whole, recurrent, target, pool, pages, kinds, about_choices)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints the choice for options.config on options.arch. Raises Unsupported if a kind of layer has no kernel."""
     model = explained(options)
-    target, pages = model.target, model.pages
+    target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
         releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
         described = {
@@ -102,7 +120,9 @@ def run(options: argparse.Namespace) -> None:
             "page_sizes": list(pages.lines),
             "tuning": model.about_choices,
         }
-        print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in model.kinds]}, indent=2))
+        recurrent = [{"layers": list(places), **_state(layer, dtype)} for layer, places in model.recurrent.items()]
+        kinds = [_as_json(kind) for kind in model.kinds]
+        print(json.dumps({**described, "layer_kinds": kinds, "recurrent_layers": recurrent}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
         for sentence in cost_of_heads(model.whole, options.tp):
@@ -115,6 +135,8 @@ def run(options: argparse.Namespace) -> None:
             print("or fail its probe, and logs the reason")
         for kind in model.kinds:
             print("\n".join(["", *lines_of(kind)]))
+        for layer, places in model.recurrent.items():
+            print(f"\n{count_of(places)}: {_STATE.format(**_state(layer, dtype))}")
         print("\n".join(_choice_lines(model.kinds, model.about_choices)))
     model.require_served(options.page_size)
 
@@ -146,29 +168,37 @@ def _choice_lines(kinds: Sequence[LayerKind], about_choices: str) -> list[str]:
 
 def layer_kinds(
     problems: Sequence[Problem],
-    reads: Sequence[int],
+    geometry: AttentionGeometry,
     target: Target,
     provider: str,
     pool: PoolSize = SMALLEST_POOL,
     *,
     deterministic: bool = False,
 ) -> list[LayerKind]:
-    """The distinct problems among a model's layers, in order, each with its selection.
-
-    reads: layer -> the layer whose K and V it reads
-    """
-    layers: dict[Problem, list[int]] = {}
-    for layer, problem in enumerate(problems):
-        layers.setdefault(problem, []).append(layer)
+    """The distinct problems among the layers of a geometry, in order, each with its selection."""
+    kinds = _grouped(
+        ((problem, layer.compressed), number)
+        for number, (problem, layer) in enumerate(zip(problems, geometry.layers, strict=True))
+    )
+    places = geometry.places
     return [
         LayerKind(
             problem,
-            tuple(where),
-            tuple(reads[layer] for layer in where),
+            tuple(places[number] for number in where),
+            tuple(places[geometry.reads[number]] for number in where),
             _outcome(problem, target, provider, pool, deterministic),
+            compressed,
         )
-        for problem, where in layers.items()
+        for (problem, compressed), where in kinds.items()
     ]
+
+
+def _grouped(numbered: Iterable[tuple[_Kind, int]]) -> dict[_Kind, tuple[int, ...]]:
+    """The numbers of each kind, in order."""
+    kinds: dict[_Kind, tuple[int, ...]] = {}
+    for kind, number in numbered:
+        kinds[kind] = (*kinds.get(kind, ()), number)
+    return kinds
 
 
 def _outcome(
@@ -182,11 +212,22 @@ def _outcome(
 
 def lines_of(kind: LayerKind) -> list[str]:
     """A kind of layer, its kernels, and the kernels that were refused."""
-    head = "\n".join((f"{count_of(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind)))
+    head = "\n".join((f"{count_of(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind), *_not_served(kind)))
     if isinstance(kind.outcome, Unsupported):
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
+
+
+def _not_served(kind: LayerKind) -> list[str]:
+    """What the kernels of a kind leave out."""
+    missing = "no pool holds compressed rows, and no step attends to them and to a window; the window alone has:"
+    return [f"  and {rows.describe()}\n  not served: {missing}" for rows in kind.compressed]
+
+
+def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:
+    sizes = {"state_dtype": "float32", "conv_channels": layer.conv_channels, "bytes": layer.num_bytes(dtype)}
+    return {**asdict(layer), "rule": layer.rule.value, **sizes}
 
 
 def _shared(kind: LayerKind) -> list[str]:
@@ -258,13 +299,22 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
             "has_sinks": problem.has_sinks,
             "pool": problem.pool.name.lower(),
         },
+        "compressed_rows": [asdict(rows) for rows in kind.compressed],
     }
     if isinstance(kind.outcome, Unsupported):
-        return {**described, "provider": None, "kernels": {}, "refusals": list(kind.outcome.reasons), "tiles": []}
+        return {
+            **described,
+            "provider": None,
+            "kernels": {},
+            "over_a_selection": [],
+            "refusals": list(kind.outcome.reasons),
+            "tiles": [],
+        }
     return {
         **described,
         "provider": kind.outcome.provider,
         "kernels": {step.value: kernel.entry.name for step, kernel in kind.outcome.kernels.items()},
+        "over_a_selection": [] if kind.outcome.sparse is None else list(kind.outcome.sparse.entries),
         "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in kind.outcome.refusals],
         "tiles": [row.as_json() for row in tile_choices(kind.outcome)],
     }

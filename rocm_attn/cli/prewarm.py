@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
     over = geometry.problems(
         dtype=getattr(torch, options.dtype),
-        page_size=1,
+        page_size=geometry.least_page_size,
         kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
     )
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))

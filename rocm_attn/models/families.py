@@ -14,11 +14,10 @@ from rocm_attn.models.config import Multipliers, OwnInputs
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
-    AttentionOfFamily,
     GroupedAttention,
-    LatentAttention,
     all_but_one_in_a_pattern_slide,
     even_layers_slide,
+    latent_layers,
     no_window,
     of_the_last_like_it,
     qwen2_moe_windows,
@@ -26,12 +25,13 @@ from rocm_attn.models.hf_attention import (
     window_everywhere,
     window_everywhere_if_used,
 )
-from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
-from rocm_attn.models.hf_indexer import IndexedLatentAttention
+from rocm_attn.models.hf_compressed import compressed_layers
+from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, gemma4_heads, gemma4_layers, gemma4_mlps, own_inputs
+from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
 from rocm_attn.models.hf_minimax_m3 import (
     MINIMAX_M3_DEFAULTS,
-    BlockIndexedAttention,
+    block_indexed_layers,
     minimax_m3_heads,
     minimax_m3_mlps,
 )
@@ -53,6 +53,7 @@ from rocm_attn.models.hf_projections import (
     normed_heads,
     rows_with_indexers,
 )
+from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta
 from rocm_attn.models.hf_rope import one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.rope import Rope
@@ -107,7 +108,7 @@ class Family:
     decoder:  None if the runner does not run the model; its attention is served all the same
     """
 
-    attention: AttentionOfFamily
+    attention: Callable[[Fields], AttentionGeometry]
     defaults: Mapping[str, object] = field(default_factory=dict)
     decoder: Decoder | None = None
 
@@ -118,13 +119,10 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     Raises Unsupported for attention of another kind, BadModel for an incomplete config.
     """
     architecture = architecture_of(config)
-    family = FAMILIES.get(architecture)
-    if family is None or not family.attention.is_latent:
-        refuse_latent_attention(config)
     fields = text_fields(config)
     if fields.values.get("use_bidirectional_attention") is True:
         raise Unsupported(f"{architecture} with use_bidirectional_attention is not served: only causal attention is")
-    return FAMILIES[architecture].attention.geometry(fields)
+    return FAMILIES[architecture].attention(fields)
 
 
 def text_fields(config: Mapping[str, object]) -> Fields:
@@ -148,17 +146,6 @@ def architecture_of(config: Mapping[str, object]) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
         raise BadModel(f"config.json: architectures is {shown(names)}; it must be a list that names the model's class")
     return names[0]
-
-
-def refuse_latent_attention(config: Mapping[str, object]) -> None:
-    """Raises Unsupported for a model that stores one latent row per token."""
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, Mapping) else {}):
-        if fields.get("kv_lora_rank") is not None:
-            raise Unsupported(
-                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank "
-                f"{shown(fields['kv_lora_rank'])}), which is not served; use a model with K and V heads"
-            )
 
 
 # Characters of an architecture's name; messages quote it.
@@ -209,7 +196,7 @@ _GEMMA3_DECODER = Decoder(
 )
 _GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
 _GEMMA4_FAMILY = Family(
-    Gemma4Attention(),
+    gemma4_layers,
     GEMMA4_DEFAULTS,
     Decoder(
         gemma4_mlps,
@@ -222,13 +209,17 @@ _GEMMA4_FAMILY = Family(
     ),
 )
 _MINIMAX_M3_FAMILY = Family(
-    BlockIndexedAttention(),
+    block_indexed_layers,
     MINIMAX_M3_DEFAULTS,
     Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0),
 )
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
 )
+_QWEN_HYBRID = Family(HybridAttention(GroupedAttention(no_window), gated_delta))
+_QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
+_KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
+_GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))
 
 FAMILIES: Mapping[str, Family] = {
     # Mistral's GGUF files say "llama" too.
@@ -258,21 +249,34 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma4ForCausalLM": _GEMMA4_FAMILY,
     "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
     "MiniCPM3ForCausalLM": Family(
-        LatentAttention(), MINICPM3_DEFAULTS, Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
+        latent_layers, MINICPM3_DEFAULTS, Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
     ),
     "MiniMaxM3VLForCausalLM": _MINIMAX_M3_FAMILY,
     "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3_FAMILY,
     "GptOssForCausalLM": Family(
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
     ),
-    "DeepseekV2ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
+    "DeepseekV2ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
     "DeepseekV32ForCausalLM": Family(
-        IndexedLatentAttention(), decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
+        indexed_latent_layers, decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
     ),
     "GlmMoeDsaForCausalLM": Family(
-        IndexedLatentAttention(), decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True))
+        indexed_latent_layers, decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True))
     ),
-    "DeepseekV3ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
+    "DeepseekV3ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
+    "DeepseekV4ForCausalLM": Family(compressed_layers),
+    "DeepseekV41ForCausalLM": Family(compressed_layers),
+    "Glm5NextForConditionalGeneration": _GLM_HYBRID,
+    "KimiLinearForCausalLM": _KIMI_HYBRID,
+    "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
+    "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
+    "Qwen3NextForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5ForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5ForConditionalGeneration": _QWEN_HYBRID,
+    "Qwen3_5MoeForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_HYBRID,
+    "Qwen4ExpForCausalLM": _QWEN_SPARSE_HYBRID,
+    "Qwen4ExpForConditionalGeneration": _QWEN_SPARSE_HYBRID,
 }
 # The decoders of the models that the runner runs.
 DECODERS: Mapping[str, Decoder] = {

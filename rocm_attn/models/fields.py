@@ -46,11 +46,11 @@ class Fields:
         """True if the file has a value under this name."""
         return self.values.get(name) is not None
 
-    def count(self, name: str, default: int | None = None, most: int = _LARGEST) -> int:
-        """A whole number from 1 to most."""
+    def count(self, name: str, default: int | None = None, most: int = _LARGEST, least: int = 1) -> int:
+        """A whole number from least to most."""
         value = self.whole(name, default)
-        if value < 1:
-            raise BadModel(f"{self.source}: {name} is {value}; it must be at least 1")
+        if value < least:
+            raise BadModel(f"{self.source}: {name} is {value}; it must be at least {least}")
         if value > most:
             raise BadModel(f"{self.source}: {name} is {value}; it must be at most {most}")
         return value

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from rocm_attn.errors import Unsupported
+from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.shards import Shard
 from rocm_attn.problem import (
     ALL_KEYS,
@@ -19,6 +22,39 @@ from rocm_attn.problem import (
 )
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
+# Values of CompressedRows.top and candidates for which nothing is chosen.
+EVERY_ROW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedRows:
+    """Rows that stand for several tokens each, and that a layer attends to with the softmax of its window.
+
+    tokens, head_dim: tokens and elements of a row, which is K and V
+    top, candidates: rows that an indexer chooses for a query, and that it chooses from
+    index_heads, index_dim: of the indexer
+    own_rows, own_choice: whether the layer makes the rows, and chooses, or the nearest earlier layer that does
+    """
+
+    tokens: int
+    head_dim: int
+    top: int = EVERY_ROW
+    candidates: int = EVERY_ROW
+    index_heads: int = 0
+    index_dim: int = 0
+    own_rows: bool = True
+    own_choice: bool = True
+
+    def describe(self) -> str:
+        """The rows and the choice in words."""
+        rows = f"rows of {self.head_dim} elements for {self.tokens} tokens each"
+        rows = rows if self.own_rows else f"{rows}, made by an earlier layer"
+        if self.top == EVERY_ROW:
+            return f"all {rows}"
+        among = "" if self.candidates == EVERY_ROW else f" among {self.candidates} candidates"
+        by = f"its own indexer of {self.index_heads} x {self.index_dim}" if self.own_choice else "an earlier layer"
+        return f"{self.top} {rows}, chosen by {by}{among}"
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -28,6 +64,7 @@ class AttentionLayer:
     window_left: previous keys that a query attends to in addition to its own; -1: all of them
     indexer:     selects the keys that are attended to; whole on every rank, except for selections per KV head
     latent_dim:  of latent attention: the first elements of a token's one row, which are V; 0: K and V of their own
+    compressed:  what the layer attends to in addition; no kernel does
     """
 
     num_q_heads: int
@@ -39,6 +76,7 @@ class AttentionLayer:
     has_sinks: bool = False
     latent_dim: int = 0
     indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
+    compressed: tuple[CompressedRows, ...] = ()
 
     @property
     def rope_dim(self) -> int:
@@ -78,11 +116,14 @@ class AttentionLayer:
 class AttentionGeometry:
     """The attention layers of a model; they may all differ.
 
+    layers: those with pages, in order
     reads: layer -> the layer whose K and V it reads: itself, or an earlier one if it is one of the last that keep none
+    recurrent: place among all layers of the model -> recurrent layer, in pairs
     """
 
     layers: tuple[AttentionLayer, ...]
     reads: tuple[int, ...]
+    recurrent: tuple[tuple[int, RecurrentLayer], ...] = ()
 
     @classmethod
     def of(cls, layers: Sequence[AttentionLayer]) -> AttentionGeometry:
@@ -100,7 +141,28 @@ class AttentionGeometry:
 
     def on_one_of(self, num_ranks: int) -> AttentionGeometry:
         """The part of one tensor-parallel rank; see AttentionLayer."""
-        return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
+        recurrent = tuple((place, layer.on_one_of(num_ranks)) for place, layer in self.recurrent)
+        return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers), recurrent=recurrent)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """[layers] Places of the layers with pages among all layers of the model."""
+        taken = dict(self.recurrent)
+        return tuple(place for place in range(len(self.layers) + len(taken)) if place not in taken)
+
+    @property
+    def least_page_size(self) -> int:
+        """Tokens of the smallest page that every layer can have: index keys of several tokens are not cut."""
+        indexers = [layer.indexer for layer in self.layers]
+        return math.lcm(*(each.indexing.key_tokens for each in indexers if not isinstance(each, AllKeys)))
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all recurrent states of a request in a model of dtype."""
+        return sum(layer.num_bytes(dtype) for _, layer in self.recurrent)
+
+    def without_compressed_rows(self) -> AttentionGeometry:
+        """The same layers without what they attend to in addition."""
+        return replace(self, layers=tuple(replace(layer, compressed=()) for layer in self.layers))
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
         """The same layers for sequences up to max_kv_len: a window that none of them outgrows is dropped."""
@@ -111,8 +173,14 @@ class AttentionGeometry:
         return replace(self, layers=layers)
 
     def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
-        """One Problem per layer that keeps K and V; a layer that reads them has that layer's. Raises BadProblem."""
+        """One Problem per layer that keeps K and V; a layer that reads them has that layer's.
+
+        Raises BadProblem, and Unsupported if a layer attends to compressed rows too.
+        """
         storing = self.layers[: self.num_storing]
+        for place, layer in zip(self.places, storing, strict=False):
+            for rows in layer.compressed:
+                raise Unsupported(f"layer {place} attends to a window and to {rows.describe()}; no step does both")
         return tuple(layer.problem(dtype=dtype, page_size=page_size, kv=kv) for layer in storing)
 
 

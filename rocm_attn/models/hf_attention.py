@@ -5,22 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer, window_left
 from rocm_attn.problem import UNLIMITED_WINDOW
-
-
-class AttentionOfFamily(Protocol):
-    """How the attention of one architecture is read. is_latent: whether it stores one latent row per token"""
-
-    is_latent: ClassVar[bool]
-
-    def geometry(self, fields: Fields) -> AttentionGeometry:
-        """The attention layers that the fields of a text model describe. Raises BadModel, Unsupported."""
-        ...
 
 
 def no_window(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -120,15 +109,13 @@ class GroupedAttention:
     has_scale: whether scores are scaled at all
     """
 
-    is_latent: ClassVar[bool] = False
-
     windows: Callable[[Fields, int], tuple[int, ...]]
     has_sinks: bool = False
     reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = its_own
     has_scale: bool = True
 
-    def geometry(self, fields: Fields) -> AttentionGeometry:
-        """Like AttentionOfFamily.geometry."""
+    def __call__(self, fields: Fields) -> AttentionGeometry:
+        """The layers that the fields of a text model describe. Raises BadModel, Unsupported."""
         num_q_heads = fields.count("num_attention_heads")
         head_dim = _head_dim(fields, num_q_heads)
         layer = AttentionLayer(
@@ -145,31 +132,26 @@ class GroupedAttention:
         )
 
 
-class LatentAttention:
-    """DeepSeek's layers, with the projections of K and V absorbed into those of q and of the output."""
-
-    is_latent: ClassVar[bool] = True
-
-    def geometry(self, fields: Fields) -> AttentionGeometry:
-        """Like AttentionOfFamily.geometry."""
-        latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
-        # transformers 5 writes the second name
-        scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
-        # YaRN sharpens the softmax of a context that was stretched by `factor`.
-        sharper = 1.0
-        if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
-            sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
-        scale = (fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper * sharper
-        if not math.isfinite(scale):
-            raise BadModel(f"{scaling.source}: mscale_all_dim {scaling.positive('mscale_all_dim')} is too large")
-        layer = AttentionLayer(
-            num_q_heads=fields.count("num_attention_heads"),
-            num_kv_heads=1,
-            head_dim=latent_dim + rope_dim,
-            scale=scale,
-            latent_dim=latent_dim,
-        )
-        return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers", most=MAX_LAYERS))
+def latent_layers(fields: Fields) -> AttentionGeometry:
+    """DeepSeek's layers, with the projections of K and V absorbed into those of q and output. Raises BadModel."""
+    latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", least=0)
+    # transformers 5 writes the second name
+    scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
+    # YaRN sharpens the softmax of a context that was stretched by `factor`.
+    sharper = 1.0
+    if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
+        sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
+    scale = (fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper * sharper
+    if not math.isfinite(scale):
+        raise BadModel(f"{scaling.source}: mscale_all_dim {scaling.positive('mscale_all_dim')} is too large")
+    layer = AttentionLayer(
+        num_q_heads=fields.count("num_attention_heads"),
+        num_kv_heads=1,
+        head_dim=latent_dim + rope_dim,
+        scale=scale,
+        latent_dim=latent_dim,
+    )
+    return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers", most=MAX_LAYERS))
 
 
 def _head_dim(fields: Fields, num_q_heads: int) -> int:

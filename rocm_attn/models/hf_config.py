@@ -10,7 +10,6 @@ from rocm_attn.models.families import (
     DECODERS,
     architecture_of,
     attention_geometry,
-    refuse_latent_attention,
     text_fields,
 )
 from rocm_attn.models.fields import Fields, shown
@@ -20,7 +19,6 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises BadModel, or Unsupported for attention of another kind."""
     architecture = architecture_of(config)
     if architecture not in DECODERS:
-        refuse_latent_attention(config)
         raise BadModel(f"the runner does not serve {architecture}; it serves {', '.join(DECODERS)}")
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)

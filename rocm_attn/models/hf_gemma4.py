@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.config import HeadProjections, OwnInputs
@@ -23,28 +22,23 @@ from rocm_attn.models.routing import Routing
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 
-class Gemma4Attention:
-    """Layers with a window, and larger ones without."""
-
-    is_latent: ClassVar[bool] = False
-
-    def geometry(self, fields: Fields) -> AttentionGeometry:
-        """Like AttentionOfFamily.geometry."""
-        if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") == "all":
-            raise Unsupported("use_bidirectional_attention is 'all': only causal attention over text is served")
-        windows = gemma4_windows(fields)
-        num_q_heads = fields.count("num_attention_heads")
-        own = fields.inner("per_layer_config")
-        layers = []
-        for number, left in enumerate(windows):
-            heads = _own_heads(fields, own, number, is_full=left == UNLIMITED_WINDOW)
-            if num_q_heads % heads[0]:
-                raise BadModel(
-                    f"config.json: num_attention_heads {num_q_heads} is not a multiple of the {heads[0]} KV heads of "
-                    f"layer {number}"
-                )
-            layers.append(AttentionLayer(num_q_heads, *heads, scale=1.0, window_left=left))
-        return AttentionGeometry(tuple(layers), of_the_last_like_it(fields, windows))
+def gemma4_layers(fields: Fields) -> AttentionGeometry:
+    """Layers with a window, and larger ones without. Raises BadModel, Unsupported."""
+    if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") == "all":
+        raise Unsupported("use_bidirectional_attention is 'all': only causal attention over text is served")
+    windows = gemma4_windows(fields)
+    num_q_heads = fields.count("num_attention_heads")
+    own = fields.inner("per_layer_config")
+    layers = []
+    for number, left in enumerate(windows):
+        heads = _own_heads(fields, own, number, is_full=left == UNLIMITED_WINDOW)
+        if num_q_heads % heads[0]:
+            raise BadModel(
+                f"config.json: num_attention_heads {num_q_heads} is not a multiple of the {heads[0]} KV heads of "
+                f"layer {number}"
+            )
+        layers.append(AttentionLayer(num_q_heads, *heads, scale=1.0, window_left=left))
+    return AttentionGeometry(tuple(layers), of_the_last_like_it(fields, windows))
 
 
 def gemma4_windows(fields: Fields) -> tuple[int, ...]:
@@ -57,7 +51,9 @@ def _own_heads(fields: Fields, own: Fields, number: int, *, is_full: bool) -> tu
     """KV heads and head size of a layer. own: the file's settings of single layers, as transformers 5 writes them"""
     kv_heads, head_dim = fields.count("num_key_value_heads"), fields.count("head_dim")
     if own.values:
-        layer = own.inner(str(number))
+        # transformers writes the numbers with as many digits as the largest has
+        name = next((name for name in own.values if name.isdecimal() and int(name) == number), str(number))
+        layer = own.inner(name)
         return layer.count("num_key_value_heads", kv_heads), layer.count("head_dim", head_dim)
     if not is_full:
         return kv_heads, head_dim

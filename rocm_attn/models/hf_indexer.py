@@ -1,16 +1,15 @@
-"""The indexers of sparse attention that a Hugging Face config.json describes (DeepSeek-V3.2, GLM-5)."""
+"""The indexers of sparse attention that a Hugging Face config.json describes (DeepSeek-V3.2, GLM-5, Qwen3.8-Next)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from rocm_attn.errors import BadModel
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.hf_attention import LatentAttention
-from rocm_attn.problem import EarlierSelection, Indexer
+from rocm_attn.models.hf_attention import GroupedAttention, latent_layers, no_window
+from rocm_attn.problem import EarlierSelection, Indexer, LastUnit
 
 _FULL, _SHARED = "full", "shared"
 
@@ -39,23 +38,37 @@ def own_indexers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(each == _FULL for each in types)
 
 
-class IndexedLatentAttention:
-    """Latent layers that attend to the tokens selected by an indexer, their own or an earlier layer's."""
+def indexed_latent_layers(fields: Fields) -> AttentionGeometry:
+    """Latent layers that attend to what an indexer selects, their own or an earlier layer's. Raises BadModel."""
+    dense = latent_layers(fields)
+    heads, dim = fields.count("index_n_heads"), fields.count("index_head_dim")
+    rope_dim = dense.layers[0].rope_dim
+    if dim < rope_dim:
+        raise BadModel(f"config.json: index_head_dim is {dim}; it must hold the {rope_dim} rotated elements")
+    last = LastUnit.ADDED if fields.flag("index_kpool_always_select_tail", True) else LastUnit.LEFT_OUT
+    indexing = _indexing(dim, fields.count("index_topk"), fields.count("index_kpool", 1), last)
+    own, earlier = Indexer(heads, dim, indexing), EarlierSelection(indexing)
+    return AttentionGeometry.of(
+        [
+            replace(layer, indexer=own if is_own else earlier)
+            for layer, is_own in zip(dense.layers, own_indexers(fields, len(dense.layers)), strict=True)
+        ]
+    )
 
-    is_latent: ClassVar[bool] = True
 
-    def geometry(self, fields: Fields) -> AttentionGeometry:
-        """Like AttentionOfFamily.geometry."""
-        dense = LatentAttention().geometry(fields)
-        heads, dim = fields.count("index_n_heads"), fields.count("index_head_dim")
-        rope_dim = dense.layers[0].rope_dim
-        if dim < rope_dim:
-            raise BadModel(f"config.json: index_head_dim is {dim}; it must hold the {rope_dim} rotated elements")
-        indexing = Indexing(scale=dim**-0.5, top=fields.count("index_topk"))
-        own, earlier = Indexer(heads, dim, indexing), EarlierSelection(indexing)
-        return AttentionGeometry.of(
-            [
-                replace(layer, indexer=own if is_own else earlier)
-                for layer, is_own in zip(dense.layers, own_indexers(fields, len(dense.layers)), strict=True)
-            ]
-        )
+def indexed_layers(fields: Fields) -> AttentionGeometry:
+    """Layers with K and V heads that attend to pools of tokens, and to those in no pool. Raises BadModel."""
+    dense = GroupedAttention(no_window)(fields)
+    if not fields.has("indexer_n_heads"):
+        return dense
+    heads, dim, tokens = (fields.count(f"indexer_{name}") for name in ("n_heads", "head_dim", "compress_ratio"))
+    indexer = Indexer(heads, dim, _indexing(dim, fields.count("indexer_budget"), tokens, LastUnit.ADDED))
+    return AttentionGeometry.of([replace(layer, indexer=indexer) for layer in dense.layers])
+
+
+def _indexing(dim: int, num_chosen: int, pool: int, last: LastUnit) -> Indexing:
+    """A choice of num_chosen tokens, one by one or in pools. Raises BadModel."""
+    if num_chosen % pool:
+        raise BadModel(f"config.json: an indexer chooses {num_chosen} tokens in pools of {pool}; give a multiple")
+    last_unit = LastUnit.SCORED if pool == 1 else last
+    return Indexing(scale=dim**-0.5, top=num_chosen // pool, key_tokens=pool, last_unit=last_unit)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from rocm_attn.errors import BadModel
 from rocm_attn.kernels.sparse.arguments import Indexing
@@ -34,21 +33,16 @@ _OLDER_NAMES = {
 }
 
 
-class BlockIndexedAttention:
-    """Layers with K and V heads, some of which attend to blocks that an indexer selects."""
-
-    is_latent: ClassVar[bool] = False
-
-    def geometry(self, fields: Fields) -> AttentionGeometry:
-        """Like AttentionOfFamily.geometry."""
-        dense = GroupedAttention(no_window).geometry(fields)
-        indexer, is_sparse = _indexer(fields, dense.layers[0]), sparse_layers(fields, len(dense.layers))
-        return AttentionGeometry.of(
-            [
-                replace(layer, indexer=indexer) if sparse else layer
-                for layer, sparse in zip(dense.layers, is_sparse, strict=True)
-            ]
-        )
+def block_indexed_layers(fields: Fields) -> AttentionGeometry:
+    """Layers with K and V heads, some of which attend to blocks that an indexer selects. Raises BadModel."""
+    dense = GroupedAttention(no_window)(fields)
+    indexer, is_sparse = _indexer(fields, dense.layers[0]), sparse_layers(fields, len(dense.layers))
+    return AttentionGeometry.of(
+        [
+            replace(layer, indexer=indexer) if sparse else layer
+            for layer, sparse in zip(dense.layers, is_sparse, strict=True)
+        ]
+    )
 
 
 def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:

@@ -175,7 +175,7 @@ def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, .
     else:
         model = described_model(options.config)
         geometry = model.geometry.without_idle_windows(model.max_kv_len(options.max_kv_len)).on_one_of(options.tp)
-        over = geometry.problems(dtype=dtype, page_size=1, kv=kv)
+        over = geometry.problems(dtype=dtype, page_size=geometry.least_page_size, kv=kv)
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider))
     return tuple(dict.fromkeys(pages.problems(over)))
 

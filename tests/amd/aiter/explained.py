@@ -1,4 +1,4 @@
-"""The output of `rocm-attn explain` for eight models on two archs, and for two of them with 8-bit K and V.
+"""The output of `rocm-attn explain` for twenty models on two archs, and for two of them with 8-bit K and V.
 
 `python -m tests.amd.aiter.explained` writes it again.
 """
@@ -18,7 +18,7 @@ ARCHS = ("gfx942", "gfx950")
 
 _EIGHT_BITS = ("--kv-dtype", "fp8", "--kv-scales", "layer")
 
-# Model, which may have a variant after a point -> the options that it is served with.
+# Model, which may have ".eight-bits" after it -> the options that it is served with.
 MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-3-8b": (),
     "llama-3-70b": ("--tp", "8"),
@@ -28,6 +28,17 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "gemma-3n-e4b": (),
     "deepseek-v2-lite": (),
     "deepseek-v3": ("--tp", "8"),
+    "deepseek-v3.2": ("--tp", "8"),
+    "deepseek-v4-flash": ("--tp", "8"),
+    "deepseek-v4.1-flash": ("--tp", "8"),
+    "gemma-4": (),
+    "glm-5.3-flash": ("--tp", "8"),
+    "kimi-k3": ("--tp", "8"),
+    "minimax-m2": (),
+    "minimax-m3": (),
+    "qwen3.5-397b-a17b": ("--tp", "8"),
+    "qwen3.8-27b": (),
+    "qwen3.8-flash-next": (),
     "llama-3-70b.eight-bits": ("--tp", "8", *_EIGHT_BITS),
     "deepseek-v3.eight-bits": ("--tp", "8", *_EIGHT_BITS),
 }
@@ -35,7 +46,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 
 def explained(model: str, arch: str) -> str:
     """Returns stdout and stderr of the command, and its exit code, without the config's path."""
-    config = HERE / "configs" / f"{model.partition('.')[0]}.json"
+    config = HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json"
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
         code = main(["explain", str(config), "--arch", arch, "--page-size", "auto", "--pool", "auto", *MODELS[model]])

@@ -23,6 +23,61 @@ def test_a_model_is_explained_as_in_its_golden_file(model: str, arch: str) -> No
     )
 
 
+_UNIFIED = ("aiter.unified_attention", "aiter.unified_attention")
+_BATCH_942 = {"gfx942": ("aiter.unified_attention", "aiter.mha_batch_prefill_func"), "gfx950": _UNIFIED}
+_RAGGED = {
+    "gfx942": ("aiter.paged_attention_ragged", "aiter.mha_batch_prefill_func"),
+    "gfx950": ("aiter.paged_attention_ragged", "aiter.unified_attention"),
+}
+_MLA = dict.fromkeys(ARCHS, ("aiter.mla_decode_fwd+get_mla_metadata_v1", "aiter.mla_prefill_fwd"))
+_OURS = dict.fromkeys(ARCHS, ("triton.latent_decode", "triton.latent_extend"))
+
+# Model -> for each kind of layer with pages: its layers, its decode and extend kernel on each arch, and whether an
+# indexer chooses. Then the recurrent layers, and the bytes of one of them on a rank: 4 * heads * 128 * 128 and
+# 2 * 3 * channels.
+PAGED_AND_RECURRENT: dict[str, tuple[list[tuple[int, dict[str, tuple[str, str]], bool]], tuple[int, int]]] = {
+    "deepseek-v3.2": ([(61, _MLA, True)], (0, 0)),
+    "deepseek-v4-flash": ([(2, _OURS, False), (21, _OURS, False), (20, _OURS, False)], (0, 0)),
+    "deepseek-v4.1-flash": ([(number, _OURS, False) for number in (2, 3, 15, 1, 15, 4)], (0, 0)),
+    "gemma-4": ([(25, _BATCH_942, False), (5, dict.fromkeys(ARCHS, _UNIFIED), False)], (0, 0)),
+    "glm-5.3-flash": ([(11, _OURS, True)], (34, 4 * 8 * 128 * 128 + 6 * 24 * 128)),
+    "gpt-oss-120b": ([(18, dict.fromkeys(ARCHS, _UNIFIED), False)] * 2, (0, 0)),
+    "kimi-k3": ([(24, _MLA, False)], (69, 4 * 12 * 128 * 128 + 6 * 36 * 128)),
+    "minimax-m2": ([(62, _RAGGED, False)], (0, 0)),
+    "minimax-m3": ([(3, _RAGGED, False), (57, _RAGGED, True)], (0, 0)),
+    "qwen3.5-397b-a17b": ([(15, _BATCH_942, False)], (45, 4 * 8 * 128 * 128 + 6 * 12 * 128)),
+    "qwen3.8-27b": ([(16, _BATCH_942, False)], (48, 4 * 48 * 128 * 128 + 6 * 80 * 128)),
+    "qwen3.8-flash-next": ([(12, _BATCH_942, True)], (36, 4 * 48 * 128 * 128 + 6 * 80 * 128)),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("model", PAGED_AND_RECURRENT)
+def test_every_layer_with_pages_has_a_kernel_and_every_other_one_its_state(
+    model: str, arch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--arch", arch, "--page-size", "auto", "--pool", "auto", *MODELS[model], "--json")
+    code, printed, complaint = run(capsys, model, *options)
+    paged, (num_recurrent, num_bytes) = PAGED_AND_RECURRENT[model]
+    said = json.loads(printed)
+    found = [
+        (len(kind["layers"]), (kind["kernels"]["decode"], kind["kernels"]["extend"]), kind["over_a_selection"])
+        for kind in said["layer_kinds"]
+    ]
+    ours = ["triton.selected", "triton.indexer"]
+    assert found == [(number, names[arch], ours if chosen else []) for number, names, chosen in paged]
+    recurrent = [(len(kind["layers"]), kind["bytes"]) for kind in said["recurrent_layers"]]
+    assert recurrent == ([(num_recurrent, num_bytes)] if num_recurrent else [])
+    layers = [layer for kind in said["layer_kinds"] + said["recurrent_layers"] for layer in kind["layers"]]
+    assert sorted(layers) == list(range(len(layers)))
+    compressed = sum(bool(kind["compressed_rows"]) for kind in said["layer_kinds"])
+    assert compressed == {"deepseek-v4-flash": 2, "deepseek-v4.1-flash": 5}.get(model, 0)
+    refusal = (
+        f"{compressed} of {len(paged)} kinds of layer attend to compressed rows too, and kernels serve their windows"
+    )
+    assert (code, refusal in complaint) == ((0, False) if not compressed else (1, True))
+
+
 def test_no_golden_file_is_left_over() -> None:
     assert set(GOLDEN.iterdir()) == {place(model, arch) for model in MODELS for arch in ARCHS}
 

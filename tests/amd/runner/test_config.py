@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.errors import BadModel
 from rocm_attn.models.config import HeadProjections, LayerConfig, Multipliers
 from rocm_attn.models.families import DECODERS, attention_geometry
 from rocm_attn.models.fields import Fields, read_json
@@ -133,12 +133,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadModel) as refusal:
         config_from_json({**LLAMA31, "architectures": ["MixtralForCausalLM"]})
     assert all(name in str(refusal.value) for name in ("MixtralForCausalLM", *DECODERS))
-
-
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "KimiForCausalLM"])
-def test_latent_attention_of_other_architectures_is_refused(architecture: str) -> None:
-    with pytest.raises(Unsupported, match="latent attention"):
-        config_from_json({**LLAMA31, "architectures": [architecture], "kv_lora_rank": 512})
 
 
 @pytest.mark.parametrize(

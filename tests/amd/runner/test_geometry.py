@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2_27b": ("Gemma2ForCausalLM", "Gemma2Config", {"query_pre_attn_scalar": 144, "head_dim": 128}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window": 1024, "num_hidden_layers": 34}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {}),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {}),
 }
 
 
@@ -136,9 +137,17 @@ def test_a_window_that_no_sequence_outgrows_is_no_window(max_kv_len: int, left: 
     ("changes", "error", "sentence"),
     [
         ({"architectures": ["MambaForCausalLM"]}, Unsupported, "MambaForCausalLM is not known; .*LlamaForCausalLM"),
-        ({"architectures": ["DeepseekV4ForCausalLM"], "kv_lora_rank": 512}, Unsupported, "kv_lora_rank 512"),
+        (
+            {"architectures": ["DeepseekV5ForCausalLM"], "kv_lora_rank": 512},
+            Unsupported,
+            "DeepseekV5ForCausalLM is not",
+        ),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, BadModel, "does not say kv_lora_rank"),
-        ({"text_config": {"kv_lora_rank": 64}}, Unsupported, "kv_lora_rank 64"),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 64, "qk_rope_head_dim": -1},
+            BadModel,
+            "qk_rope_head_dim is -1; it must be at least 0",
+        ),
         ({"use_bidirectional_attention": True}, Unsupported, "only causal attention"),
         ({"layer_types": ["linear_attention"] * 2}, Unsupported, "'linear_attention' is not served"),
         ({"layer_types": ["full_attention"] * 3}, BadModel, "3 layer_types for num_hidden_layers 2"),

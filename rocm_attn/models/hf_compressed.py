@@ -1,0 +1,67 @@
+"""The attention of DeepSeek-V4 and V4.1, from their config.json.
+
+A token has one row, K and V of one head. Each layer attends to a window of such rows with sinks; most attend to
+compressed rows too, with the same softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
+from rocm_attn.models.geometry import EVERY_ROW, AttentionGeometry, AttentionLayer, CompressedRows, window_left
+
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+def compressed_layers(fields: Fields) -> AttentionGeometry:
+    """A window, and compressed rows of some tokens each. Raises BadModel, Unsupported.
+
+    V4's layers make their own: rows of 4 tokens, of which an indexer chooses, or of 128, which are all read. In V4.1
+    the layers of kv_source_layer_ids make rows, those of index_source_layer_ids choose, and other layers use what the
+    nearest earlier one did. Indexers after candidate_source_layer_id choose among the rows of that layer's best blocks.
+    """
+    dim, first = fields.count("head_dim"), fields.whole("candidate_source_layer_id", -1)
+    heads, left = fields.count("num_attention_heads"), window_left(fields.count("sliding_window"))
+    plain = AttentionLayer(heads, 1, dim, scale=dim**-0.5, window_left=left, has_sinks=True, latent_dim=dim)
+    top = fields.count("index_topk")
+    index_heads, index_dim = fields.count("index_n_heads"), fields.count("index_head_dim")
+    among = fields.count("candidate_topk_blocks") * fields.count("candidate_block_size") if first >= 0 else EVERY_ROW
+    makers, choosers = fields.ids("kv_source_layer_ids"), fields.ids("index_source_layer_ids")
+    layers = []
+    for number, (tokens, is_chosen) in enumerate(_compressions(fields)):
+        if tokens and any(ids and min(ids) > number for ids in (makers, choosers)):
+            raise BadModel(
+                f"config.json: layer {number} has compressed rows, and the first of kv_source_layer_ids or "
+                "index_source_layer_ids comes after it"
+            )
+        rows = CompressedRows(tokens, dim, own_rows=not makers or number in makers)
+        if is_chosen:
+            own, candidates = not choosers or number in choosers, among if number > first else EVERY_ROW
+            rows = replace(
+                rows, top=top, candidates=candidates, index_heads=index_heads, index_dim=index_dim, own_choice=own
+            )
+        layers.append(replace(plain, compressed=(rows,)) if tokens else plain)
+    return AttentionGeometry.of(layers)
+
+
+def _compressions(fields: Fields) -> list[tuple[int, bool]]:
+    """[layers] Tokens of a compressed row, 0 if there are none, and whether an indexer chooses. Raises BadModel."""
+    rates, num_layers = fields.inner("compress_rates"), fields.count("num_hidden_layers", most=MAX_LAYERS)
+    sparse, heavy = rates.count(_SPARSE, 4), rates.count(_HEAVY, 128)
+    if fields.has("layer_types"):
+        kinds = {"sliding_attention": (0, False), _SPARSE: (sparse, True), _HEAVY: (heavy, False)}
+        types = fields.list("layer_types")
+        if unknown := [each for each in types if each not in kinds]:
+            raise Unsupported(f"layer type {shown(unknown[0])} is not served; layer_types may hold {', '.join(kinds)}")
+        found = [kinds[str(each)] for each in types]
+    else:  # published files have more of them, for draft layers
+        is_shared = fields.has("kv_source_layer_ids")
+        ratios = fields.ids("compress_ratios")[:num_layers]
+        if not is_shared and not set(ratios) <= {0, sparse, heavy}:
+            raise Unsupported(f"compress_ratios {shown(ratios)} are not served; they may be 0, {sparse} and {heavy}")
+        found = [(ratio, is_shared or ratio == sparse) for ratio in ratios]
+    if len(found) != num_layers:
+        raise BadModel(f"config.json: kinds of {len(found)} layers for num_hidden_layers {num_layers}")
+    return found

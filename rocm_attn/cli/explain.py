@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,11 +27,10 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.selection.pages import PageChoice
 
-_Kind = TypeVar("_Kind", bound=Hashable)
 _STATE = (
     "recurrent, {rule}, {num_value_heads} value heads over {num_key_heads} key heads, each with a {state_dtype} state "
     "of {key_dim} x {value_dim}, convolution of width {conv_width} over {conv_channels} channels\n"
-    "  no pages: {bytes} bytes a layer and request, which rocm_attn does not keep"
+    "  no pages: {bytes_per_request} bytes a layer and request, which rocm_attn does not keep"
 )
 
 
@@ -94,16 +93,16 @@ def explained(options: argparse.Namespace) -> Explained:
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
 
-    stored = geometry.without_compressed_rows().problems(
-        dtype=getattr(torch, options.dtype),
-        page_size=geometry.least_page_size,
-        kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
-    )
+    dtype, kv = getattr(torch, options.dtype), KVFormat.named(options.kv_dtype, options.kv_scales, target)
+    least = geometry.least_page_size
+    stored = [layer.problem(dtype=dtype, page_size=least, kv=kv) for layer in geometry.layers[: geometry.num_storing]]
     over = [stored[read] for read in geometry.reads]
     pages = page_choice(options, over, choose)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry, target, options.provider, pool, deterministic=options.deterministic)
-    recurrent = _grouped((layer, place) for place, layer in geometry.recurrent)
+    recurrent: dict[RecurrentLayer, tuple[int, ...]] = {}
+    for place, layer in geometry.recurrent:
+        recurrent[layer] = (*recurrent.get(layer, ()), place)
     return Explained(whole, recurrent, target, pool, pages, kinds, about_choices)
 
 
@@ -176,10 +175,9 @@ def layer_kinds(
     deterministic: bool = False,
 ) -> list[LayerKind]:
     """The distinct problems among the layers of a geometry, in order, each with its selection."""
-    kinds = _grouped(
-        ((problem, layer.compressed), number)
-        for number, (problem, layer) in enumerate(zip(problems, geometry.layers, strict=True))
-    )
+    kinds: dict[tuple[Problem, tuple[CompressedRows, ...]], list[int]] = {}
+    for number, (problem, layer) in enumerate(zip(problems, geometry.layers, strict=True)):
+        kinds.setdefault((problem, layer.compressed), []).append(number)
     places = geometry.places
     return [
         LayerKind(
@@ -191,14 +189,6 @@ def layer_kinds(
         )
         for (problem, compressed), where in kinds.items()
     ]
-
-
-def _grouped(numbered: Iterable[tuple[_Kind, int]]) -> dict[_Kind, tuple[int, ...]]:
-    """The numbers of each kind, in order."""
-    kinds: dict[_Kind, tuple[int, ...]] = {}
-    for kind, number in numbered:
-        kinds[kind] = (*kinds.get(kind, ()), number)
-    return kinds
 
 
 def _outcome(
@@ -226,7 +216,11 @@ def _not_served(kind: LayerKind) -> list[str]:
 
 
 def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:
-    sizes = {"state_dtype": "float32", "conv_channels": layer.conv_channels, "bytes": layer.num_bytes(dtype)}
+    sizes = {
+        "state_dtype": "float32",
+        "conv_channels": layer.conv_channels,
+        "bytes_per_request": layer.num_bytes(dtype),
+    }
     return {**asdict(layer), "rule": layer.rule.value, **sizes}
 
 

@@ -22,7 +22,7 @@ from rocm_attn.problem import (
 )
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
-# Values of CompressedRows.top and candidates for which nothing is chosen.
+# CompressedRows.top of layers that attend to all rows.
 EVERY_ROW = 0
 
 
@@ -31,15 +31,13 @@ class CompressedRows:
     """Rows that stand for several tokens each, and that a layer attends to with the softmax of its window.
 
     tokens, head_dim: tokens and elements of a row, which is K and V
-    top, candidates: rows that an indexer chooses for a query, and that it chooses from
-    index_heads, index_dim: of the indexer
+    top: rows that an indexer of index_heads heads of index_dim elements chooses for a query
     own_rows, own_choice: whether the layer makes the rows, and chooses, or the nearest earlier layer that does
     """
 
     tokens: int
     head_dim: int
     top: int = EVERY_ROW
-    candidates: int = EVERY_ROW
     index_heads: int = 0
     index_dim: int = 0
     own_rows: bool = True
@@ -51,9 +49,8 @@ class CompressedRows:
         rows = rows if self.own_rows else f"{rows}, made by an earlier layer"
         if self.top == EVERY_ROW:
             return f"all {rows}"
-        among = "" if self.candidates == EVERY_ROW else f" among {self.candidates} candidates"
         by = f"its own indexer of {self.index_heads} x {self.index_dim}" if self.own_choice else "an earlier layer"
-        return f"{self.top} {rows}, chosen by {by}{among}"
+        return f"{self.top} {rows}, chosen by {by}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +156,6 @@ class AttentionGeometry:
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all recurrent states of a request in a model of dtype."""
         return sum(layer.num_bytes(dtype) for _, layer in self.recurrent)
-
-    def without_compressed_rows(self) -> AttentionGeometry:
-        """The same layers without what they attend to in addition."""
-        return replace(self, layers=tuple(replace(layer, compressed=()) for layer in self.layers))
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
         """The same layers for sequences up to max_kv_len: a window that none of them outgrows is dropped."""

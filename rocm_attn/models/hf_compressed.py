@@ -20,14 +20,12 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
 
     V4's layers make their own: rows of 4 tokens, of which an indexer chooses, or of 128, which are all read. In V4.1
     the layers of kv_source_layer_ids make rows, those of index_source_layer_ids choose, and other layers use what the
-    nearest earlier one did. Indexers after candidate_source_layer_id choose among the rows of that layer's best blocks.
+    nearest earlier one did.
     """
-    dim, first = fields.count("head_dim"), fields.whole("candidate_source_layer_id", -1)
-    heads, left = fields.count("num_attention_heads"), window_left(fields.count("sliding_window"))
+    dim, heads = fields.count("head_dim"), fields.count("num_attention_heads")
+    left = window_left(fields.count("sliding_window"))
     plain = AttentionLayer(heads, 1, dim, scale=dim**-0.5, window_left=left, has_sinks=True, latent_dim=dim)
-    top = fields.count("index_topk")
-    index_heads, index_dim = fields.count("index_n_heads"), fields.count("index_head_dim")
-    among = fields.count("candidate_topk_blocks") * fields.count("candidate_block_size") if first >= 0 else EVERY_ROW
+    indexer = fields.count("index_topk"), fields.count("index_n_heads"), fields.count("index_head_dim")
     makers, choosers = fields.ids("kv_source_layer_ids"), fields.ids("index_source_layer_ids")
     layers = []
     for number, (tokens, is_chosen) in enumerate(_compressions(fields)):
@@ -36,12 +34,9 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
                 f"config.json: layer {number} has compressed rows, and the first of kv_source_layer_ids or "
                 "index_source_layer_ids comes after it"
             )
-        rows = CompressedRows(tokens, dim, own_rows=not makers or number in makers)
-        if is_chosen:
-            own, candidates = not choosers or number in choosers, among if number > first else EVERY_ROW
-            rows = replace(
-                rows, top=top, candidates=candidates, index_heads=index_heads, index_dim=index_dim, own_choice=own
-            )
+        own_rows, own_choice = not makers or number in makers, not choosers or number in choosers
+        top = indexer if is_chosen else (EVERY_ROW, 0, 0)
+        rows = CompressedRows(tokens, dim, *top, own_rows, own_choice)
         layers.append(replace(plain, compressed=(rows,)) if tokens else plain)
     return AttentionGeometry.of(layers)
 

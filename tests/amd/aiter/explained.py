@@ -1,16 +1,19 @@
-"""The output of `rocm-attn explain` for twenty models on two archs, and for two of them with 8-bit K and V.
+"""The output of `rocm-attn explain` for nineteen models on two archs, and for two of them with 8-bit K and V.
 
-`python -m tests.amd.aiter.explained` writes it again.
+`python -m tests.amd.aiter.explained` writes it again, and the table of docs/models.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rocm_attn.cli import main
+from tests.amd.house.source_tree import ROOT
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -44,14 +47,75 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def _config(model: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json").read_text())
+    return config
+
+
+# Models of the table in docs/models.md.
+TABLED = [model for model in MODELS if "source" in _config(model)]
+PAGE = ROOT / "docs" / "models.md"
+
+
 def explained(model: str, arch: str) -> str:
     """Returns stdout and stderr of the command, and its exit code, without the config's path."""
+    printed, complaints, code = _ran(model, arch)
+    text = f"{printed}{complaints}exit code {code}\n"
     config = HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json"
+    return text.replace(str(config), f"{model} {' '.join(MODELS[model])}".strip())
+
+
+def _ran(model: str, arch: str, *options: str) -> tuple[str, str, int]:
+    config = HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json"
+    command = ["explain", str(config), "--arch", arch, "--page-size", "auto", "--pool", "auto"]
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
-        code = main(["explain", str(config), "--arch", arch, "--page-size", "auto", "--pool", "auto", *MODELS[model]])
-    text = printed.getvalue() + complaints.getvalue() + f"exit code {code}\n"
-    return text.replace(str(config), f"{model} {' '.join(MODELS[model])}".strip())
+        code = main([*command, *MODELS[model], *options])
+    return printed.getvalue(), complaints.getvalue(), code
+
+
+def page_with_table() -> str:
+    """Returns docs/models.md with the table of kernels for the models whose configs name their source."""
+    before, _, rest = PAGE.read_text().partition(_HEAD)
+    after = rest[rest.index("\n\n") :]
+    return before + _HEAD + "".join(f"\n{row}" for model in TABLED for row in _rows(model)) + after
+
+
+_HEAD = """\
+| model | layers | what they have | decode | extend | choice and sparse attention |
+|---|---|---|---|---|---|"""
+
+
+def _rows(model: str) -> list[str]:
+    said = [json.loads(_ran(model, arch, "--json")[0]) for arch in ARCHS]
+    numbers: dict[str, int] = {}
+    for kinds in zip(*(each["layer_kinds"] for each in said), strict=True):
+        what = _what(kinds[0]["problem"])
+        if kinds[0]["compressed_rows"]:
+            what += "; and compressed rows, **not served**"
+        steps = [_on_each([kind["kernels"].get(step, "none") for kind in kinds]) for step in ("decode", "extend")]
+        chosen = _on_each([", ".join(kind["over_a_selection"]) for kind in kinds])
+        row = f"{what} | {' | '.join(steps)} | {chosen}"
+        numbers[row] = numbers.get(row, 0) + len(kinds[0]["layers"])
+    for kind in said[0]["recurrent_layers"]:
+        state = f"{kind['num_value_heads']} states of {kind['key_dim']} x {kind['value_dim']}"
+        size = f"{kind['bytes_per_request']:,} bytes a layer and request"
+        numbers[f"{kind['rule']}, {state}, {size} | **not served** | | "] = len(kind["layers"])
+    name = f"{model} {' '.join(MODELS[model])}".strip()
+    return [f"| {name} | {number} | {row} |" for row, number in numbers.items()]
+
+
+def _what(problem: dict[str, Any]) -> str:
+    dims = problem["head_dim"], problem["v_head_dim"]
+    parts = [f"{problem['num_q_heads']} heads over {problem['num_kv_heads']}", "/".join(map(str, dict.fromkeys(dims)))]
+    parts += ["latent"] * (problem["pool"] == "latent") + ["sinks"] * problem["has_sinks"]
+    return ", ".join(parts + [f"window {problem['window_left'] + 1}"] * (problem["window_left"] >= 0))
+
+
+def _on_each(names: list[str]) -> str:
+    if len(set(names)) == 1:
+        return ", ".join(f"`{name}`" for name in names[0].split(", ") if name)
+    return ", ".join(f"`{name}` on {arch}" for name, arch in zip(names, ARCHS, strict=True))
 
 
 def place(model: str, arch: str) -> Path:
@@ -64,3 +128,4 @@ if __name__ == "__main__":
     for each in MODELS:
         for on in ARCHS:
             place(each, on).write_text(explained(each, on))
+    PAGE.write_text(page_with_table())

@@ -10,7 +10,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, main
 from rocm_attn.selection.table import markdown
-from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, explained, place
+from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, PAGE, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
 
 
@@ -66,7 +66,7 @@ def test_every_layer_with_pages_has_a_kernel_and_every_other_one_its_state(
     ]
     ours = ["triton.selected", "triton.indexer"]
     assert found == [(number, names[arch], ours if chosen else []) for number, names, chosen in paged]
-    recurrent = [(len(kind["layers"]), kind["bytes"]) for kind in said["recurrent_layers"]]
+    recurrent = [(len(kind["layers"]), kind["bytes_per_request"]) for kind in said["recurrent_layers"]]
     assert recurrent == ([(num_recurrent, num_bytes)] if num_recurrent else [])
     layers = [layer for kind in said["layer_kinds"] + said["recurrent_layers"] for layer in kind["layers"]]
     assert sorted(layers) == list(range(len(layers)))
@@ -171,3 +171,7 @@ def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
 def test_the_page_of_kernels_is_current() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
     assert page == markdown(), "rocm-attn kernels > docs/kernels.md"
+
+
+def test_the_table_of_models_is_current() -> None:
+    assert PAGE.read_text() == page_with_table(), "python -m tests.amd.aiter.explained writes it anew"

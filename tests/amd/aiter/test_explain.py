@@ -175,3 +175,17 @@ def test_the_page_of_kernels_is_current() -> None:
 
 def test_the_table_of_models_is_current() -> None:
     assert PAGE.read_text() == page_with_table(), "python -m tests.amd.aiter.explained writes it anew"
+
+
+def test_a_plan_says_the_bytes_of_states_and_refuses_what_no_step_attends_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8")
+    states = 48 * (4 * 48 * 128 * 128 + 6 * 80 * 128)
+    assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_bytes_per_request"] == states
+    assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan]) == 0
+    assert f"states take {states / 2**20:.1f} MiB a request too; rocm_attn keeps none" in capsys.readouterr().out
+    assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan]) == 1
+    complaint = capsys.readouterr().err
+    assert "layer 2 attends to a window and to 512 rows of 512 elements for 4 tokens each, chosen by" in complaint

@@ -48,7 +48,7 @@ def _compressions(fields: Fields) -> list[tuple[int, bool]]:
     if fields.has("layer_types"):
         kinds = {"sliding_attention": (0, False), _SPARSE: (sparse, True), _HEAVY: (heavy, False)}
         types = fields.list("layer_types")
-        if unknown := [each for each in types if each not in kinds]:
+        if unknown := [each for each in types if each not in list(kinds)]:
             raise Unsupported(f"layer type {shown(unknown[0])} is not served; layer_types may hold {', '.join(kinds)}")
         found = [kinds[str(each)] for each in types]
     else:  # published files have more of them, for draft layers

@@ -28,7 +28,8 @@ class HybridAttention:
     def __call__(self, fields: Fields) -> AttentionGeometry:
         """Like GroupedAttention's. Raises BadModel, Unsupported."""
         places, layer = _recurrent_places(fields), self.recurrent(fields)
-        layers = [each for place, each in enumerate(self.paged(fields).layers) if place not in places]
+        taken = set(places)
+        layers = [each for place, each in enumerate(self.paged(fields).layers) if place not in taken]
         if not layers or isinstance(layers[0].indexer, EarlierSelection):
             raise BadModel("config.json: the first layer with pages is missing, or has no earlier indexer to share")
         return replace(AttentionGeometry.of(layers), recurrent=tuple((place, layer) for place in places))
@@ -45,7 +46,8 @@ def _recurrent_places(fields: Fields) -> tuple[int, ...]:
             raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
         return tuple(place for place, each in enumerate(types) if each == _LINEAR)
     if kimi.has("kda_layers"):
-        return tuple(place for place in range(num_layers) if place + 1 in kimi.ids("kda_layers"))
+        numbers = set(kimi.ids("kda_layers"))
+        return tuple(place for place in range(num_layers) if place + 1 in numbers)
     interval = fields.count("full_attention_interval")
     return tuple(place for place in range(num_layers) if (place + 1) % interval)
 

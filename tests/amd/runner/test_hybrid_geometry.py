@@ -270,6 +270,12 @@ SMALL_HYBRID = {
         ({"full_attention_interval": None}, BadModel, "does not say full_attention_interval"),
         ({"full_attention_interval": 9}, BadModel, "the first layer with pages is missing"),
         ({"layer_types": ["mamba"] * 8}, Unsupported, "layer type 'mamba' is not served; layer_types may hold"),
+        ({"layer_types": [["linear_attention"]] * 8}, Unsupported, "layer type .'linear_attention'. is not served"),
+        (
+            {"architectures": ["DeepseekV4ForCausalLM"], "layer_types": [["sliding_attention"]] * 8},
+            Unsupported,
+            "layer type .'sliding_attention'. is not served",
+        ),
         ({"layer_types": ["linear_attention"] * 3}, BadModel, "3 layer_types for num_hidden_layers 8"),
         (
             {"architectures": ["Qwen4ExpForCausalLM"], **_QSA, "indexer_budget": 10},

@@ -61,6 +61,7 @@ DRAFTED = {
     "plain": DRAFTS,
     "20_heads": replace(DRAFTS, heads=(20, 1), page_size=1),
     "70_heads": replace(DRAFTS, heads=(70, 1), dims=(24, 16)),
+    "12_of_kimi_k3": replace(DRAFTS, kv_len=[50, 9], q_len=[8, 5], dims=(576, 512), heads=(12, 1), dtype=torch.float16),
     "window": replace(DRAFTS, heads=(20, 1), window_left=11, sinks=True),
     "not_causal": replace(DRAFTS, causal=False),
     "masked": replace(DRAFTS, masked=True),

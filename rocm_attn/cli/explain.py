@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target
+from rocm_attn.cli.engine_faults import faults
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
+from rocm_attn.machine.known_bad import Match
 from rocm_attn.machine.measured_choices import place_of, with_choices_of
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
@@ -107,7 +109,13 @@ def explained(options: argparse.Namespace) -> Explained:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the choice for options.config on options.arch. Raises Unsupported if a kind of layer has no kernel."""
+    """Prints the choice for options.config on options.arch. Raises Unsupported if a kind of layer has no kernel.
+
+    With options.engine the faults that are known of it come first, even if the attention of the model is not served.
+    """
+    known = faults(options)
+    if options.engine is not None and not options.json:
+        print("\n".join([*_fault_lines(known, options.engine), ""]))
     model = explained(options)
     target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
@@ -118,6 +126,10 @@ def run(options: argparse.Namespace) -> None:
             **pages_as_json(pages),
             "page_sizes": list(pages.lines),
             "tuning": model.about_choices,
+            "known_bad": [
+                {"thread": match.row.thread, "needs": list(match.needs), "found": match.sentence, "fix": match.remedy}
+                for match in known
+            ],
         }
         recurrent = [{"layers": list(places), **_state(layer, dtype)} for layer, places in model.recurrent.items()]
         kinds = [_as_json(kind) for kind in model.kinds]
@@ -138,6 +150,13 @@ def run(options: argparse.Namespace) -> None:
             print(f"\n{count_of(places)}: {_STATE.format(**_state(layer, dtype))}")
         print("\n".join(_choice_lines(model.kinds, model.about_choices)))
     model.require_served(options.page_size)
+
+
+def _fault_lines(known: Sequence[Match], engine: str) -> list[str]:
+    if not known:
+        return [f"no fault of {engine} is known for this model (docs/known_bad.md)"]
+    head = f"faults of {engine} that are known for this model (docs/known_bad.md):"
+    return [head, *(f"- {match.sentence}\n  fix: {match.remedy}" for match in known)]
 
 
 def _with_measured_choices(target: Target, named: str | None) -> tuple[Target, str]:

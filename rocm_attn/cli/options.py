@@ -209,5 +209,10 @@ TUNING_FILE = option(
 TRITON_RELEASE = option(
     "--triton-release", metavar="RELEASE", help="Triton release, for instance 3.6.0 (the installed one)"
 )
+ENGINE = option(
+    "--engine",
+    metavar="NAME@RELEASE",
+    help="say which faults are known of this engine's release with this model: vllm, sglang or atom, as in vllm@0.33",
+)
 RELEASES = (AITER_RELEASE, ROCM_RELEASE, TRITON_RELEASE)
 AT_BUILD = switch("--at-build", "skip the checks that only the serving host can make")

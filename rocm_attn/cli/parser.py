@@ -31,6 +31,7 @@ examples:
   rocm-attn explain config.json --arch gfx942 --page-size auto --pool auto
   rocm-attn explain config.json --arch gfx950 --aiter-release 0.1.14 --rocm-release 7.0
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
+  rocm-attn explain ./Kimi-K3/config.json --arch gfx950 --tp 8 --engine vllm@0.33
 """
 
 _TRUTH_EXAMPLES = """\
@@ -125,7 +126,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         "kernel with the reason.",
         examples=_EXPLAIN_EXAMPLES,
     )
-    add_options(parser, EXPLAINED)
+    add_options(parser, (*EXPLAINED, o.ENGINE))
 
 
 def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
-import torch
-
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
@@ -90,6 +88,9 @@ NOT_KNOWN = Releases()
 
 def installed_releases() -> Releases:
     """The releases of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
+    # Imported here: the doctor compares releases where torch is broken.
+    import torch
+
     return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()), Release.of(triton_version()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor import aiter_install, gpus, host, rocm_libraries, rocm_release, triton_install
+from rocm_attn.cli.doctor import aiter_install, gpus, host, known_faults, rocm_libraries, rocm_release, triton_install
 from rocm_attn.cli.doctor.finding import Finding, MachineCheck
 from rocm_attn.cli.doctor.machine import Machine
 
@@ -17,5 +17,9 @@ CHECKS: tuple[MachineCheck, ...] = (
 
 
 def diagnose(machine: Machine, *, at_build: bool = False) -> tuple[Finding, ...]:
-    """The findings of all checks on a machine; at_build: only of those that are meaningful while an image is built."""
-    return tuple(Finding(check, check.examine(machine)) for check in CHECKS if check.at_build or not at_build)
+    """The findings of all checks on a machine, and the known faults of its releases.
+
+    at_build: only of those checks that are meaningful while an image is built
+    """
+    checks = (check for check in CHECKS if check.at_build or not at_build)
+    return (*(Finding(check, check.examine(machine)) for check in checks), *known_faults.findings(machine))

@@ -65,7 +65,7 @@ def _cuda_leftovers(machine: Machine) -> Diagnosis:
 
 
 def _rocm_release(machine: Machine) -> Diagnosis:
-    release = _full_release(machine)
+    release = full_release(machine)
     if not release:
         return skipped("neither a ROCm release nor a torch for ROCm is installed")
     name, said = release_name(release), []
@@ -89,7 +89,7 @@ def _rocm_release(machine: Machine) -> Diagnosis:
     return Diagnosis(severity, found, "" if severity is Severity.OK else fix)
 
 
-def _full_release(machine: Machine) -> Release:
+def full_release(machine: Machine) -> Release:
     """The release that torch runs on: torch's, with the system's patch number if torch does not know its own."""
     torch, system = machine.torch_rocm, machine.rocm
     if not torch or (len(torch) < 3 and system[:2] == torch[:2]):

@@ -16,15 +16,17 @@ BAD = (Severity.WARNING, Severity.PROBLEM)
 
 
 def findings_by_id(machine: Machine) -> dict[str, Finding]:
-    """Returns the finding of every check."""
-    return {finding.check.id: finding for finding in diagnose(machine)}
+    """Returns the finding of every check, without the known faults of releases, which have a test of their own."""
+    return {finding.check.id: finding for finding in diagnose(machine) if finding.check in CHECKS}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_wrong_with_a_healthy_machine(name: str) -> None:
     findings = diagnose(HEALTHY[name])
     assert [finding.verdict for finding in findings if finding.severity in BAD] == []
-    assert len({finding.check.id for finding in findings}) == len(findings) == len(CHECKS)
+    of_checks = [finding.check for finding in findings if finding.check.id != "known-bad"]
+    assert of_checks == list(CHECKS)
+    assert len({check.id for check in of_checks}) == len(CHECKS)
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -37,7 +37,12 @@ PROJECTS = {"rocm_attn": ".", "rocm_serve": "rocm_serve", "rocm_lab": "rocm_lab"
 TILE_CHOICES = sorted((ROOT / "kernels" / "tuning").glob("*.json"))
 # Files of each wheel that are no modules.
 DATA = {
-    "rocm_attn": ("py.typed", "__init__.pyi", *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES)),
+    "rocm_attn": (
+        "py.typed",
+        "__init__.pyi",
+        "machine/known_bad.json",
+        *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES),
+    ),
     "rocm_serve": ("py.typed", "__init__.pyi"),
     "rocm_lab": ("py.typed", "cost/static_figures.json"),
 }

@@ -1,0 +1,102 @@
+"""`rocm-attn explain --engine`: the faults that are known of an engine's release, for a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli.engine_faults import named_engine
+
+HERE = Path(__file__).parent / "configs"
+
+
+def run(capsys: pytest.CaptureFixture[str], place: Path, *options: str) -> tuple[int, str, str]:
+    """Returns exit code, stdout and stderr of `rocm-attn explain`."""
+    code = main(["explain", str(place), *options])
+    return code, *capsys.readouterr()
+
+
+def known(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> dict[str, Sequence[str]]:
+    """Returns the threads that are named for a published config, with what each still needs."""
+    code, printed, _ = run(capsys, HERE / f"{model}.json", *options, "--json")
+    assert code == DONE
+    return {entry["thread"]: entry["needs"] for entry in json.loads(printed)["known_bad"]}
+
+
+def test_faults_that_the_model_the_gpu_and_the_release_decide_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--arch", "gfx950", "--engine", "sglang@0.5.12")
+    code, printed, _ = run(capsys, HERE / "qwen3-30b-a3b.json", *options)
+    assert code == DONE
+    first, fault, fix = printed.splitlines()[:3]
+    assert first == "faults of sglang@0.5.12 that are known for this model (docs/known_bad.md):"
+    assert fault == (
+        "- this will fail later (wrong output) with AITER as the attention backend, because sgl-project/sglang#24992 "
+        'says of sglang from 0.5.11: "produces nonsensical outputs when running on Instinct MI350X"'
+    )
+    assert fix == "  fix: --attention-backend triton"
+    assert "on gfx950, provider auto" in printed
+    assert "sglang#24992" not in run(capsys, HERE / "qwen3-30b-a3b.json", "--arch", "gfx942", *options[2:])[1]
+    assert "sglang#24992" not in run(capsys, HERE / "llama-3-8b.json", *options)[1]
+
+
+def test_heads_and_latents_and_kv_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    thread, aiter = "ROCm/aiter#4365", ("--aiter-release", "0.1.19", "--engine", "vllm@0.33")
+    fp8 = ("--kv-dtype", "fp8")
+    assert known(capsys, "deepseek-v3", "--arch", "gfx942", "--tp", "2", *fp8, *aiter)[thread] == []
+    assert thread not in known(capsys, "deepseek-v3", "--arch", "gfx942", "--tp", "2", *aiter)
+    assert thread not in known(capsys, "deepseek-v3", "--arch", "gfx942", "--tp", "4", *fp8, *aiter)
+    assert thread not in known(capsys, "deepseek-v3", "--arch", "gfx950", "--tp", "2", *fp8, *aiter)
+    assert thread not in known(capsys, "llama-3-70b", "--arch", "gfx942", *fp8, *aiter)
+    assert thread not in known(capsys, "deepseek-v3", "--arch", "gfx942", "--tp", "2", *fp8, *aiter[2:])
+
+
+def test_ranks_are_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    thread, options = "sgl-project/sglang#35079", ("--arch", "gfx950", "--engine", "sglang@0.5.22")
+    assert known(capsys, "llama-3-70b", "--tp", "8", *options)[thread] == ["speculative decoding"]
+    assert thread not in known(capsys, "llama-3-70b", *options)
+
+
+def test_windows_of_a_model_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    gemma = known(capsys, "gemma-3-27b", "--arch", "gfx942", "--engine", "vllm@0.28.0")
+    assert gemma["vllm-project/vllm#46754"] == ["image tokens"]
+    assert "vllm-project/vllm#47276" not in gemma
+
+
+def test_a_model_that_is_not_served_is_told_of_its_faults_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Glm5NextForConditionalGeneration"]}))
+    code, printed, error = run(capsys, tmp_path, "--arch", "gfx950", "--engine", "vllm@0.33")
+    assert code == FAILED
+    assert "because vllm-project/vllm#54359 says of vllm from 0.28.0: " in printed
+    assert "the attention of Glm5NextForConditionalGeneration is not known" in error
+
+
+def test_no_known_fault_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first release that the plug-in serves is after every fault of ATOM's."""
+    place = HERE / "llama-3-8b.json"
+    _, printed, _ = run(capsys, place, "--arch", "gfx942", "--engine", "atom@0.1.6")
+    assert printed.startswith("no fault of atom@0.1.6 is known for this model (docs/known_bad.md)\n\n")
+    _, printed, _ = run(capsys, place, "--arch", "gfx942")
+    assert "known_bad" not in printed
+    assert known(capsys, "llama-3-8b", "--arch", "gfx942") == {}
+
+
+@pytest.mark.parametrize("text", ["vllm", "vllm@", "vllm@new", "@0.33", "torch@2.9.0", "vllm@33"])
+def test_an_engine_without_a_release_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, HERE / "llama-3-8b.json", "--arch", "gfx942", "--engine", text)
+    assert code == BAD_INPUT
+    assert f"--engine is {text!r}; give one of vllm, sglang, atom, @ and a release, as in vllm@0.33" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [("vllm@0.33", "0.33.0"), ("vllm@0.33.0", "0.33.0"), ("sglang@0.5.22.post1", "0.5.22.post1")],
+)
+def test_a_release_of_two_numbers_is_the_first_of_them(text: str, release: str) -> None:
+    engine, named = named_engine(text)
+    assert (engine, str(named), len(named.numbers)) == (text.partition("@")[0], release, 4)

@@ -10,7 +10,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.amd.docs import capabilities, reference
+from tests.amd.docs import capabilities, known_bad, reference
 from tests.amd.docs.pages import DOCS, menu, resolved, with_links
 from tests.amd.house import interface
 from tests.amd.house.source_tree import ROOT
@@ -112,3 +112,7 @@ def test_links_are_changed_where_they_are_links() -> None:
 
 def test_the_page_of_capabilities_is_current() -> None:
     assert capabilities.PAGE.read_text() == capabilities.page(), "run python -m tests.amd.docs.capabilities"
+
+
+def test_the_page_of_known_bad_releases_is_current() -> None:
+    assert known_bad.PAGE.read_text() == known_bad.page(), "run python -m tests.amd.docs.known_bad"

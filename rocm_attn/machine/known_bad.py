@@ -178,7 +178,7 @@ def matching(facts: Facts) -> tuple[Match, ...]:
 @cache
 def known_bad() -> tuple[KnownBad, ...]:
     """Every row, in the order of the file. Raises ValueError or TypeError if one is damaged."""
-    return tuple(row_of(each) for each in json.loads(PLACE.read_text()))
+    return tuple(row_of(each) for each in json.loads(PLACE.read_bytes()))
 
 
 def row_of(content: Mapping[str, object]) -> KnownBad:

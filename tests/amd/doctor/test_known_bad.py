@@ -66,7 +66,7 @@ def one_thing_else(row: KnownBad) -> Iterator[tuple[str, Facts]]:
     """Yields facts that are those of a row but for one condition."""
     facts = facts_of(row)
     for component, span in row.releases.items():
-        releases = {"not installed": None}
+        releases: dict[str, Release | None] = {"not installed": None}
         if span.since != EVERY.since:
             releases["just before"] = just_before(span.since)
         if span.before != EVERY.before:
@@ -178,7 +178,7 @@ def test_a_row_without_a_field_is_refused(name: str) -> None:
 
 
 def test_no_field_of_the_file_is_empty() -> None:
-    content = json.loads(table.PLACE.read_text())
+    content = json.loads(table.PLACE.read_bytes())
     assert all(row[name] for row in content for name in row)
 
 

@@ -41,7 +41,7 @@ def faults(options: argparse.Namespace) -> tuple[Match, ...]:
     given = {name: getattr(options, f"{name}_release", None) for name in COMPONENTS}
     others = {name: Release.of(version) for name, version in given.items() if version is not None}
     facts = Facts(
-        releases={**dict.fromkeys(ENGINES), **others, engine: release},
+        releases={**others, engine: release},
         archs=frozenset({options.arch}),
         model=_model(Path(options.config)),
         features={"fp8_kv": options.kv_dtype != "auto", "ranks": options.tp > 1},

@@ -60,6 +60,15 @@ def test_ranks_are_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> Non
     assert thread not in known(capsys, "llama-3-70b", *options)
 
 
+def test_a_row_of_latents_is_no_wide_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3's row has 576 elements."""
+    thread, options = "sgl-project/sglang#38757", ("--arch", "gfx942", "--engine", "sglang@0.5.19")
+    assert thread not in known(capsys, "deepseek-v3", *options)
+    wide = {**json.loads((HERE / "llama-3-8b.json").read_text()), "head_dim": 512}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    assert thread in run(capsys, tmp_path, *options)[1]
+
+
 def test_windows_of_a_model_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     gemma = known(capsys, "gemma-3-27b", "--arch", "gfx942", "--engine", "vllm@0.28.0")
     assert gemma["vllm-project/vllm#46754"] == ["image tokens"]

@@ -16,7 +16,6 @@ from rocm_attn.cli.engine_faults import faults
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
-from rocm_attn.machine.known_bad import Match
 from rocm_attn.machine.measured_choices import place_of, with_choices_of
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
@@ -115,7 +114,9 @@ def run(options: argparse.Namespace) -> None:
     """
     known = faults(options)
     if options.engine is not None and not options.json:
-        print("\n".join([*_fault_lines(known, options.engine), ""]))
+        what = "these faults are" if known else "no fault is"
+        print(f"{what} known of {options.engine} with this model (docs/known_bad.md)")
+        print("\n".join([*(f"- {row.sentence(needs)}\n  fix: {row.fix}" for row, needs in known), ""]))
     model = explained(options)
     target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
@@ -127,8 +128,8 @@ def run(options: argparse.Namespace) -> None:
             "page_sizes": list(pages.lines),
             "tuning": model.about_choices,
             "known_bad": [
-                {"thread": match.row.thread, "needs": list(match.needs), "found": match.sentence, "fix": match.remedy}
-                for match in known
+                {"thread": row.thread, "needs": list(needs), "found": row.sentence(needs), "fix": row.fix}
+                for row, needs in known
             ],
         }
         recurrent = [{"layers": list(places), **_state(layer, dtype)} for layer, places in model.recurrent.items()]
@@ -150,13 +151,6 @@ def run(options: argparse.Namespace) -> None:
             print(f"\n{count_of(places)}: {_STATE.format(**_state(layer, dtype))}")
         print("\n".join(_choice_lines(model.kinds, model.about_choices)))
     model.require_served(options.page_size)
-
-
-def _fault_lines(known: Sequence[Match], engine: str) -> list[str]:
-    if not known:
-        return [f"no fault of {engine} is known for this model (docs/known_bad.md)"]
-    head = f"faults of {engine} that are known for this model (docs/known_bad.md):"
-    return [head, *(f"- {match.sentence}\n  fix: {match.remedy}" for match in known)]
 
 
 def _with_measured_choices(target: Target, named: str | None) -> tuple[Target, str]:

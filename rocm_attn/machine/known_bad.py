@@ -8,49 +8,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rocm_attn.machine.releases import UNKNOWN, Release, ReleaseRange
 
-PLACE = Path(__file__).with_suffix(".json")
+_CONTENT = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 
 ENGINES = ("vllm", "sglang", "atom")
 COMPONENTS = (*ENGINES, "aiter", "rocm", "triton")
 ARCHS = ("gfx942", "gfx950")
 EFFECTS = ("wrong output", "crash", "hang", "no start", "slow")
-# What a model or a command line may ask for, and how a sentence names it.
-FEATURES = {
-    "latent": "latent attention (MLA)",
-    "sparse": "sparse attention with an indexer",
-    "window": "sliding windows",
-    "wide_heads": "heads wider than 256",
-    "fp8_kv": "an FP8 KV cache",
-    "drafts": "speculative decoding",
-    "prefix_cache": "prefix caching",
-    "graphs": "captured graphs",
-    "ranks": "tensor parallelism",
-    "experts_parallel": "expert parallelism",
-    "dp_attention": "DP attention",
-    "page_size": "pages of more than one token",
-    "large_pool": "a KV pool past 2 GiB a layer",
-    "long_context": "long contexts",
-    "image_spans": "image tokens",
-    "state_layers": "recurrent layers (GDN, KDA, Mamba)",
-    "disaggregated": "prefill and decode on different servers",
-    "aiter_attention": "AITER as the attention backend",
-}
-_THREAD = re.compile(r"[\w.-]+/[\w.-]+#\d+")
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
+# What a model or a command line may ask for -> how a sentence names it.
+FEATURES: Mapping[str, str] = _CONTENT["features"]
+_ENDLESS = ReleaseRange().before
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of an installation and of what it will serve; what is missing is not known.
+    """What is known of an installation and of what it will serve; what is missing or None is not known.
 
     releases:    component -> release; None: it is not installed
-    archs:       of the GPUs
     model:       the class that a config.json names
     features:    keys of FEATURES
     heads:       query heads of a layer on one rank
@@ -72,16 +52,17 @@ class KnownBad:
     thread:      owner/repository#number
     releases:    component -> the first bad release, and the first good one; the component at fault is first
     archs:       GPUs that it was seen on, or whose code has it
-    models:      classes that a config.json names; none: any
-    features:    keys of FEATURES that are all needed
-    heads:       query heads on a rank, one of which is needed; none: any
-    environment: variables and the values that are needed
-    unless:      variables and the values that avoid it
     seen:        the versions that the thread names
     end:         how the last bad release is known, or why it is not
     effect:      one of EFFECTS
     symptom:     a line of the thread
+    models:      classes that a config.json names; none: any
+    features:    keys of FEATURES that are all needed
+    heads:       query heads on a rank, one of which is needed; none: any
+    environment: variables and the values that are needed; "not 0" for any but 0
     remedy:      how to avoid it; empty if nothing is known but another release
+
+    Raises ValueError for a row that says nothing, or names what is not known here.
     """
 
     thread: str
@@ -95,20 +76,20 @@ class KnownBad:
     features: tuple[str, ...] = ()
     heads: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    unless: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a row that says nothing, or names what is not known here."""
-        said = {"thread": bool(_THREAD.fullmatch(self.thread)), "effect": self.effect in EFFECTS}
-        said |= {name: bool(getattr(self, name).strip()) for name in ("seen", "end", "symptom")}
-        said["symptom"] &= "\n" not in self.symptom
-        for name, allowed in (("releases", COMPONENTS), ("archs", ARCHS)):
-            said[name] = bool(getattr(self, name)) and set(getattr(self, name)) <= set(allowed)
-        said["features"] = set(self.features) <= set(FEATURES)
-        said["heads"] = all(type(heads) is int and heads > 0 for heads in self.heads)
-        said["environment"] = all(map(_VARIABLE.fullmatch, (*self.environment, *self.unless)))
-        said["releases"] &= all(span.since < span.before for span in self.releases.values())
+        said = {
+            "thread": re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", self.thread),
+            "releases": self.releases and all(span.since < span.before for span in self.releases.values()),
+            "component": set(self.releases) <= set(COMPONENTS),
+            "arch": self.archs and set(self.archs) <= set(ARCHS),
+            "text": self.seen.strip() and self.end.strip() and self.symptom.strip() and "\n" not in self.symptom,
+            "effect": self.effect in EFFECTS,
+            "feature": set(self.features) <= set(FEATURES),
+            "number of heads": all(type(heads) is int and heads > 0 for heads in self.heads),
+            "variable": all(re.fullmatch(r"[A-Z][A-Z0-9_]+", name) for name in self.environment),
+        }
         if wrong := [name for name, right in said.items() if not right]:
             raise ValueError(f"known_bad.json: {self.thread!r} has a bad {', '.join(wrong)}")
 
@@ -120,12 +101,24 @@ class KnownBad:
     @property
     def is_fixed(self) -> bool:
         """True if a release is known to be good again."""
-        return self.releases[self.about].before < ReleaseRange().before
+        return self.releases[self.about].before < _ENDLESS
+
+    @property
+    def fix(self) -> str:
+        """What to do about it."""
+        other = f"use {self.about} {self.releases[self.about].before} or later" if self.is_fixed else ""
+        return "; or ".join(filter(None, (other, self.remedy))) or f"read the thread: {self.end}"
+
+    def sentence(self, needs: tuple[str, ...]) -> str:
+        """What will happen, when, and who saw it. needs: the conditions that are not known, in words"""
+        when = f" with {', '.join(needs)}" if needs else ""
+        where = f"{self.thread} says of {self.about} {self.releases[self.about]}"
+        return f'this will fail later ({self.effect}){when}, because {where}: "{self.symptom}"'
 
     def conditions(self, facts: Facts) -> Iterator[tuple[str, bool | None]]:
-        """Yields each condition in words, and whether it holds; None if that is not known."""
+        """Yields each condition in words, those on releases first, and whether it holds; None if that is not known."""
         for component, span in self.releases.items():
-            yield f"{component} {span}", _holds(span, facts.releases, component)
+            yield f"{component} {span}", _holds(span, facts.releases.get(component, UNKNOWN))
         yield f"a {' or '.join(self.archs)}", None if facts.archs is None else bool(facts.archs & set(self.archs))
         if self.models:
             yield " or ".join(self.models), None if facts.model is None else facts.model in self.models
@@ -134,86 +127,48 @@ class KnownBad:
             yield some, None if facts.heads is None else bool(facts.heads & set(self.heads))
         for feature in self.features:
             yield FEATURES[feature], facts.features.get(feature)
-        there = facts.environment
         for name, value in self.environment.items():
-            yield f"{name}={value}", None if there is None else there.get(name) == value
-        for name, value in self.unless.items():
-            yield f"{name} other than {value}", None if there is None else there.get(name) != value
+            excluded, is_there = value.removeprefix("not "), None
+            if facts.environment is not None:
+                is_there = (facts.environment.get(name) == excluded) == (excluded == value)
+            yield f"{name}={value}", is_there
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A row that applies, if the conditions hold that are not known. needs: those conditions, in words."""
-
-    row: KnownBad
-    needs: tuple[str, ...]
-
-    @property
-    def sentence(self) -> str:
-        """What will happen, when, and who saw it."""
-        when = f" with {', '.join(self.needs)}" if self.needs else ""
-        span = self.row.releases[self.row.about]
-        where = f"{self.row.thread} says of {self.row.about} {span}"
-        return f'this will fail later ({self.row.effect}){when}, because {where}: "{self.row.symptom}"'
-
-    @property
-    def remedy(self) -> str:
-        """What to do."""
-        about = self.row.about
-        other = f"use {about} {self.row.releases[about].before} or later" if self.row.is_fixed else ""
-        return "; or ".join(filter(None, (other, self.row.remedy))) or f"read the thread: {self.row.end}"
-
-
-def matching(facts: Facts) -> tuple[Match, ...]:
-    """The rows whose conditions hold or may hold, at least that on one release for certain."""
+def matching(facts: Facts) -> tuple[tuple[KnownBad, tuple[str, ...]], ...]:
+    """The rows whose conditions hold or may hold, at least that on one release for certain, and what else they need."""
     found = []
     for row in known_bad():
         conditions = tuple(row.conditions(facts))
-        of_releases = [holds for _, holds in conditions[: len(row.releases)]]
-        if True in of_releases and False not in (holds for _, holds in conditions):
-            found.append(Match(row, tuple(words for words, holds in conditions if holds is None)))
+        holds = [holds for _, holds in conditions]
+        if True in holds[: len(row.releases)] and False not in holds:
+            found.append((row, tuple(words for words, holds in conditions if holds is None)))
     return tuple(found)
 
 
 @cache
 def known_bad() -> tuple[KnownBad, ...]:
     """Every row, in the order of the file. Raises ValueError or TypeError if one is damaged."""
-    return tuple(row_of(each) for each in json.loads(PLACE.read_bytes()))
+    return tuple(map(row_of, _CONTENT["rows"]))
 
 
-def row_of(content: Mapping[str, object]) -> KnownBad:
-    """A row of the file. Raises ValueError for what no row has, TypeError for what is missing."""
-    if unknown := set(content) - {each.name for each in fields(KnownBad)}:
-        raise ValueError(
-            f"known_bad.json: {content.get('thread')!r} has {', '.join(sorted(unknown))}, which no row has"
-        )
-    given: dict[str, object] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-    }
-    spans = content.get("releases")
-    if isinstance(spans, Mapping):
-        given["releases"] = {component: _range(*bounds) for component, bounds in spans.items()}
-    return KnownBad(**given)  # type: ignore[arg-type]  # a damaged row raises
+def row_of(content: Mapping[str, Any]) -> KnownBad:
+    """A row of the file. Raises ValueError for wrong values, TypeError for fields that are missing or unknown."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    spans = {component: _range(*bounds) for component, bounds in content.get("releases", {}).items()}
+    return KnownBad(**given | ({"releases": spans} if "releases" in content else {}))
 
 
-def _range(since: str, before: str) -> ReleaseRange:
-    every = ReleaseRange()
-    return ReleaseRange(_bound(since) if since else every.since, _bound(before) if before else every.before)
+def _range(*bounds: str) -> ReleaseRange:
+    """The range of two bounds; an empty one is no bound."""
+    given = {name: Release.of(text) for name, text in zip(("since", "before"), bounds, strict=True) if text}
+    if any(len(release.numbers) < 4 for release in given.values()):
+        raise ValueError(f"known_bad.json: bounds are {bounds}; give at least three numbers, as in 0.26.0")
+    return ReleaseRange(**given)
 
 
-def _bound(text: str) -> Release:
-    release = Release.of(text)
-    if len(release.numbers) < 4:
-        raise ValueError(f"known_bad.json: a bound is {text!r}; give at least three numbers, as in 0.26.0")
-    return release
-
-
-def _holds(span: ReleaseRange, releases: Mapping[str, Release | None], component: str) -> bool | None:
-    release = releases.get(component, UNKNOWN)
-    if release is None:
-        return False
-    if release == UNKNOWN:
-        return None
+def _holds(span: ReleaseRange, release: Release | None) -> bool | None:
+    if release is None or release == UNKNOWN:
+        return None if release else False
     if len(release.numbers) > 3:
         return release in span
     # The patch of "7.2" is not known.

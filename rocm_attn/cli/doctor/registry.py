@@ -17,9 +17,6 @@ CHECKS: tuple[MachineCheck, ...] = (
 
 
 def diagnose(machine: Machine, *, at_build: bool = False) -> tuple[Finding, ...]:
-    """The findings of all checks on a machine, and the known faults of its releases.
-
-    at_build: only of those checks that are meaningful while an image is built
-    """
+    """The findings of all checks on a machine, or at_build of those that need no host; then its known faults."""
     checks = (check for check in CHECKS if check.at_build or not at_build)
     return (*(Finding(check, check.examine(machine)) for check in checks), *known_faults.findings(machine))

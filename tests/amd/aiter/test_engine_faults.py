@@ -32,7 +32,7 @@ def test_faults_that_the_model_the_gpu_and_the_release_decide_come_first(capsys:
     code, printed, _ = run(capsys, HERE / "qwen3-30b-a3b.json", *options)
     assert code == DONE
     first, fault, fix = printed.splitlines()[:3]
-    assert first == "faults of sglang@0.5.12 that are known for this model (docs/known_bad.md):"
+    assert first == "these faults are known of sglang@0.5.12 with this model (docs/known_bad.md)"
     assert fault == (
         "- this will fail later (wrong output) with AITER as the attention backend, because sgl-project/sglang#24992 "
         'says of sglang from 0.5.11: "produces nonsensical outputs when running on Instinct MI350X"'
@@ -89,7 +89,7 @@ def test_no_known_fault_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """The first release that the plug-in serves is after every fault of ATOM's."""
     place = HERE / "llama-3-8b.json"
     _, printed, _ = run(capsys, place, "--arch", "gfx942", "--engine", "atom@0.1.6")
-    assert printed.startswith("no fault of atom@0.1.6 is known for this model (docs/known_bad.md)\n\n")
+    assert printed.startswith("no fault is known of atom@0.1.6 with this model (docs/known_bad.md)\n\n")
     _, printed, _ = run(capsys, place, "--arch", "gfx942")
     assert "known_bad" not in printed
     assert known(capsys, "llama-3-8b", "--arch", "gfx942") == {}

@@ -42,11 +42,8 @@ def _cells(row: KnownBad) -> Iterator[str]:
     yield ", ".join(f"{_TITLES[component]} {_span(span)}" for component, span in row.releases.items())
     heads = f"{' or '.join(map(str, row.heads))} query heads a rank" if row.heads else ""
     needed = [f"`{name}={value}`" for name, value in row.environment.items()]
-    avoided = [f"not `{name}={value}`" for name, value in row.unless.items()]
     models = " or ".join(row.models)
-    yield ", ".join(
-        filter(None, (" or ".join(row.archs), models, heads, *map(FEATURES.get, row.features), *needed, *avoided))
-    )
+    yield ", ".join(filter(None, (" or ".join(row.archs), models, heads, *map(FEATURES.get, row.features), *needed)))
     yield f'{row.effect}: "{row.symptom}"'
     yield row.remedy or ("a later release" if row.is_fixed else "")
     yield f"seen: {row.seen}; {row.end}"

@@ -17,6 +17,7 @@ from rocm_attn.machine import known_bad as table
 from rocm_attn.machine.known_bad import COMPONENTS, FEATURES, Facts, KnownBad, known_bad, matching, row_of
 from rocm_attn.machine.releases import Release, ReleaseRange
 from tests.amd.doctor.machines import CPU_ONLY, H200, MI300, SITE
+from tests.amd.house.source_tree import ROOT
 
 ROWS = known_bad()
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.thread)
@@ -43,13 +44,13 @@ def facts_of(row: KnownBad) -> Facts:
         model=row.models[0] if row.models else "LlamaForCausalLM",
         features={feature: feature in row.features for feature in FEATURES},
         heads=frozenset(row.heads[:1] or (1,)),
-        environment=dict(row.environment),
+        environment={name: "other" if value.startswith("not ") else value for name, value in row.environment.items()},
     )
 
 
 def threads(facts: Facts) -> dict[str, tuple[str, ...]]:
     """Returns the threads that match, with what each still needs."""
-    return {match.row.thread: match.needs for match in matching(facts)}
+    return {row.thread: needs for row, needs in matching(facts)}
 
 
 @each_row
@@ -80,10 +81,10 @@ def one_thing_else(row: KnownBad) -> Iterator[tuple[str, Facts]]:
         yield "other heads", replace(facts, heads=frozenset({1024}))
     for feature in row.features:
         yield f"not {feature}", replace(facts, features={**facts.features, feature: False})
-    for name in row.environment:
-        yield f"{name} unset", replace(facts, environment={**row.environment, name: ""})
-    for name, value in row.unless.items():
-        yield f"{name} set", replace(facts, environment={**row.environment, name: value})
+    assert facts.environment is not None
+    for name, value in row.environment.items():
+        other = value.removeprefix("not ") if value.startswith("not ") else ""
+        yield f"{name}={other}", replace(facts, environment={**facts.environment, name: other})
 
 
 @each_row
@@ -100,7 +101,7 @@ def test_what_is_not_known_is_a_condition_in_words(row: KnownBad) -> None:
     component, span = next(iter(row.releases.items()))
     needs = threads(Facts(releases={component: first_of(span)}))[row.thread]
     said = len(row.releases) - 1 + 1 + bool(row.models) + bool(row.heads)
-    assert len(needs) == said + len(row.features) + len(row.environment) + len(row.unless)
+    assert len(needs) == said + len(row.features) + len(row.environment)
     assert {FEATURES[feature] for feature in row.features} <= set(needs)
 
 
@@ -161,14 +162,18 @@ def test_the_row_that_is_damaged_below_is_one() -> None:
         {"features": ["fast"]},
         {"heads": [0]},
         {"environment": {"not a name": "1"}},
-        {"unless": {"lower": "1"}},
-        {"fixed": True},
+        {"environment": {"lower": "not 1"}},
     ],
     ids=str,
 )
 def test_a_damaged_row_is_refused(damage: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"known_bad\.json"):
         row_of({**GOOD, **damage})
+
+
+def test_a_row_with_an_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="fixed"):
+        row_of({**GOOD, "fixed": True})
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -178,8 +183,8 @@ def test_a_row_without_a_field_is_refused(name: str) -> None:
 
 
 def test_no_field_of_the_file_is_empty() -> None:
-    content = json.loads(table.PLACE.read_bytes())
-    assert all(row[name] for row in content for name in row)
+    content = json.loads((ROOT / "rocm_attn/machine/known_bad.json").read_bytes())
+    assert all(row[name] for row in content["rows"] for name in row)
 
 
 # ---- the doctor
@@ -215,7 +220,7 @@ def test_a_fault_of_these_releases_alone_is_a_problem_or_a_warning(monkeypatch: 
         {**GOOD, **always, "thread": "a/slow#2", "effect": "slow"},
         {**GOOD, "releases": {"vllm": ["0.30.0", ""]}, "thread": "an/open#3"},
         {**GOOD, **always, "thread": "another/gpu#4", "archs": ["gfx950"]},
-        {**GOOD, **always, "thread": "a/switch#5", "unless": {"VLLM_ROCM_USE_AITER": "0"}},
+        {**GOOD, **always, "thread": "a/switch#5", "environment": {"VLLM_ROCM_USE_AITER": "not 0"}},
     ]
     monkeypatch.setattr(table, "known_bad", lambda: tuple(map(row_of, rows)))
     machine = with_engine("vllm", "0.31.0", VLLM_ROCM_USE_AITER="0")

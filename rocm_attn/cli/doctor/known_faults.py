@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rocm_attn.cli.doctor.finding import Finding, MachineCheck, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, Finding, MachineCheck, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Machine, release_name
 from rocm_attn.cli.doctor.rocm_release import full_release
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
@@ -30,7 +30,11 @@ def findings(machine: Machine) -> Iterator[Finding]:
         # A release after the last one that was seen may be good.
         bad = problem if row.is_fixed and row.effect != "slow" else warning
         said = row.sentence(needs)
-        verdict = skipped(f"{said}; {row.fix}") if needs else bad(said, row.fix)
-        # The id is the same for all rows: the thread tells them apart.
-        check = MachineCheck("known-bad", "known faults of these releases", row.thread, True, lambda _, v=verdict: v)
-        yield Finding(check, verdict)
+        yield _finding(row.thread, skipped(f"{said}; {row.fix}") if needs else bad(said, row.fix))
+
+
+def _finding(thread: str, verdict: Diagnosis) -> Finding:
+    # The id is the same for all rows: the thread tells them apart.
+    return Finding(
+        MachineCheck("known-bad", "known faults of these releases", thread, True, lambda _: verdict), verdict
+    )

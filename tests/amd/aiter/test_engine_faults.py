@@ -78,11 +78,11 @@ def test_windows_of_a_model_are_known(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_model_that_is_not_served_is_told_of_its_faults_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Glm5NextForConditionalGeneration"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["KimiK25ForConditionalGeneration"]}))
     code, printed, error = run(capsys, tmp_path, "--arch", "gfx950", "--engine", "vllm@0.33")
     assert code == FAILED
-    assert "because vllm-project/vllm#54359 says of vllm from 0.28.0: " in printed
-    assert "the attention of Glm5NextForConditionalGeneration is not known" in error
+    assert "because vllm-project/vllm#38719 says of vllm from 0.19.0: " in printed
+    assert "the attention of KimiK25ForConditionalGeneration is not known" in error
 
 
 def test_no_known_fault_is_said(capsys: pytest.CaptureFixture[str]) -> None:

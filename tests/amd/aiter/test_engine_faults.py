@@ -81,7 +81,7 @@ def test_a_model_that_is_not_served_is_told_of_its_faults_all_the_same(
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["KimiK25ForConditionalGeneration"]}))
     code, printed, error = run(capsys, tmp_path, "--arch", "gfx950", "--engine", "vllm@0.33")
     assert code == FAILED
-    assert "because vllm-project/vllm#38719 says of vllm from 0.19.0: " in printed
+    assert "because ROCm/aiter#2343 says of vllm from 0.16.0: " in printed
     assert "the attention of KimiK25ForConditionalGeneration is not known" in error
 
 

@@ -17,6 +17,7 @@ from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.measured_choices import place_of, with_choices_of
+from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
 from rocm_attn.models.cut import cost_of_heads
@@ -120,10 +121,11 @@ def run(options: argparse.Namespace) -> None:
     model = explained(options)
     target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
-        releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
+        of = target.releases
+        releases = {"aiter": str(of.aiter), "rocm": str(of.rocm), "aiter_not_read": aiter_not_read(of.aiter)}
         described = {
             "arch": target.arch,
-            **releases,
+            **(releases if target.is_amd else {}),
             **pages_as_json(pages),
             "page_sizes": list(pages.lines),
             "tuning": model.about_choices,
@@ -145,6 +147,8 @@ def run(options: argparse.Namespace) -> None:
             of = target.releases
             print(f"for AITER {of.aiter} and ROCm {of.rocm}; at start a runtime drops kernels that are missing")
             print("or fail its probe, and logs the reason")
+            if unread := aiter_not_read(of.aiter):
+                print(f"{unread}; kernels marked (not read) serve where their parameters agree and their probe passes")
         for kind in model.kinds:
             print("\n".join(["", *lines_of(kind)]))
         for layer, places in model.recurrent.items():

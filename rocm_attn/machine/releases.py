@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
+from rocm_attn.machine import aiter_releases
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
@@ -92,6 +93,15 @@ def installed_releases() -> Releases:
     import torch
 
     return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()), Release.of(triton_version()))
+
+
+def aiter_not_read(release: Release) -> str:
+    """A sentence about a release of AITER that was not read; empty if it was.
+
+    A Release does not tell builds of one development apart: each counts as the one that was read, if one was.
+    """
+    named = (each.name for each in aiter_releases.releases() if Release.of(each.name) == release)
+    return aiter_releases.not_read(next(named, f"v{release}" if release.numbers else ""))
 
 
 def aiter_version() -> str:

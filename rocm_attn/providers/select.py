@@ -10,6 +10,7 @@ import torch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
+from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import ALL_KEYS, Problem
 from rocm_attn.providers import torch_sparse, triton_sparse
@@ -92,7 +93,7 @@ class Selection:
 
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each reason of refusals."""
-        chosen = [f"{kind.value}: {kernel.entry.name}" for kind, kernel in self.kernels.items()]
+        chosen = [f"{kind.value}: {self._named(kernel)}" for kind, kernel in self.kernels.items()]
         if self.sparse is not None:
             chosen.append(f"over a selection: {', '.join(self.sparse.entries)}")
         refused: dict[tuple[StepKind, str], dict[str, None]] = {}
@@ -102,7 +103,7 @@ class Selection:
 
     def sentence(self) -> str:
         """The choice in one sentence: the layer, the kernels, and the refused kernels, with each reason once."""
-        chosen = [f"{kind.value} by {kernel.entry.name}" for kind, kernel in self.kernels.items()]
+        chosen = [f"{kind.value} by {self._named(kernel)}" for kind, kernel in self.kernels.items()]
         if self.sparse is not None:
             chosen.append(f"over a selection by {', '.join(self.sparse.entries)}")
         refused: dict[str, dict[str, None]] = {}
@@ -110,6 +111,11 @@ class Selection:
             refused.setdefault(refusal.reason, {})[refusal.kernel] = None
         why = "".join(f"; not {_few(list(kernels))}, because {reason}" for reason, kernels in refused.items())
         return f"{_describe(self.problem)}: {', '.join(chosen)}{why}"
+
+    def _named(self, kernel: LayerKernel) -> str:
+        """A kernel's name, marked if it is of a release of AITER that was not read."""
+        of_aiter = kernel.entry.provider == "aiter"
+        return kernel.entry.name + " (not read)" * (of_aiter and bool(aiter_not_read(self.target.releases.aiter)))
 
 
 def select(

@@ -8,7 +8,9 @@ from functools import cache
 
 import torch
 
+from rocm_attn.machine import releases
 from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.aiter_releases import not_read
 from rocm_attn.machine.measured_choices import with_measured_choices
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
@@ -48,6 +50,8 @@ def choose_kernels(
         if not wrong:
             break
         unavailable.update(wrong)
+    if runs and any(kernel.entry.provider == "aiter" for each in selections for kernel in each.kernels.values()):
+        _say_if_not_read(releases.aiter_version())
     for selection in selections:
         if provider == "auto" and target.is_amd and runs and not deterministic:
             _say_what_fell_back(selection)
@@ -70,6 +74,12 @@ def _say_what_fell_back(selection: Selection) -> None:
         # Kinds for which AITER has no kernels have nothing to fall back from.
         if kernel.entry.provider != "aiter" and reasons:
             _warn_once(f"{kind.value} steps are served by {kernel.entry.name}, not by AITER ({'; '.join(reasons)})")
+
+
+def _say_if_not_read(version: str) -> None:
+    """Warns of a release of AITER whose sources were not read, though its kernels passed their probe."""
+    if unread := not_read(version):
+        _warn_once(f"{unread}; its kernels serve because their parameters agree and their probe passed")
 
 
 @cache

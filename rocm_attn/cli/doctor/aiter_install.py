@@ -7,13 +7,11 @@ from pathlib import Path
 
 from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
+from rocm_attn.machine.aiter_releases import bad, not_read
 
 DISTRIBUTION = "amd-aiter"
 # A project of 2019 on PyPI that has the name of AITER's module.
 STRANGER = "aiter"
-
-# v0.1.12 was moved to another commit within hours; installations of it returned wrong results (vllm#39485).
-_MOVED_RELEASE = (0, 1, 12)
 
 _INSTALL = (
     "install amd-aiter from AMD's index for your ROCm release with pip's --extra-index-url (--index-url would hide "
@@ -59,12 +57,8 @@ def _release(machine: Machine) -> Diagnosis:
     versions = machine.versions_of(DISTRIBUTION)
     if not versions:
         return skipped("amd-aiter is not installed as a distribution")
-    if release_of(versions[0])[:3] == _MOVED_RELEASE:
-        return warning(
-            f"amd-aiter {versions[0]}: the tag v0.1.12 was moved after its release, and its installations gave wrong "
-            "answers without an error",
-            "install another release",
-        )
+    if found := bad(versions[0], machine.amd_gpus):
+        return warning(f"amd-aiter {versions[0]}: {found.why}", "install another release")
     built = re.search(r"rocm(\d+(?:\.\d+)*)", versions[0])
     if not built or not machine.torch_rocm:
         return ok(f"amd-aiter {versions[0]}; its version names no ROCm release to compare")
@@ -76,6 +70,19 @@ def _release(machine: Machine) -> Diagnosis:
         f"{release_name(machine.torch_rocm)}; AITER has no stable binary interface",
         f"pip uninstall amd-aiter; {_INSTALL}",
     )
+
+
+def _was_read(machine: Machine) -> Diagnosis:
+    copy, versions = _amds(machine), machine.versions_of(DISTRIBUTION)
+    if copy is None:
+        return skipped(_NO_AITER)
+    unread = not_read(versions[0] if versions else "")
+    if unread:
+        return warning(
+            f"{unread}; its kernels serve where their parameters agree and their probe passes",
+            "run rocm-attn truth on this machine, or install a release that was read",
+        )
+    return ok(f"amd-aiter {versions[0]} was read")
 
 
 def _dotted(name: str) -> Release:
@@ -236,6 +243,7 @@ CHECKS = (
         True,
         _release,
     ),
+    MachineCheck("aiter-read", "was this release of AITER read?", "aiter#5565, vllm#46856", True, _was_read),
     MachineCheck("aiter-requirements", "AITER's dependencies", "ATOM#13, flashinfer-amd#277", True, _requirements),
     MachineCheck(
         "aiter-modules",

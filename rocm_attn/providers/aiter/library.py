@@ -1,111 +1,98 @@
 """The one file that imports AITER: its functions, and whether the installed ones take the arguments that are passed.
 
-Every function is called by keyword, because parameters have changed position between releases. `from aiter import` runs
-at each call; it costs less than a microsecond, and a replayed graph does not run it.
+Every function is called by keyword, because parameters have changed position between releases. Its module is looked up
+at each call; that costs about a microsecond, and a replayed graph does not do it.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from rocm_attn.machine import releases
+from rocm_attn.machine.aiter_releases import written_for
 
 Function = Callable[..., Any]
 
-
-def unified_attention() -> Function:
-    """Triton: decode, extend and mixed steps through a dense block table."""
-    try:
-        from aiter.ops.triton.attention.unified_attention import unified_attention as function
-    except ImportError:  # releases before 2026
-        from aiter.ops.triton.unified_attention import unified_attention as function
-    return _as_function(function)
+_BAD_INSTALL = "AITER is not installed correctly ({}); install the distribution amd-aiter"
 
 
-def paged_attention_ragged() -> Function:
-    """HIP: decode steps through a CSR page list."""
-    from aiter import paged_attention_ragged as function
+@dataclass(frozen=True, slots=True)
+class AiterFunction:
+    """A function of AITER. Calling it imports the function and returns it.
 
-    return _as_function(function)
+    name:   of the function, in every release
+    places: modules that have it or had it, in the order in which they are tried
+    """
 
+    name: str
+    places: tuple[str, ...]
 
-def mha_batch_prefill_func() -> Function:
-    """Composable Kernel: extend and mixed steps through a CSR page list."""
-    from aiter import mha_batch_prefill_func as function
-
-    return _as_function(function)
-
-
-def flash_attn_varlen_func() -> Function:
-    """Assembly or Composable Kernel: extend steps without a prefix, over packed K and V."""
-    from aiter import flash_attn_varlen_func as function
-
-    return _as_function(function)
-
-
-def pa_decode_gluon() -> Function:
-    """Gluon: decode steps over vectorised pools, through a dense block table."""
-    from aiter.ops.triton.gluon.pa_decode_gluon import pa_decode_gluon as function
-
-    return _as_function(function)
-
-
-def pa_fwd_asm() -> Function:
-    """Assembly: decode steps over vectorised pools, through a dense block table."""
-    from aiter import pa_fwd_asm as function
-
-    return _as_function(function)
+    def __call__(self) -> Function:
+        """The installed function. Raises ImportError with a sentence if there is none."""
+        for place in self.places:
+            if (function := getattr(_imported(place), self.name, None)) is not None:
+                assert callable(function)
+                return function  # type: ignore[no-any-return]
+        if _imported("aiter.ops") is None:
+            raise ImportError(_BAD_INSTALL.format(f"the package aiter has no {self.name}, and no folder ops"))
+        version, tried = releases.aiter_version() or "of unknown release", " or ".join(self.places)
+        where = _where_defined(self.name)
+        gone = f"has moved to {where}, which is not called" if where else "is gone"
+        raise ImportError(
+            f"AITER {version} has no {self.name} in {tried}: it {gone}; this version of rocm_attn was written for "
+            f"{written_for()}"
+        )
 
 
-def pa_persistent_fwd() -> Function:
-    """Assembly: decode steps over vectorised pages of 1024 tokens in eight bits, through a CSR page list."""
-    from aiter import pa_persistent_fwd as function
-
-    return _as_function(function)
-
-
-def get_pa_metadata_v1() -> Function:
-    """HIP: the schedule of pa_persistent_fwd."""
-    from aiter import get_pa_metadata_v1 as function
-
-    return _as_function(function)
-
-
-def mla_decode_fwd() -> Function:
-    """Assembly: decode steps over a latent pool."""
-    from aiter.mla import mla_decode_fwd as function
-
-    return _as_function(function)
-
-
-def get_mla_metadata_v1() -> Function:
-    """HIP: the schedule of mla_decode_fwd."""
-    from aiter import get_mla_metadata_v1 as function
-
-    return _as_function(function)
-
-
-def mla_prefill_fwd() -> Function:
-    """Assembly: extend and mixed steps over a latent pool."""
-    from aiter.mla import mla_prefill_fwd as function
-
-    return _as_function(function)
+# Triton: decode, extend and mixed steps through a dense block table. Before 2026 it was in the second place.
+unified_attention = AiterFunction(
+    "unified_attention", ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
+)
+# HIP: decode steps through a CSR page list.
+paged_attention_ragged = AiterFunction("paged_attention_ragged", ("aiter",))
+# Composable Kernel: extend and mixed steps through a CSR page list.
+mha_batch_prefill_func = AiterFunction("mha_batch_prefill_func", ("aiter",))
+# Assembly or Composable Kernel: extend steps without a prefix, over packed K and V.
+flash_attn_varlen_func = AiterFunction("flash_attn_varlen_func", ("aiter",))
+# Gluon: decode steps over vectorised pools, through a dense block table. AITER exports it from the second place too,
+# and moves Gluon's kernels out of the first, folder by folder (aiter#5384, aiter#4866).
+pa_decode_gluon = AiterFunction("pa_decode_gluon", ("aiter.ops.triton.gluon.pa_decode_gluon", "aiter.ops.attention"))
+# Assembly: decode steps over vectorised pools, through a dense block table.
+pa_fwd_asm = AiterFunction("pa_fwd_asm", ("aiter",))
+# Assembly: decode steps over vectorised pages of 1024 tokens in eight bits, through a CSR page list.
+pa_persistent_fwd = AiterFunction("pa_persistent_fwd", ("aiter",))
+# HIP: the schedule of pa_persistent_fwd.
+get_pa_metadata_v1 = AiterFunction("get_pa_metadata_v1", ("aiter",))
+# Assembly: decode steps over a latent pool.
+mla_decode_fwd = AiterFunction("mla_decode_fwd", ("aiter.mla",))
+# HIP: the schedule of mla_decode_fwd.
+get_mla_metadata_v1 = AiterFunction("get_mla_metadata_v1", ("aiter",))
+# Assembly: extend and mixed steps over a latent pool.
+mla_prefill_fwd = AiterFunction("mla_prefill_fwd", ("aiter.mla",))
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
     """A function of AITER, and the keywords that the provider passes to it."""
 
-    load: Callable[[], Function]
+    function: AiterFunction
     keywords: frozenset[str]
 
     def complaint(self) -> str:
         """Why the installed function cannot be called as the provider calls it; empty if it can."""
         try:
-            function = self.load()
+            return self.disagreement(self.function())
         except ImportError as error:
-            return f"AITER is not installed correctly ({error}); install the distribution amd-aiter"
+            return str(error)
+
+    def disagreement(self, function: Function) -> str:
+        """Why a function cannot be called as the provider calls this one; empty if it can."""
         parameters = inspect.signature(function).parameters
         unknown = sorted(self.keywords - set(parameters))
         required = {name for name, value in parameters.items() if value.default is inspect.Parameter.empty}
@@ -114,8 +101,8 @@ class EntryPoint:
             return ""
         found = [f"takes no {name}" for name in unknown] + [f"requires {name}" for name in missing]
         return (
-            f"the installed AITER's {function.__name__} {' and '.join(found)}; this version of rocm_attn was "
-            "written for AITER v0.1.10 to v0.1.20"
+            f"the installed AITER's {self.function.name} {' and '.join(found)}; this version of rocm_attn was "
+            f"written for {written_for()}"
         )
 
 
@@ -224,6 +211,21 @@ def unavailable() -> Mapping[str, str]:
     return {name: "; ".join(filter(None, each)) for name, each in complaints.items() if any(each)}
 
 
-def _as_function(function: Any) -> Function:
-    assert callable(function)
-    return function  # type: ignore[no-any-return]
+def _imported(place: str) -> object:
+    """The module of a place; None if AITER has no such module. Raises ImportError if AITER cannot be imported."""
+    try:
+        return import_module(place)
+    except ImportError as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+        if missing != "aiter" and (place == missing or place.startswith(f"{missing}.")):
+            return None
+        raise ImportError(_BAD_INSTALL.format(error)) from error
+
+
+def _where_defined(name: str) -> str:
+    """The modules of the installed AITER that define a function, with commas; empty if none does."""
+    folders = [Path(folder) for folder in getattr(import_module("aiter"), "__path__", ())]
+    files = [(path, path.relative_to(folder.parent)) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    defines = re.compile(rf"^def {name}\(", re.MULTILINE)
+    found = [file for path, file in files if defines.search(path.read_text(errors="replace"))]
+    return ", ".join(".".join(file.with_suffix("").parts) for file in found)

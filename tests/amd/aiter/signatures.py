@@ -167,7 +167,7 @@ V0_1_14 = Release(
     },
 )
 E4048607 = Release(
-    "0.1.21.dev0+e4048607",
+    "0.1.21.dev46+ge4048607a",
     "aiter.ops.triton.attention.unified_attention",
     {**V0_1_14.parameters, "unified_attention": _UNIFIED, "mla_decode_fwd": _MLA, "get_mla_metadata_v1": _SCHEDULE},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
+from rocm_attn.machine.aiter_releases import written_for
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.entries import ENTRIES
@@ -47,14 +49,70 @@ def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:
 
 def test_another_package_of_that_name_is_reported_apart_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter", ModuleType("aiter"))
-    assert "cannot import name 'paged_attention_ragged'" in library.unavailable()["aiter.paged_attention_ragged"]
+    complaint = library.unavailable()["aiter.paged_attention_ragged"]
+    assert "the package aiter has no paged_attention_ragged, and no folder ops" in complaint
+    assert "install the distribution amd-aiter" in complaint
+
+
+def moved(name: str, monkeypatch: pytest.MonkeyPatch, to: str = "") -> str:
+    """Returns the complaint about a function that is no longer in its first place. to: a place that has it now"""
+    installed = install(E4048607, monkeypatch)
+    function: library.AiterFunction = getattr(library, name)
+    delattr(sys.modules[function.places[0]], name)
+    if to:
+        monkeypatch.setitem(sys.modules, to, ModuleType(to))
+        setattr(sys.modules[to], name, installed.function(name))
+    (complaint,) = {library.unavailable().get(row, "") for row in library.ENTRY_POINTS if row == f"aiter.{name}"}
+    return complaint
+
+
+@pytest.mark.parametrize("function", [library.unified_attention, library.pa_decode_gluon], ids=lambda each: each.name)
+def test_a_function_is_found_at_each_of_its_places(
+    function: library.AiterFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in function.places[1:]:
+        assert moved(function.name, monkeypatch, place) == ""
+        assert function() is getattr(sys.modules[place], function.name)
+
+
+def test_a_function_that_moved_away_is_named_with_its_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "aiter" / "ops" / "assembly").mkdir(parents=True)
+    (tmp_path / "aiter" / "ops" / "assembly" / "mla.py").write_text("def mla_decode_fwd(q):\n    pass\n")
+    installed = install(E4048607, monkeypatch)
+    monkeypatch.setattr(sys.modules["aiter"], "__path__", [str(tmp_path / "aiter")], raising=False)
+    delattr(sys.modules["aiter.mla"], "mla_decode_fwd")
+    complaint = library.unavailable()["aiter.mla_decode_fwd"]
+    assert complaint.startswith(
+        f"AITER {installed.release.version} has no mla_decode_fwd in aiter.mla: it has moved to"
+    )
+    assert "moved to aiter.ops.assembly.mla, which is not called" in complaint
+    assert "written for AITER v0.1.10 to v0.1.20" in complaint
+    assert "install" not in complaint, "the installation is right"
+
+
+def test_a_function_that_is_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaint = moved("pa_fwd_asm", monkeypatch)
+    assert "has no pa_fwd_asm in aiter: it is gone; this version of rocm_attn was written for" in complaint
+
+
+def test_a_module_that_cannot_be_imported_has_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aiter").mkdir()
+    (tmp_path / "aiter" / "__init__.py").write_text("")
+    (tmp_path / "aiter" / "mla.py").write_text("import flydsl_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    complaint = library.unavailable()["aiter.mla_prefill_fwd"]
+    for name in ("aiter", "aiter.mla"):
+        sys.modules.pop(name, None)
+    assert "AITER is not installed correctly (No module named 'flydsl_that_is_missing')" in complaint
 
 
 def test_a_release_that_lacks_a_parameter_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     install(V0_1_9, monkeypatch)
     complaint = library.unavailable()["aiter.mha_batch_prefill_func"]
     assert "mha_batch_prefill_func takes no kv_last_page_lens" in complaint
-    assert "AITER v0.1.10 to v0.1.20" in complaint
+    assert f"was written for {written_for()}" in complaint
 
 
 def test_a_release_that_demands_more_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ MI300 = Machine(
     distributions=(
         Distribution("torch", "2.10.0+rocm7.2.4", SITE),
         Distribution("pytorch-triton-rocm", "3.6.0", SITE),
-        Distribution("amd-aiter", "0.1.21+rocm7.2", SITE, requires=("pybind11", "einops")),
+        Distribution("amd-aiter", "0.1.20+rocm7.2", SITE, requires=("pybind11", "einops")),
         Distribution("pybind11", "3.0.1", SITE),
         Distribution("einops", "0.8.1", SITE),
     ),
@@ -400,17 +400,20 @@ BROKEN = {
         "keep one",
     ),
     "AITER of another ROCm release": Broken(
-        _aiter_version("0.1.21+rocm7.1"),
+        _aiter_version("0.1.20+rocm7.1"),
         "aiter-release",
         _PROBLEM,
         "built for ROCm 7.1 and torch for 7.2.4",
         "pip uninstall amd-aiter",
     ),
     "AITER of another ROCm release, written without a dot": Broken(
-        _aiter_version("0.1.21.post2+rocm70"), "aiter-release", _PROBLEM, "built for ROCm 7.0", "uninstall"
+        _aiter_version("0.1.20.post1+rocm70"), "aiter-release", _PROBLEM, "built for ROCm 7.0", "uninstall"
     ),
     "the AITER whose tag moved": Broken(
         _aiter_version("0.1.12.post1"), "aiter-release", _WARNING, "tag v0.1.12 was moved", "another release"
+    ),
+    "a release of AITER that was never read": Broken(
+        _aiter_version("0.1.29+rocm7.2"), "aiter-read", _WARNING, "AITER 0.1.29+rocm7.2 was never read;", "was read"
     ),
     "an index without PyPI": Broken(
         _distributions(lambda found: None if found.name == "pybind11" else found),

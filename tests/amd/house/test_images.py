@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,25 @@ def cmdGenFunc_mha_batch_prefill(q: Tensor, is_causal: bool, logits_soft_cap: fl
     assert ahead["variants"](ahead["naming_function"](source, "/ck")) == [
         {"md_name": f"{dtype}_maskFalse", "blob_gen_cmd": ["/ck/generate.py"]} for dtype in ("_bf16", "_fp16")
     ]
+
+
+def test_a_release_that_is_known_to_be_bad_is_refused_before_aiter_is_cloned(tmp_path: Path) -> None:
+    (copied,) = re.findall(r"^COPY (.+build_aiter\.sh.*) /opt/rocm-attn/$", STAGES["aiter-build"][1], re.M)
+    for pattern in copied.split():
+        for path in ROOT.glob(pattern):
+            shutil.copy(path, tmp_path)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PLATFORM": "rocm",
+        "INSTALL_AITER": "1",
+        "AITER_REPOSITORY": "/nowhere",
+        "AITER_COMMIT": "v0.1.12",
+        "GPU_ARCHS": "gfx942;gfx950",
+    }
+    command = ["bash", str(tmp_path / "build_aiter.sh"), str(tmp_path / "wheels")]
+    built = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert built.returncode != 0
+    assert re.fullmatch(r"AITER v0\.1\.12 is known to be bad: .+\n", built.stderr), built.stderr
 
 
 def argument(name: str) -> str:

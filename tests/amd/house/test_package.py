@@ -40,6 +40,7 @@ DATA = {
     "rocm_attn": (
         "py.typed",
         "__init__.pyi",
+        "machine/aiter_releases.json",
         "machine/known_bad.json",
         *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES),
     ),

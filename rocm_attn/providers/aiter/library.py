@@ -50,7 +50,7 @@ class AiterFunction:
         )
 
 
-# Triton: decode, extend and mixed steps through a dense block table. Before 2026 it was in the second place.
+# Triton: decode, extend and mixed steps through a dense block table. The second place is the older one.
 unified_attention = AiterFunction(
     "unified_attention", ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
 )

@@ -122,6 +122,14 @@ def test_a_release_that_demands_more_is_named_with_it(monkeypatch: pytest.Monkey
     assert "unified_attention requires tiles" in library.unavailable()["aiter.unified_attention"]
 
 
+def test_a_keyword_of_a_later_release_that_has_a_default_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later files of AITER have unified_attention(..., backend=None)."""
+    parameters = dict(E4048607.parameters)
+    parameters["unified_attention"] += " backend=None"
+    install(Release("0.1.29", E4048607.unified_module, parameters), monkeypatch)
+    assert library.unavailable() == {}
+
+
 def test_a_drifted_kernel_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     install(V0_1_9, monkeypatch)
     serving = world(plain_problem(16, dims=(128, 128)))

@@ -1,4 +1,4 @@
-"""Queries in eight bits, for functions that multiply codes of q with codes of K.
+"""Queries in eight bits, for functions that multiply codes of q with codes of K; and scales in the form of tokens'.
 
 q is rounded with a scale of 1: an element of any size down to 2**-6 keeps three bits after its first one. Elements
 above the encoding's largest value saturate; NaN stays in its own row. A scale from the largest element would cost
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
@@ -53,3 +54,17 @@ def query_codes(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
     if num_heads < codes.shape[1]:
         codes[:, num_heads:].zero_()
     return codes
+
+
+def scale_rows(problem: Problem) -> ScratchTensor:
+    """Room for the scales of one page's tokens, to show a function the scale of a layer or a head as that of tokens."""
+    num_rows = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
+    return ScratchTensor((num_rows, problem.page_size), torch.float32)
+
+
+def scales_of_tokens(scale: Tensor, problem: Problem, rows: Tensor, num_pages: int) -> Tensor:
+    """Scales [pages, kv_heads, page_size]: of tokens as they are, others by strides of 0. rows: room of scale_rows()"""
+    if problem.kv_scales is Scales.TOKEN:
+        return scale
+    rows.copy_(scale[:, None])
+    return rows.expand(num_pages, problem.num_kv_heads, problem.page_size)

@@ -147,7 +147,7 @@ _VECTORISED = (PoolKind.VECTORIZED,)
 
 _GLUON = replace(
     _LIMITS,
-    exact_dims=((128, 128),),
+    exact_dims=((64, 64), (128, 128), (256, 256)),
     page_sizes=(16, 64, 1024),
     max_gqa_ratio=64,
     window=True,
@@ -155,7 +155,7 @@ _GLUON = replace(
     # The only new token of a sequence sees all keys in both cases.
     non_causal=True,
     encodings=_ANY_ENCODING,
-    scales=_LAYER_SCALES,
+    scales=(*_LAYER_SCALES, Scales.HEAD, Scales.TOKEN),
     lse=False,
     pools=_VECTORISED,
 )

@@ -1,4 +1,8 @@
-"""aiter.ops.triton.gluon.pa_decode_gluon: decode over vectorised pools, each sequence split into equal parts."""
+"""aiter.ops.triton.gluon.pa_decode_gluon: decode over vectorised pools, each sequence split into equal parts.
+
+It takes one scale for a layer, or one for each token and KV head, which it finds by strides: a scale of each head is a
+row of a page's tokens with a stride of 0 from page to page.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.eight_bits import scale_rows, scales_of_tokens
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
@@ -45,8 +52,8 @@ class GluonDecode:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        problem = self.problem
-        exp_sums, max_logits, temporary_output = cut(args.workspace, self._parts(bounds.shape))
+        problem, num_pages = self.problem, len(args.pages.k)
+        exp_sums, max_logits, temporary_output, *scales = cut(args.workspace, self._parts(bounds.shape))
         library.pa_decode_gluon()(
             output=args.out,
             query=args.q,
@@ -61,8 +68,8 @@ class GluonDecode:
             compute_type=problem.dtype,
             # q is unchanged: codes of eight-bit pages get q's dtype, and scales multiply the products.
             query_scale=None,
-            key_scale=args.pages.k_scale,
-            value_scale=args.pages.v_scale,
+            key_scale=self._scale(args.pages.k_scale, scales[0], num_pages),
+            value_scale=self._scale(args.pages.v_scale, scales[1], num_pages),
             exp_sums=exp_sums,
             max_logits=max_logits,
             temporary_output=temporary_output,
@@ -84,14 +91,22 @@ class GluonDecode:
         parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * on_one_page
         return min(parts, _MOST_PARTS)
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
-        """For each row and part: an exp sum and a maximum in float32, and a partial output."""
+    def _scale(self, scale: Tensor | None, rows: Tensor, num_pages: int) -> Tensor | None:
+        """The scales in the form that the function takes: [1], or [pages, kv_heads, page_size, 1]."""
+        if scale is None or self.problem.kv_scales is Scales.LAYER:
+            return scale
+        return scales_of_tokens(scale, self.problem, rows, num_pages)[..., None]
+
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        """For each row and part: an exp sum and a maximum in float32, and a partial output; and rows of scales."""
         problem = self.problem
         rows = (shape.num_seqs, problem.num_kv_heads, self.num_parts(shape), problem.gqa_ratio)
         return (
             ScratchTensor(rows, torch.float32),
             ScratchTensor(rows, torch.float32),
             ScratchTensor((*rows, problem.v_head_dim), problem.dtype),
+            scale_rows(problem),
+            scale_rows(problem),
         )
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.eight_bits import scale_rows, scales_of_tokens
 from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
@@ -99,7 +99,10 @@ class PersistentDecode:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q_rows, out_rows, k_scale_values, v_scale_values = cut(args.workspace, self._parts(bounds.shape))
+        problem, k_scale, v_scale = self.problem, args.pages.k_scale, args.pages.v_scale
+        assert k_scale is not None
+        assert v_scale is not None
+        q_rows, out_rows, k_scale_rows, v_scale_rows = cut(args.workspace, self._parts(bounds.shape))
         _, indptr, work, reduce_indptr, final_map, partial_map = cut(args.schedule, self.schedule.parts(bounds.shape))
         out = room_for(args.out, out_rows)
         library.pa_persistent_fwd()(
@@ -117,30 +120,19 @@ class PersistentDecode:
             reduce_indptr=reduce_indptr,
             reduce_final_map=final_map,
             reduce_partial_map=partial_map,
-            K_QScale=self._scale_values(args.pages.k_scale, len(args.pages.k), k_scale_values),
-            V_QScale=self._scale_values(args.pages.v_scale, len(args.pages.v), v_scale_values),
-            softmax_scale=self.problem.scale,
+            K_QScale=scales_of_tokens(k_scale, problem, k_scale_rows, len(args.pages.k)),
+            V_QScale=scales_of_tokens(v_scale, problem, v_scale_rows, len(args.pages.v)),
+            softmax_scale=problem.scale,
             # It has only causal kernels; the only new token of a sequence sees all keys in both cases.
             mask=1,
         )
         keep_rows(args.out, out)
 
-    def _scale_values(self, scale: Tensor | None, num_pages: int, rows: Tensor) -> Tensor:
-        """The scales in the form that the function takes, [pages, kv_heads, 1024]; rows: room for those of one page"""
-        assert scale is not None
-        if self.problem.kv_scales is Scales.TOKEN:
-            return scale
-        rows.copy_(scale[:, None])
-        return rows.expand(num_pages, self.problem.num_kv_heads, PAGE_TOKENS)
-
     def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor, ScratchTensor]:
         """Room for q and out if their rows are not contiguous, and for scales of K and V of one page."""
         problem = self.problem
         rows = ScratchTensor((shape.num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
-        scale_values = ScratchTensor(
-            (problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1, PAGE_TOKENS), torch.float32
-        )
-        return rows, rows, scale_values, scale_values
+        return rows, rows, scale_rows(problem), scale_rows(problem)
 
 
 def bind_persistent(problem: Problem, target: Target, pool: PoolSize) -> PersistentDecode:

@@ -37,6 +37,7 @@ from tests.amd.aiter.stand_in import StandIn, install
 BF16 = torch.bfloat16
 LINEAR = in_eight_bits(plain_problem(16, dims=(128, 128), dtype=BF16))
 VECTORISED = in_eight_bits(vectorised_problem(16, dtype=BF16))
+TOKENS = replace(VECTORISED, kv_scales=Scales.TOKEN)
 LARGE_PAGES = in_eight_bits(vectorised_problem(1024, heads=(8, 4), dtype=BF16))
 LATENT = in_eight_bits(latent_problem(16))
 
@@ -92,10 +93,9 @@ def test_each_arch_reads_its_own_eight_bits(name: str, problem: Problem) -> None
         assert reason.endswith(", not float8_e5m2")
 
 
-@pytest.mark.parametrize(("name", "problem"), NAMES[:2], ids=[name for name, _ in NAMES[:2]])
 @pytest.mark.parametrize("scales", [Scales.HEAD, Scales.TOKEN])
-def test_scales_that_a_function_does_not_take_are_refused(name: str, problem: Problem, scales: Scales) -> None:
-    (reason,) = refusal(replace(problem, kv_scales=scales), "gfx942", name)
+def test_scales_that_a_function_does_not_take_are_refused(scales: Scales) -> None:
+    (reason,) = refusal(replace(LINEAR, kv_scales=scales), "gfx942", "unified_attention")
     assert reason == f"it reads no scales or a scale for each layer, not {scales.value}"
 
 
@@ -130,6 +130,13 @@ WRONG: Mapping[str, tuple[Problem, str, str, Change]] = {
     "codes of the other arch": (LINEAR, "unified_attention", "k", lambda k: k.view(torch.float8_e4m3fn)),
     "no scale of V": (LINEAR, "unified_attention", "v_descale", lambda scale: None),
     "a factor of two heads": (VECTORISED, "pa_decode_gluon", "key_scale", lambda scale: scale.expand(2)),
+    "scales of pages in another order": (TOKENS, "pa_decode_gluon", "key_scale", lambda scale: scale.mT.contiguous()),
+    "scales of V with strides of their own": (
+        TOKENS,
+        "pa_decode_gluon",
+        "value_scale",
+        lambda scale: scale[:1].expand_as(scale),
+    ),
     "a factor in bfloat16": (VECTORISED, "pa_decode_gluon", "value_scale", lambda scale: scale.bfloat16()),
     "no factor of q": (LATENT, "mla_decode_fwd", "q_scale", lambda scale: None),
     "q as it is": (LATENT, "mla_decode_fwd", "q", lambda q: q.to(BF16)),
@@ -249,6 +256,19 @@ FACTORS = {
     "mha_batch_prefill_func": ("k_descale",),
     "mla_decode_fwd": ("kv_scale",),
 }
+
+
+@pytest.mark.parametrize("scales", [Scales.HEAD, Scales.TOKEN])
+@pytest.mark.parametrize("window", [UNLIMITED_WINDOW, 20])
+def test_scales_of_heads_and_tokens_are_decoded_over_vectorised_pages(
+    scales: Scales, window: int, aiter: StandIn
+) -> None:
+    problem = replace(in_eight_bits(vectorised_problem(dtype=BF16, dims=(256, 256)), scales), window_left=window)
+    serving = world(problem, selections=[partly_torch(problem)])
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in ([270, 2, 13], [1, 1, 1], [1, 1, 1]):
+        serving.step(requests, q_len, pad_to=4)
+    assert aiter.calls.count("pa_decode_gluon") == 2
 
 
 @pytest.mark.parametrize("function", PROBED)

@@ -33,14 +33,13 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     q, out = call["query"], call["output"]
     num_seqs, num_heads, dim = q.shape
     dtype = q.dtype
-    require(dtype in HALF and dim == 128, f"not tried for {dtype} and head size {dim}")
+    # Every dim of the cache is a power of two of its own kernel; those of 64, 128 and 256 were run (aiter_source).
+    require(dtype in HALF and dim in (64, 128, 256), f"not tried for {dtype} and head size {dim}")
     require(call["compute_type"] == dtype, f"it would compute in {call['compute_type']}")
     require(call["query_length"] == 1, "one token a sequence")
     require_tensor("query", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("output", out, dtype, q.shape, contiguous=False)
-    # Without scales, 8-bit codes would be read in vectors of eight.
-    scale_values = {name: call[name] for name in ("key_scale", "value_scale")}
-    require_scales(call["key_cache"], dtype, eight_bits, **scale_values)
+    scale_values = _scales_of_gluon(call, dtype, eight_bits)
     require(call["query_scale"] is None, "q is not quantised")
     k_cache, v_cache = require_vectorised(call["key_cache"], call["value_cache"], call["key_cache"].dtype)
     num_kv_heads, block = k_cache.shape[1], k_cache.shape[3]
@@ -72,13 +71,29 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
         call["context_lengths"],
         call["block_tables"],
         call["sinks"],
-        *scale_values.values(),
+        *scale_values,
         *scratch,
         scale=call["softmax_scale"],
         window=window,
         # Pages larger than a partition were cut into partitions whatever ps said, and there are no more than `parts`.
         most_keys=parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31,
     )
+
+
+def _scales_of_gluon(call: Mapping[str, Any], dtype: torch.dtype, eight_bits: torch.dtype) -> tuple[Any, Any]:
+    """Checks and returns the scales of K and V: none, [1], or [blocks, heads, block, 1], found by K's strides."""
+    k_scale, v_scale = call["key_scale"], call["value_scale"]
+    if k_scale is None or k_scale.numel() == 1:
+        # Without scales, 8-bit codes would be read in vectors of eight.
+        require_scales(call["key_cache"], dtype, eight_bits, key_scale=k_scale, value_scale=v_scale)
+        return k_scale, v_scale
+    require(call["key_cache"].dtype == eight_bits, "scales of tokens are for eight bits")
+    blocks, num_kv_heads, _, block, _ = call["key_cache"].shape
+    for name in ("key_scale", "value_scale"):
+        require_tensor(name, call[name], torch.float32, (blocks, num_kv_heads, block, 1), contiguous=False)
+    require(k_scale.stride() == v_scale.stride(), "scales of V are found by the strides of those of K")
+    require(k_scale.stride(2) == 1, "scales of a block's tokens are read next to each other")
+    return k_scale, v_scale
 
 
 def _run_gluon(
@@ -104,8 +119,11 @@ def _run_gluon(
         require(kv_len >= 1, f"sequence {seq} has no key: its parts are a division by zero")
         blocks = -(-kv_len // block)
         require(blocks <= block_tables.shape[1], f"{blocks} entries are read of a row of {block_tables.shape[1]}")
-        k = worth(rows_of(keys, block_tables[seq, :blocks], "block_tables"), key_scale)
-        v = worth(rows_of(values, block_tables[seq, :blocks], "block_tables"), value_scale)
+        entries = block_tables[seq, :blocks]
+        k, v = (
+            worth(rows_of(side, entries, "block_tables"), scale if scale is None else _of_rows(scale, entries))
+            for side, scale in ((keys, key_scale), (values, value_scale))
+        )
         key = torch.arange(kv_len)[None]
         visible = (key >= kv_len - window + 1) if window else key < most_keys
         # Partitions are loaded whole, except for blocks after the last one.
@@ -117,6 +135,11 @@ def _run_gluon(
             continue
         result, _ = attend(q[seq : seq + 1], k[:kv_len], v[:kv_len].nan_to_num(), Scores(scale, visible, sinks=sinks))
         out[seq] = (result[0] + times_zero(loaded)).to(out.dtype)
+
+
+def _of_rows(scale: Tensor, entries: Tensor) -> Tensor:
+    """Returns the scale of all rows, or [n, heads, 1] of the rows of these blocks."""
+    return scale if scale.numel() == 1 else scale[entries.long()].transpose(1, 2).flatten(0, 1)
 
 
 def pa_fwd_asm(release: Release, call: Mapping[str, Any]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import KernelEntry, PoolSize
@@ -43,7 +43,7 @@ class SourceCase:
     planted:    places of each sequence whose keys dominate; None: random keys
     kinds:      the kinds of step in which it is used, among those that its rows serve
     far_logit:  approximate logits of keys that are not planted
-    eight_bits: true if K and V are kept in the arch's 8-bit dtype, with one scale per layer
+    eight_bits: the scales of K and V in the arch's 8-bit dtype; NONE: K and V have q's dtype
     """
 
     name: str
@@ -53,16 +53,16 @@ class SourceCase:
     planted: tuple[frozenset[int], ...] | None = None
     kinds: tuple[StepKind, ...] = tuple(StepKind)
     far_logit: float = 0.0
-    eight_bits: bool = False
+    eight_bits: Scales = Scales.NONE
 
     def __str__(self) -> str:
         return f"{self.kernel.removeprefix('aiter.')}-{self.name}"
 
     def outcome(self, target: Target) -> Outcome:
         """Runs the case. The target's AITER is imported from its checkout, and a driver for its arch is active."""
-        if self.eight_bits:
-            coded = replace(self, problem=in_eight_bits(self.problem, arch=target.arch), eight_bits=False)
-            return coded.outcome(target)
+        if self.eight_bits is not Scales.NONE:
+            problem = in_eight_bits(self.problem, self.eight_bits, target.arch)
+            return replace(self, problem=problem, eight_bits=Scales.NONE).outcome(target)
         complaint = library.unavailable().get(self.kernel)
         if complaint:
             return Outcome(Verdict.REFUSED, complaint)
@@ -214,6 +214,10 @@ def _unified_window(window: int) -> SourceCase:
     return SourceCase(f"window{window}", UNIFIED, replace(_problem(), window_left=window), steps, planted, kinds)
 
 
+# Head dims of pa_decode_gluon that AITER's own tests leave out.
+_OTHER_DIMS = (64, 256)
+
+
 def _gluon_cases() -> list[SourceCase]:
     base = _problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED)
     steps = ((255, 511, 63), (1, 1, 1), (1, 1, 1), (1, 1, 1))
@@ -224,12 +228,26 @@ def _gluon_cases() -> list[SourceCase]:
         "page1024": replace(base, page_size=1024),
         "heads8x1": replace(base, num_q_heads=8, num_kv_heads=1),
         "heads32x1": replace(base, num_q_heads=32, num_kv_heads=1),
+        "heads48x1": replace(base, num_q_heads=48, num_kv_heads=1),
+        "heads64x1": replace(base, num_q_heads=64, num_kv_heads=1),
         "heads6x2": replace(base, num_q_heads=6),
         "scale": replace(base, scale=0.11),
         "sinks": replace(base, has_sinks=True),
         "window_sinks": replace(base, window_left=100, has_sinks=True),
         "window_sinks-heads8x1": replace(base, num_q_heads=8, num_kv_heads=1, window_left=300, has_sinks=True),
     }
+    for dim in _OTHER_DIMS:
+        narrow = replace(base, head_dim=dim, v_head_dim=dim, scale=dim**-0.5)
+        problems |= {
+            f"dim{dim}": narrow,
+            f"dim{dim}-page1024": replace(narrow, page_size=1024),
+            f"dim{dim}-heads64x1": replace(narrow, num_q_heads=64, num_kv_heads=1, page_size=64),
+            f"dim{dim}-heads64x1-page1024": replace(narrow, num_q_heads=64, num_kv_heads=1, page_size=1024),
+            f"dim{dim}-window_sinks": replace(narrow, window_left=100, has_sinks=True),
+            f"dim{dim}-window_sinks-heads64x1": replace(
+                narrow, num_q_heads=64, num_kv_heads=1, window_left=300, has_sinks=True
+            ),
+        }
     cases = [SourceCase(name, GLUON, problem, steps) for name, problem in problems.items()]
     cases += [_gluon_window(window, base, "") for window in WINDOWS]
     # Layers with one KV head have a kernel of their own.
@@ -289,7 +307,22 @@ def _eight_bit_cases() -> list[SourceCase]:
         SourceCase("dim128-page64", UNIFIED_VECTORISED, _vectorised(_problem(64, dim=128)), _ALL_KINDS),
         *(SourceCase(name, GLUON, problem, decodes) for name, problem in gluons.items()),
     ]
-    return [replace(case, name=f"{case.name}-eight_bits", eight_bits=True) for case in cases]
+    for dim in _OTHER_DIMS:
+        narrow = replace(gluon, head_dim=dim, v_head_dim=dim, scale=dim**-0.5)
+        cases.append(SourceCase(f"dim{dim}", GLUON, narrow, decodes))
+        cases.append(SourceCase(f"dim{dim}-page1024", GLUON, replace(narrow, page_size=1024), decodes))
+        cases.append(SourceCase(f"dim{dim}-window", GLUON, replace(narrow, window_left=100), decodes))
+    # Each of its kernels, with a scale of each head and of each token. float16 has the least room for them.
+    own_kernels = ("fp16", "page64", "page1024", "window_sinks", "window_sinks-heads8x1")
+    scaled = [
+        SourceCase(f"{name}-{scales.name.lower()}", GLUON, gluons[name], decodes, eight_bits=scales)
+        for name in own_kernels
+        for scales in (Scales.HEAD, Scales.TOKEN)
+    ]
+    wide_gluon = replace(gluon, head_dim=256, v_head_dim=256, page_size=64, scale=256**-0.5)
+    scaled.append(SourceCase("dim256-token", GLUON, wide_gluon, decodes, eight_bits=Scales.TOKEN))
+    cases = [replace(case, eight_bits=Scales.LAYER) for case in cases] + scaled
+    return [replace(case, name=f"{case.name}-eight_bits") for case in cases]
 
 
 CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES, *_eight_bit_cases())
@@ -301,5 +334,5 @@ WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_K
 INTERPRETED = tuple(
     replace(case, problem=replace(case.problem, dtype=FP16))
     for case in CASES
-    if case.kernel in (UNIFIED, UNIFIED_VECTORISED) and case.problem.dtype == BF16 and not case.eight_bits
+    if case.kernel in (UNIFIED, UNIFIED_VECTORISED) and case.problem.dtype == BF16 and case.eight_bits is Scales.NONE
 )

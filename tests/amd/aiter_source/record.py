@@ -22,6 +22,7 @@ from pathlib import Path
 
 import triton
 
+from rocm_attn.problem import Scales
 from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.aiter_source.cases import CASES, GLUON, INTERPRETED, Outcome, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout
@@ -55,7 +56,7 @@ class Line:
 def kernel_of(case: SourceCase) -> str:
     """Returns the table's name for the kernel and its group of cases."""
     windows = " (windows)" if case.kernel == GLUON and case.name.startswith("window") else ""
-    return case.kernel.removeprefix("aiter.") + (" (eight bits)" if case.eight_bits else windows)
+    return case.kernel.removeprefix("aiter.") + (" (eight bits)" if case.eight_bits is not Scales.NONE else windows)
 
 
 def main(document: Path, places: Sequence[str], kernel: str) -> int:

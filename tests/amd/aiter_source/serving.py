@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.kernels.attention.limits import MAX_PAGE_SIZE
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import KernelEntry, LayerKernel, PoolSize
@@ -24,8 +25,13 @@ _PLANTED_LOGIT = 12.0
 
 
 def selection_of(rows: Collection[KernelEntry], problem: Problem, target: Target, pool: PoolSize) -> Selection:
-    """Selects the kernel of these rows for the steps that they serve, and torch's for all others."""
-    kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
+    """Selects the kernel of these rows for the steps that they serve, and torch's for all others.
+
+    Torch's kernels read pages of any size here, which a runtime without AITER does not offer.
+    """
+    cpu = known_target("cpu")
+    of_torch = select(replace(problem, page_size=min(problem.page_size, MAX_PAGE_SIZE)), cpu, "torch").kernels
+    kernels = {kind: LayerKernel(each.entry, each.entry.bind(problem, cpu, pool)) for kind, each in of_torch.items()}
     kernels.update({row.kind: LayerKernel(row, row.bind(problem, target, pool)) for row in rows})
     return Selection(problem, target, kernels, ())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.machine.aiter_marks import Mark
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.models.families import attention_geometry, text_fields
@@ -142,4 +143,6 @@ def requested_target(options: argparse.Namespace) -> Target:
             )
         if not target.is_amd and name != "triton":
             raise BadSetting(f"--{name}-release needs an AMD arch, and --arch is {target.arch}")
-    return replace(target, releases=replace(target.releases, **given))
+    # The marks are those of the image's AITER.
+    marks = frozenset[Mark]() if "aiter" in given else target.releases.marks
+    return replace(target, releases=replace(target.releases, marks=marks, **given))

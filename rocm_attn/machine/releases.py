@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass
 from importlib import metadata
 
 from rocm_attn.machine import aiter_releases
+from rocm_attn.machine.aiter_marks import Mark, installed_marks
+from rocm_attn.machine.aiter_switches import switches_set
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
@@ -19,35 +22,53 @@ _BEFORE = re.compile(r"[.-]?(?:dev|rc)\d|\.dev(?![a-z0-9])|(?:a|b|alpha|beta)\d|
 
 @dataclass(frozen=True, slots=True, order=True)
 class Release:
-    """A release by its numbers, in the order in which releases are made.
+    """A release by its numbers, or a build between two releases, in the order in which they are made.
 
-    numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and a build before
-             0.1.21 (of its development, of a commit, or a candidate) is (0, 1, 21, -1). Empty: it is not known.
+    numbers:   of the release, and one more: 0.1.20 is (0, 1, 20, 0), and 0.1.19.post1 is (0, 1, 19, 1). Empty: it is
+               not known
+    is_before: True for a build of development or of a commit, or a candidate: before 0.1.21 its numbers are
+               (0, 1, 21, -1), and before 0.1.19.post2 those of 0.1.19.post1
     """
 
     numbers: tuple[int, ...]
+    is_before: bool = False
 
     @classmethod
     def of(cls, text: str) -> Release:
         """The release that a version names.
 
-        Versions are, for instance, "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc" and
-        "3.9.0+git1234567". The release is not known if the text is not a version, or has fewer than two numbers.
+        Versions are, for instance, "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "0.1.19.post3.dev139",
+        "7.2.53211-abc" and "3.9.0+git1234567". The release is not known if the text is not a version, or has fewer than
+        two numbers.
         """
         match = _NUMBERS.match(text)
         if match is None:
             return UNKNOWN
         numbers, rest = tuple(map(int, match[1].split("."))), match[2]
-        if post := _POST.match(rest):
-            return cls((*numbers, int(post[1])))
-        return cls((*numbers, -1 if _BEFORE.match(rest) else 0))
+        post = _POST.match(rest)
+        number, rest = (int(post[1]), rest[post.end() :]) if post else (0, rest)
+        is_before = _BEFORE.match(rest) is not None
+        return cls((*numbers, number - is_before), is_before)
+
+    def bounds(self) -> tuple[Release, Release]:
+        """The releases between which it was built: it has what the first one has, and may lack what the last one has.
+
+        Both are the release itself, if it is one.
+        """
+        if not self.numbers:
+            return _FIRST, _ENDLESS
+        if not self.is_before:
+            return self, self
+        *front, last = self.numbers
+        earlier = (*front, last) if last >= 0 else (*front[:-1], front[-1] - 1, 0)
+        return Release(earlier), Release((*front, last + 1))
 
     def __str__(self) -> str:
         if not self.numbers:
             return "of unknown release"
         *numbers, last = self.numbers
-        suffix = {-1: " in development", 0: ""}.get(last, f".post{last}")
-        return ".".join(map(str, numbers)) + suffix
+        last += self.is_before
+        return ".".join(map(str, numbers)) + f".post{last}" * (last > 0) + " in development" * self.is_before
 
 
 UNKNOWN = Release(())
@@ -64,7 +85,8 @@ class ReleaseRange:
 
     def __contains__(self, release: Release) -> bool:
         """True if a release is, or may be, one of them: an unknown release may be any."""
-        return release == UNKNOWN or self.since <= release < self.before
+        earliest, latest = release.bounds()
+        return self.since <= latest and earliest < self.before
 
     def __str__(self) -> str:
         since = f"from {self.since}" if self.since != _FIRST else ""
@@ -77,22 +99,39 @@ EVERY_RELEASE = ReleaseRange()
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """The software of a device: the ROCm that compiles for it, and the AITER and Triton that are installed."""
+    """The software of a device: the ROCm that compiles for it, and the AITER and Triton that are installed.
+
+    marks:    of fixes that AITER's files have
+    switches: NAME=VALUE of AITER's switches that are set (aiter_switches.py)
+    """
 
     rocm: Release = UNKNOWN
     aiter: Release = UNKNOWN
     triton: Release = UNKNOWN
+    marks: frozenset[Mark] = frozenset()
+    switches: tuple[str, ...] = ()
+
+    def is_on(self, switch: str) -> bool:
+        """True if the environment sets a switch to something else than 0."""
+        settings = dict(each.split("=", 1) for each in self.switches)
+        return settings.get(switch, "0") not in ("", "0")
 
 
 NOT_KNOWN = Releases()
 
 
 def installed_releases() -> Releases:
-    """The releases of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
+    """The software of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
     # Imported here: the doctor compares releases where torch is broken.
     import torch
 
-    return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()), Release.of(triton_version()))
+    return Releases(
+        Release.of(torch.version.hip or ""),
+        Release.of(aiter_version()),
+        Release.of(triton_version()),
+        installed_marks(),
+        switches_set(os.environ),
+    )
 
 
 def aiter_not_read(release: Release) -> str:

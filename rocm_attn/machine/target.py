@@ -10,6 +10,7 @@ import torch
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
+from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
 
 
@@ -61,8 +62,9 @@ class Target:
         return self.arch == "interpreter"
 
 
-# The releases in the image (docker/Dockerfile); a choice without a machine is made for these.
-IMAGE_RELEASES = Releases(rocm=Release.of("7.2.4"), aiter=Release.of("0.1.21.dev46"))
+# The releases in the image (docker/Dockerfile), whose AITER has every mark; a choice without a machine is made for
+# these.
+IMAGE_RELEASES = Releases(rocm=Release.of("7.2.4"), aiter=Release.of("0.1.21.dev46"), marks=frozenset(MARKS))
 
 # Compute units and LDS from the vendors' data sheets: MI300X 304 CUs and 64 KiB, MI355X 256 CUs and 160 KiB, H100 /
 # H200 132 SMs and 227 KiB per block, A100 108 SMs and 163 KiB.

@@ -16,6 +16,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
+from rocm_attn.machine.aiter_marks import NO_MARK, Mark
 from rocm_attn.machine.releases import EVERY_RELEASE, Release, ReleaseRange
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
@@ -367,6 +368,9 @@ class Fault:
     hits:        True for a problem and a pool that are affected
     archs:       exact names
     aiter, rocm: the releases that have it; an unknown release may be any of them
+    mark:        of the fix, which tells whether a build between releases has it; none if there is no such mark
+    only_with:   the switch of AITER's that makes the kernel wrong; "": it is wrong without one
+    not_with:    the switch that avoids the kernel; "": there is none
     """
 
     what: str
@@ -374,11 +378,17 @@ class Fault:
     archs: tuple[str, ...]
     aiter: ReleaseRange = EVERY_RELEASE
     rocm: ReleaseRange = EVERY_RELEASE
+    mark: Mark = NO_MARK
+    only_with: str = ""
+    not_with: str = ""
 
     def refusal(self, problem: Problem, target: Target, pool: PoolSize) -> str:
         """The clause that refuses a problem on a target, with the releases; empty if it is not affected."""
         here = target.releases
         if target.arch not in self.archs or here.aiter not in self.aiter or here.rocm not in self.rocm:
+            return ""
+        is_fixed = self.mark in here.marks and here.aiter.bounds()[0] != here.aiter
+        if is_fixed or here.is_on(self.not_with) or (self.only_with and not here.is_on(self.only_with)):
             return ""
         return f"{self.what} ({self._where(f'; here {here.aiter}', f'; here {here.rocm}')})" * self.hits(problem, pool)
 
@@ -389,7 +399,8 @@ class Fault:
     def _where(self, aiter_here: str = "", rocm_here: str = "") -> str:
         spans = (("AITER", self.aiter, aiter_here), ("ROCm", self.rocm, rocm_here))
         named = [f"{name} {span}{here}" for name, span, here in spans if span != EVERY_RELEASE]
-        return ", ".join(named) or "every release"
+        text = ", ".join(named) or "every release"
+        return f"{text}, with {self.only_with}" if self.only_with else text
 
 
 @dataclass(frozen=True, slots=True)

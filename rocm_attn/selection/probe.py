@@ -62,6 +62,7 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
         "compute_units": selection.target.compute_units,
         "device": device.type,
         "aiter": version,
+        "switches": selection.target.releases.switches,
         "rocm": str(selection.target.releases.rocm),
         "triton": releases.triton_version(),
         "torch": torch.__version__,

@@ -207,11 +207,11 @@ class PackedAttention:
         """
         seen = (lengths.q_len > 0) & (lengths.kv_len > 0)
         problem = self._problem(q, v, causal)
-        kernel = packed_varlen(problem, self.target, self.provider) if seen.any() else None
+        longest = int(lengths.kv_len.max(initial=0))
+        kernel = packed_varlen(problem, self.target, self.provider, longest) if seen.any() else None
         if kernel is None:
             return self._by_extend(q, k, v, lengths, causal)
         requested = library.flash_attn_varlen_func(), problem
-        longest = int(lengths.kv_len.max())
         if longest < _TIMES_AS_LONG * _RIGHT.get(requested, 0):
             theirs = self._tried(kernel, (q, k, v), lengths, seen)
             if theirs is not None:

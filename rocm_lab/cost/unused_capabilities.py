@@ -154,12 +154,10 @@ def _releases(selection: Selection, target: Target) -> Iterator[tuple[Releases, 
     for triton in sorted(tritons):
         yield replace(here, triton=triton), f"install Triton {triton}"
     faults = [fault for entry in entries for fault in entry.faults if target.arch in fault.archs]
-    for aiter in sorted(_ends(fault.aiter for fault in faults)):
-        if here.aiter < aiter:
-            yield replace(here, aiter=aiter), f"install AITER {aiter} or later"
-    for rocm in sorted(_ends(fault.rocm for fault in faults)):
-        if here.rocm < rocm:
-            yield replace(here, rocm=rocm), f"install ROCm {rocm} or later"
+    for aiter in sorted(_ends(fault.aiter for fault in faults if here.aiter in fault.aiter)):
+        yield replace(here, aiter=aiter), f"install AITER {aiter} or later"
+    for rocm in sorted(_ends(fault.rocm for fault in faults if here.rocm in fault.rocm)):
+        yield replace(here, rocm=rocm), f"install ROCm {rocm} or later"
 
 
 def _ends(spans: Iterator[ReleaseRange]) -> set[Release]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
 from rocm_attn.machine.aiter_releases import bad, not_read
+from rocm_attn.machine.aiter_switches import SWITCHES
 
 DISTRIBUTION = "amd-aiter"
 # A project of 2019 on PyPI that has the name of AITER's module.
@@ -214,6 +215,20 @@ def _compiler(machine: Machine) -> Diagnosis:
     )
 
 
+def _switches(machine: Machine) -> Diagnosis:
+    if _amds(machine) is None:
+        return skipped(_NO_AITER)
+    found = {
+        f"{each.name}={machine.environment[each.name]}": each for each in SWITCHES if each.name in machine.environment
+    }
+    if not found:
+        return ok("no variable of AITER's that selects kernels is set")
+    return warning(
+        "; ".join(f"{text} {each.changes}, from {each.since} on: {each.verdict}" for text, each in found.items()),
+        f"unset {', '.join(each.name for each in found.values())}, unless you want these kernels",
+    )
+
+
 def _locks(machine: Machine) -> Diagnosis:
     if not machine.leftover_locks:
         return ok("no build lock was left over")
@@ -260,5 +275,6 @@ CHECKS = (
     MachineCheck("aiter-prebuilt", "are AITER's modules compiled?", "sglang#34586, aiter#3706", False, _prebuilt),
     MachineCheck("aiter-jit-dir", "can AITER load its compiled modules?", "aiter#887", True, _jit_dir),
     MachineCheck("aiter-compiler", "can AITER compile?", "aiter#5264", True, _compiler),
+    MachineCheck("aiter-switches", "variables that select AITER's kernels", "aiter#4770", True, _switches),
     MachineCheck("aiter-locks", "locks of killed builds", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
 )

@@ -136,12 +136,13 @@ _LATENT = replace(
     dtypes=(torch.bfloat16,),
     pools=(PoolKind.LATENT,),
     lse=False,
-    # Its offsets have 32 bits, in every release. It multiplies the low 24 bits of a page id, which reach further.
+    # The offsets of the kernels without a schedule have 32 bits in every release, and they serve some steps of each row
+    # in bfloat16. They multiply the low 24 bits of a page id, which reach further.
     max_side_bytes=2**32 - 1,
 )
 
-# A latent layer has one KV head.
-_LATENT_EIGHT_BITS = replace(_LATENT, encodings=_EIGHT_BITS, scales=(Scales.LAYER, Scales.HEAD))
+# A latent layer has one KV head. How far its offsets reach depends on the release (faults.py).
+_LATENT_EIGHT_BITS = replace(_LATENT, encodings=_EIGHT_BITS, scales=(Scales.LAYER, Scales.HEAD), max_side_bytes=0)
 
 _VECTORISED = (PoolKind.VECTORIZED,)
 
@@ -166,7 +167,8 @@ _ASSEMBLED = replace(
     page_sizes=(16,),
     non_causal=True,
     lse=False,
-    # Its offsets have 32 bits.
+    # The product of a page's number and its bytes has 32 bits. v0.1.17 adds it to an address of 64 (b847e4d8c8: a
+    # v_mul_lo_u32 without a v_mul_hi_u32 in hsa/gfx942/pa/pa_bf16_noquant_gqa8_1tg_4w.co).
     max_side_bytes=2**32 - 1,
     pools=_VECTORISED,
 )
@@ -307,7 +309,8 @@ def _sparse() -> tuple[KernelEntry, ...]:
             "mla_decode_fwd[selected]",
             StepKind.DECODE,
             limits,
-            "it reads a selection as a page list of each token, which takes some ten launches per layer to write",
+            "it reads a selection as a page list of each token, which takes a kernel per layer and a sum per step to "
+            "write; unified_attention_sparse_mla, which reads selections unchanged, is not bound either",
         ),
         _unbound(
             "deepgemm_fp8_paged_mqa_logits",
@@ -338,7 +341,7 @@ VARLEN = replace(
     # A graph serves steps with prefixes too.
     graph_safe=False,
     needs_host_lengths=True,
-    faults=faults.COMPOSABLE,
+    faults=faults.VARLEN,
 )
 
 ENTRIES: tuple[KernelEntry, ...] = (
@@ -411,7 +414,8 @@ ENTRIES: tuple[KernelEntry, ...] = (
             name,
             StepKind.DECODE,
             replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD)),
-            "it writes rows of dropped tokens to page 0, which must stay zero, and stores NaN unchanged",
+            "it drops the rows of tokens whose slot is -1, and a step's slots name page 0 for them, which must stay "
+            "zero; it stores NaN unchanged",
         )
         for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
     ),

@@ -1,7 +1,8 @@
 """Faults of AITER's kernels in some releases: of AITER, or of the ROCm that compiles them.
 
 Each says how it is known. A fault ends with the first release that AITER's own sources, tests or code objects show to
-be right. If no such release is known, it has no end here.
+be right. If no such release is known, it has no end here. A build between two releases has a fault that ended with the
+later one, unless its files hold the mark of the fix (machine/aiter_marks.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ from dataclasses import replace
 
 import torch
 
+from rocm_attn.machine.aiter_marks import (
+    FLOAT16_IN_SPLITS,
+    LARGE_KEYS_BY_OTHERS,
+    LARGE_PAGES_IN_PARTS,
+    OPUS_BY_TORCH,
+    SMALL_TILES_AT_512,
+)
+from rocm_attn.machine.aiter_switches import EXPERIMENTAL, NO_OPUS
 from rocm_attn.machine.releases import Release, ReleaseRange
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem
 from rocm_attn.providers.contract import Fault, side_bytes
 
 _MI300, _MI355 = "gfx942", "gfx950"
@@ -26,12 +35,14 @@ def _between(since: str, before: str) -> ReleaseRange:
     return ReleaseRange(Release.of(since), Release.of(before))
 
 
-# Its tile in decode is a page, or 64 keys of a larger page, which takes 64 KiB at head_dim 512.
+# Its tile in decode is a page, or 64 keys of a larger page. It takes 64 KiB at head_dim 512 in 2-byte elements. Tiles
+# of eight bits fit: tests/amd/aiter_source runs them.
 WIDE_DECODE = Fault(
-    "head_dim 512 on pages of 64 tokens or more needs more than gfx942's 64 KiB of LDS",
-    lambda problem, pool: problem.head_dim == 512 and problem.page_size >= 64,
+    "head_dim 512 on pages of 64 tokens or more needs more than gfx942's 64 KiB of LDS, unless they hold eight bits",
+    lambda problem, pool: problem.head_dim == 512 and problem.page_size >= 64 and _is_like_q(problem),
     (_MI300,),
     aiter=_before("0.1.19.post1"),
+    mark=SMALL_TILES_AT_512,
 )
 
 # In extend and mixed steps its tiles are 64 keys on pages of any size.
@@ -40,6 +51,7 @@ WIDE_EXTEND = Fault(
     lambda problem, pool: problem.head_dim == 512,
     (_MI300,),
     aiter=_before("0.1.19.post1"),
+    mark=SMALL_TILES_AT_512,
 )
 
 # Two stages of a tile of 128 keys, if a sequence is not split.
@@ -50,12 +62,16 @@ LARGE_PAGE_DECODE = Fault(
     aiter=_before("0.1.12"),
 )
 
-# An assertion on the way to the kernel that splits sequences; layers with a window are not split.
+# An assertion on the way to the kernel that splits sequences; layers with a window are not split. It looks at the dtype
+# of the pages alone (v0.1.16:aiter/ops/triton/attention/unified_attention.py:130).
 FLOAT16_SPLITS = Fault(
-    "float16 is refused if sequences are split",
-    lambda problem, pool: problem.dtype == torch.float16 and problem.window_left == UNLIMITED_WINDOW,
+    "pages of float16 are refused if sequences are split",
+    lambda problem, pool: (
+        problem.dtype == torch.float16 and _is_like_q(problem) and problem.window_left == UNLIMITED_WINDOW
+    ),
     _BOTH,
     aiter=_between("0.1.16", "0.1.17"),
+    mark=FLOAT16_IN_SPLITS,
 )
 
 # Pages of more than 256 tokens were cut into parts of 256 keys, of which eight at most were read; the rest was dropped.
@@ -64,6 +80,7 @@ LARGE_PAGES_LOSE_KEYS = Fault(
     lambda problem, pool: problem.page_size == 1024,
     _BOTH,
     aiter=_before("0.1.14"),
+    mark=LARGE_PAGES_IN_PARTS,
 )
 
 # Byte offsets of 31 bits: its code objects declare 0x80000000 as the size of K and of V in v0.1.16.
@@ -92,6 +109,13 @@ NO_HEAD_DIM_256 = Fault(
     lambda problem, pool: problem.head_dim == 256,
     _BOTH,
     aiter=_before("0.1.12"),
+)
+
+# v0.1.20:op_tests/test_batch_prefill.py:620 tests pages of one token at head_dim 128 alone, in every release.
+WIDE_ROWS_ALONE = Fault(
+    "pages of one token are tested at head_dim 128 alone",
+    lambda problem, pool: problem.page_size == 1 and problem.head_dim != 128,
+    _BOTH,
 )
 
 # AITER's tests leave it out: off by 0.05 to 1.78 in bfloat16 with two new tokens or more, and right on gfx942.
@@ -148,12 +172,99 @@ GROUPS_OF_HEADS = Fault(
     aiter=_before("0.1.18"),
 )
 
+# Its kernels multiply a page's number by its bytes and keep 32 bits.
+LATENT_OF_4_GIB = Fault(
+    "the latents of a layer take more than 4 GiB, the limit of its offsets",
+    lambda problem, pool: side_bytes(problem, pool) > 2**32 - 1,
+    (_MI300,),
+)
+# ceccccd0bc (aiter#4341) keeps 64 bits, in the kernel of 16 heads alone: hsa/gfx950/mla/
+# mla_a8w8_qh16_qseqlen1_gqaratio16_ps.co has a v_mul_hi_u32 for each v_mul_lo_u32 from v0.1.19.post1 on, and
+# op_tests/test_mla_ltx.py reads rows past 4 GiB.
+LATENT_OF_4_GIB_BEFORE = replace(
+    LATENT_OF_4_GIB,
+    hits=lambda problem, pool: LATENT_OF_4_GIB.hits(problem, pool) and _padded_heads(problem) not in (32, 64, 128),
+    archs=(_MI355,),
+    aiter=_before("0.1.19.post1"),
+)
+LATENT_OF_4_GIB_BY_MANY = replace(
+    LATENT_OF_4_GIB,
+    what=f"{LATENT_OF_4_GIB.what} for 32, 64 or 128 heads",
+    hits=lambda problem, pool: LATENT_OF_4_GIB.hits(problem, pool) and _padded_heads(problem) in (32, 64, 128),
+    archs=(_MI355,),
+)
+
+# aiter/mla.py:863 and 911 in v0.1.20 call hk_mla_decode_fwd without q_scale and kv_scale, for 128 heads on both archs
+# and for 64 on gfx950; v0.1.12:aiter/mla.py:392 for 128.
+SCALES_LEFT_OUT = Fault(
+    f"{EXPERIMENTAL} selects a kernel that ignores the scales of 128 heads; unset it",
+    lambda problem, pool: _padded_heads(problem) == 128,
+    _BOTH,
+    only_with=EXPERIMENTAL,
+)
+SCALES_LEFT_OUT_OF_64 = replace(
+    SCALES_LEFT_OUT,
+    what=SCALES_LEFT_OUT.what.replace("128", "64"),
+    hits=lambda problem, pool: _padded_heads(problem) == 64,
+    archs=(_MI355,),
+)
+
+# aiter#4770 and vllm#52312: its module was declared with one kind of tensor and built with another (aiter/ops/mha.py:
+# 355 in v0.1.20). aiter/ops/mha.py:2895 selects it.
+OPUS_TYPES = Fault(
+    f"head_dim/v_head_dim 192/128 in bfloat16 without a log-sum-exp may end in a TypeError; {NO_OPUS}=1 avoids it",
+    lambda problem, pool: (
+        _is_assembled_192(problem)
+        and not (problem.wants_lse or problem.has_sinks or problem.logits_soft_cap)
+        and problem.window_left == UNLIMITED_WINDOW
+    ),
+    (_MI355,),
+    aiter=_between("0.1.18", "0.1.21"),
+    mark=OPUS_BY_TORCH,
+    not_with=NO_OPUS,
+)
+
+# Since a43694f180 (aiter#4473) aiter/ops/mha.py:2858 sends such keys to a kernel without the limit.
+KEYS_OF_4_GIB = Fault(
+    "keys of one sequence reach 4 GiB at head_dim/v_head_dim 192/128, the limit of its assembly's offsets",
+    lambda problem, pool: (
+        _is_assembled_192(problem)
+        and pool.max_kv_len * problem.num_kv_heads * problem.head_dim * problem.dtype.itemsize >= 2**32
+    ),
+    _BOTH,
+    aiter=_before("0.1.20"),
+    mark=LARGE_KEYS_BY_OTHERS,
+)
+
+
+def _is_like_q(problem: Problem) -> bool:
+    return problem.kv_encoding is KVEncoding.LIKE_Q
+
+
+def _padded_heads(problem: Problem) -> int:
+    """The heads that mla_decode_fwd is given, a multiple of 16."""
+    return -(-problem.num_q_heads // 16) * 16
+
+
+def _is_assembled_192(problem: Problem) -> bool:
+    return (problem.head_dim, problem.v_head_dim) == (192, 128) and problem.dtype == torch.bfloat16
+
+
 COMPOSABLE = (FAR_SLOPES,)
-BATCH_PREFILL = (PROMPTS_OF_2_GIB, NO_PAGES_OF_16, NO_HEAD_DIM_256, SPILLED_SCALARS, *COMPOSABLE)
+VARLEN = (*COMPOSABLE, OPUS_TYPES, KEYS_OF_4_GIB)
+BATCH_PREFILL = (PROMPTS_OF_2_GIB, NO_PAGES_OF_16, NO_HEAD_DIM_256, WIDE_ROWS_ALONE, SPILLED_SCALARS, *COMPOSABLE)
 UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS, *EIGHT_BITS)
 UNIFIED_EXTEND = (WIDE_EXTEND, *EIGHT_BITS)
 RAGGED = (CAPPED_SLOPES,)
 GLUON = (LARGE_PAGES_LOSE_KEYS, *EIGHT_BITS)
 ASSEMBLED = (POOL_OF_2_GIB,)
 PERSISTENT = (NO_FACTOR_STRIDES, *EIGHT_BITS)
-LATENT_EIGHT_BITS = (GROUPS_OF_HEADS, *EIGHT_BITS)
+LATENT_EIGHT_BITS = (
+    GROUPS_OF_HEADS,
+    LATENT_OF_4_GIB,
+    LATENT_OF_4_GIB_BEFORE,
+    LATENT_OF_4_GIB_BY_MANY,
+    SCALES_LEFT_OUT,
+    SCALES_LEFT_OUT_OF_64,
+    *EIGHT_BITS,
+)

@@ -5,7 +5,7 @@ A key has 192 elements and a value 128 in DeepSeek-V3. Chunks of a prefix are me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -68,14 +68,18 @@ class PackedVarlen:
         return out, lse.t()
 
 
-def packed_varlen(problem: Problem, target: Target, provider: str) -> PackedVarlen | None:
-    """The kernel; None if the provider is another one, AITER is not installed, or its row refuses the problem."""
+def packed_varlen(problem: Problem, target: Target, provider: str, max_kv_len: int) -> PackedVarlen | None:
+    """The kernel for sequences of up to max_kv_len keys.
+
+    None if the provider is another one, AITER is not installed, or its row refuses the problem.
+    """
     if provider not in ("auto", "aiter") or not target.is_amd:
         return None
-    if any(entry.complaint() for entry in library.ENTRY_POINTS[VARLEN.name]) or VARLEN.refusals(problem, target):
+    pool = replace(SMALLEST_POOL, max_kv_len=max_kv_len)
+    if any(entry.complaint() for entry in library.ENTRY_POINTS[VARLEN.name]) or VARLEN.refusals(problem, target, pool):
         return None
     try:
-        VARLEN.bind(problem, target, SMALLEST_POOL)
+        VARLEN.bind(problem, target, pool)
     except LookupError:
         return None
     return PackedVarlen(problem)

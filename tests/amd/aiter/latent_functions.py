@@ -8,19 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.amd.aiter.checks import Scores, attend, distances, require, require_tensor, rows_of, run, spans, times_zero
+from tests.amd.aiter.checks import (
+    EIGHT_BITS,
+    Scores,
+    attend,
+    distances,
+    require,
+    require_tensor,
+    rows_of,
+    run,
+    spans,
+    times_zero,
+)
 from tests.amd.aiter.latent_schedule import decode_by_schedule
 from tests.amd.aiter.signatures import Release
 
 
-def _require_latent(call: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Checks the arguments that both functions take, and returns the number of sequences."""
+def _require_latent(call: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16, *, is_wide: bool = False) -> int:
+    """Checks the arguments that both functions take, and returns the number of sequences.
+
+    is_wide: True for a kernel whose offsets have 64 bits
+    """
     q, num_seqs = call["q"], len(call["qo_indptr"]) - 1
     require(dtype != torch.bfloat16 or q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
     require_tensor("q", q, dtype, (None, None, 576))
     kv = require_tensor("kv_buffer", call["kv_buffer"], dtype, (None, 1, 1, 576))
     # v_mul_u32_u24 multiplies a page's id, and the product is the 32-bit offset of a buffer_load.
-    require(kv.nbytes < 2**32 and len(kv) <= 2**24, f"byte offsets wrap at 4 GiB, and the cache takes {kv.nbytes}")
+    in_reach = is_wide or (kv.nbytes < 2**32 and len(kv) <= 2**24)
+    require(in_reach, f"byte offsets wrap at 4 GiB, and the cache takes {kv.nbytes}")
     require_tensor("o", call["o"], torch.bfloat16, (len(q), q.shape[1], 512))
     for name in ("qo_indptr", "kv_indptr"):
         require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
@@ -33,7 +48,14 @@ def _require_latent(call: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
 def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
     q, kv, splits = call["q"], call["kv_buffer"], call["num_kv_splits"]
     is_eight_bit = q.dtype == eight_bits
-    num_seqs = _require_latent(call, eight_bits if is_eight_bit else torch.bfloat16)
+    # mla_a8w8_qh16_qseqlen1_gqaratio16_ps.co of gfx950 has v_mul_hi_u32 for each v_mul_lo_u32 since v0.1.19.post1.
+    is_wide = (
+        is_eight_bit
+        and eight_bits == EIGHT_BITS["gfx950"]
+        and q.shape[1] not in (32, 64, 128)
+        and not release.is_before(0, 1, 20)
+    )
+    num_seqs = _require_latent(call, eight_bits if is_eight_bit else torch.bfloat16, is_wide=is_wide)
     for name in ("q_scale", "kv_scale") if is_eight_bit else ():
         require_tensor(name, call[name], torch.float32, (1,))
     require(len(q) == num_seqs, f"{len(q)} tokens of {num_seqs} sequences")

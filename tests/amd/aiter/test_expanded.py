@@ -13,13 +13,15 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.guards.registry import Guards
+from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter.packed import packed_varlen
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.expanded import PackedAttention
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.aiter.serving import CPU, latent_problem, partly_torch
+from tests.amd.aiter.serving import CPU, GFX942, latent_problem, partly_torch, plain_problem
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -140,6 +142,15 @@ def test_rows_that_are_much_longer_are_compared_anew(aiter: StandIn, by_extend: 
     prefills.step([1, 1, 1])
     Prefills().step([100, 3, 0])
     assert by_extend.count(True) == 2
+
+
+def test_keys_past_the_reach_of_its_assembly_are_not_aiters(aiter: StandIn) -> None:
+    """The keys of one sequence, of 128 heads: 87,382 take 4 GiB, and releases before 0.1.20 wrap there."""
+    problem = plain_problem(heads=(128, 128), dims=(192, 128), dtype=torch.bfloat16, wants_lse=True)
+    for text, longest, is_aiters in (("0.1.19", 87_381, True), ("0.1.19", 87_382, False), ("0.1.20", 87_382, True)):
+        releases = Releases(aiter=Release.of(text), rocm=Release.of("7.0.2"))
+        target = replace(GFX942, releases=releases)
+        assert (packed_varlen(problem, target, "auto", longest) is not None) == is_aiters
 
 
 WRONG = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.cli.arguments import requested_target
+from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, PAGE, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
@@ -128,6 +131,14 @@ def test_releases_may_be_named_and_decide(capsys: pytest.CaptureFixture[str]) ->
     assert explained["layer_kinds"][0]["kernels"]["extend"] == "aiter.unified_attention"
     refusal = "it has no kernel for pages of 16 tokens (AITER before 0.1.10.post1; here 0.1.10)"
     assert f"extend: aiter.mha_batch_prefill_func: {refusal}" in explained["layer_kinds"][0]["refusals"]
+
+
+def test_a_build_that_is_named_has_no_marks_of_the_image() -> None:
+    """The image's AITER is a build between releases too, and its marks say nothing about another one."""
+    options = argparse.Namespace(arch="gfx942", aiter_release=None, rocm_release="7.2.4", triton_release=None)
+    assert requested_target(options).releases.marks == set(MARKS)
+    options.aiter_release = "0.1.20.dev12"
+    assert requested_target(options).releases.marks == set()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine import releases
 from rocm_attn.providers.select import Selection
-from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
+from rocm_attn.selection.probe import wrong_kernels
+from tests.amd.aiter.serving import CPU, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn
 
 WHOLE_PROBE = True
@@ -196,6 +197,19 @@ def test_another_version_is_probed_again(aiter: StandIn, monkeypatch: pytest.Mon
     aiter.calls.clear()
     monkeypatch.setattr(releases, "aiter_version", lambda: "later")
     world(PROBLEM)
+    assert aiter.calls
+
+
+def test_other_switches_of_aiters_are_probed_again(aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They select other kernels, for which a verdict on disk says nothing."""
+    plain = partly_torch(PROBLEM)
+    here = plain.target
+    assert wrong_kernels([plain], CPU) == {}
+    aiter.calls.clear()
+    assert wrong_kernels([plain], CPU) == {}
+    assert aiter.calls == []
+    switched = replace(here, releases=replace(here.releases, switches=("QKV_VERSION=EXPERIMENTAL",)))
+    assert wrong_kernels([replace(plain, target=switched)], CPU) == {}
     assert aiter.calls
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.machine.releases import UNKNOWN, Release, ReleaseRange, Releases
+from rocm_attn.machine.aiter_marks import FLOAT16_IN_SPLITS, SMALL_TILES_AT_512, Mark
+from rocm_attn.machine.aiter_switches import SWITCHES
+from rocm_attn.machine.releases import UNKNOWN, Release, ReleaseRange, Releases, installed_releases
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
 from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
@@ -27,9 +32,25 @@ WIDE = plain_problem(16, dims=(128, 128))
 
 def test_releases_are_in_the_order_in_which_they_were_made() -> None:
     in_order = ["0.1.10rc1", "0.1.10", "v0.1.10.post1", "0.1.10.post3", "0.1.11", "0.1.19", "0.1.19.post1", "0.1.20"]
+    in_order += ["0.1.20.post1.dev3", "0.1.20.post1", "0.1.20.post2.dev139+gc16d44bd2", "0.1.20.post2"]
     in_order += ["0.1.21.dev46+ge4048607a", "0.1.21"]
     releases = [Release.of(text) for text in in_order]
     assert releases == sorted(set(releases))
+
+
+def test_a_build_has_what_the_release_before_it_has_and_may_lack_what_the_next_one_has() -> None:
+    names = {
+        "0.1.20.dev12+gd9e5ef7": ("0.1.20 in development", "0.1.19", "0.1.20"),
+        "0.1.19.post3.dev139": ("0.1.19.post3 in development", "0.1.19.post2", "0.1.19.post3"),
+    }
+    for text, (name, earlier, later) in names.items():
+        build = Release.of(text)
+        assert str(build) == name
+        assert build not in ReleaseRange(before=Release.of(earlier))
+        assert build in ReleaseRange(before=Release.of(later))
+        assert build in ReleaseRange(Release.of(later), Release.of("9.0"))
+        assert build not in ReleaseRange(Release.of("0.1.21"), Release.of("9.0"))
+    assert Release.of("0.1.20.dev12") in ReleaseRange(before=Release.of("0.1.19.post1"))
 
 
 @pytest.mark.parametrize("text", ["", "later", "0", "unknown+g123"])
@@ -79,6 +100,7 @@ def refusals(name: str, kind: StepKind, problem: Problem, target: Target, pool: 
     return row.refusals(problem, target, pool)
 
 
+EXPANDED = plain_problem(16, heads=(128, 128), dims=(192, 128), dtype=torch.bfloat16, wants_lse=True)
 D512, D256 = plain_problem(128, dims=(512, 512)), plain_problem(128, dims=(256, 256))
 # The number of pages of 16 tokens, 2 heads and 128 elements of 2 bytes that take 2 GiB.
 TWO_GIB = PoolSize(2**31 // (16 * 2 * 128 * 2), 1024, 8)
@@ -131,6 +153,14 @@ BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
     "D 512 in mixed steps": ("unified_attention", StepKind.MIXED, D512, SMALLEST_POOL, "0.1.12", "0.1.19.post2"),
     "D 256 in decode": ("unified_attention", StepKind.DECODE, D256, SMALLEST_POOL, "0.1.11.post1", "0.1.12"),
     "float16 in splits": ("unified_attention", StepKind.DECODE, WIDE, SMALLEST_POOL, "0.1.16.post6", "0.1.17"),
+    "keys of 4 GiB": (
+        "flash_attn_varlen_func",
+        StepKind.PREFILL,
+        EXPANDED,
+        PoolSize(8, -(-(2**32) // (128 * 192 * 2)), 1),
+        "0.1.19.post2",
+        "0.1.20",
+    ),
     "no pages of 16": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, SMALLEST_POOL, "0.1.10", "0.1.10.post1"),
     "no head_dim of 256": (
         "mha_batch_prefill_func",
@@ -152,6 +182,90 @@ def test_a_fault_is_refused_up_to_the_release_that_ended_it(
     assert refusals(name, kind, problem, on("gfx942", aiter=first), pool) == ()
     reasons = refusals(name, kind, problem, on("gfx942", aiter="a build of our own"), pool)
     assert any(reason == own.replace(f"here {last}", "here of unknown release") for reason in reasons)
+
+
+def test_a_mark_tells_what_a_build_between_releases_has() -> None:
+    """SGLang's pin d9e5ef7 calls itself 0.1.20.dev12 and lacks a fix of 0.1.19.post1."""
+
+    def reasons(aiter: str, *marks: Mark) -> tuple[str, ...]:
+        target = on("gfx942", aiter=aiter)
+        target = replace(target, releases=replace(target.releases, marks=frozenset(marks)))
+        return refusals("unified_attention", StepKind.EXTEND, D512, target, SMALLEST_POOL)
+
+    (reason,) = reasons("0.1.20.dev12")
+    assert reason.endswith(" of LDS (AITER before 0.1.19.post1; here 0.1.20 in development)")
+    assert reasons("0.1.20.dev12", SMALL_TILES_AT_512) == reasons("built here", SMALL_TILES_AT_512) == ()
+    assert reasons("0.1.20.dev12", FLOAT16_IN_SPLITS) == (reason,)
+    assert reasons("0.1.19", SMALL_TILES_AT_512), "a release says what it has"
+    assert reasons("0.1.19.post2.dev1") == reasons("0.1.21.dev46") == ()
+
+
+def test_marks_are_read_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "aiter", raising=False)
+    assert installed_releases().marks == frozenset()
+    file = tmp_path / "aiter" / SMALL_TILES_AT_512.file
+    file.parent.mkdir(parents=True)
+    (tmp_path / "aiter" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    file.write_text(f"def select():\n    {SMALL_TILES_AT_512.text}\n        pass\n")
+    importlib.invalidate_caches()
+    assert installed_releases().marks == {SMALL_TILES_AT_512}
+
+
+def test_pages_in_eight_bits_do_not_meet_the_faults_of_wide_elements() -> None:
+    wide, float16 = in_eight_bits(replace(D512, dtype=torch.bfloat16)), in_eight_bits(WIDE)
+    decode = ("unified_attention", StepKind.DECODE)
+    assert refusals(*decode, replace(wide, page_size=64), on("gfx942", aiter="0.1.19"), SMALLEST_POOL) == ()
+    assert refusals(*decode, float16, on("gfx942", aiter="0.1.16"), SMALLEST_POOL) == ()
+
+
+def test_pages_of_one_token_are_for_head_dim_128() -> None:
+    one = replace(WIDE, page_size=1)
+    assert refusals(BATCH_PREFILLS[0], StepKind.EXTEND, one, on("gfx942"), SMALLEST_POOL) == ()
+    wide = replace(one, head_dim=256, v_head_dim=256)
+    (reason,) = refusals(BATCH_PREFILLS[0], StepKind.EXTEND, wide, on("gfx942"), SMALLEST_POOL)
+    assert reason == "pages of one token are tested at head_dim 128 alone (every release)"
+
+
+def with_switch(target: Target, *switches: str) -> Target:
+    return replace(target, releases=replace(target.releases, switches=switches))
+
+
+def test_opus_is_refused_without_the_switch_that_avoids_it() -> None:
+    prefill = ("flash_attn_varlen_func", StepKind.PREFILL)
+    problem = replace(EXPANDED, num_q_heads=16, num_kv_heads=16, wants_lse=False)
+    for aiter, is_refused in {"0.1.17": False, "0.1.18": True, "0.1.20.post1": True, "0.1.21": False}.items():
+        target = on("gfx950", aiter=aiter)
+        assert bool(refusals(*prefill, problem, target, SMALLEST_POOL)) == is_refused
+        for served in (with_switch(target, "AITER_DISABLE_FMHA_OPUS=1"), on("gfx942", aiter=aiter)):
+            assert refusals(*prefill, problem, served, SMALLEST_POOL) == ()
+        assert refusals(*prefill, replace(problem, wants_lse=True), target, SMALLEST_POOL) == ()
+    off = with_switch(on("gfx950", aiter="0.1.20"), "AITER_DISABLE_FMHA_OPUS=0")
+    (reason,) = refusals(*prefill, problem, off, SMALLEST_POOL)
+    assert "may end in a TypeError; AITER_DISABLE_FMHA_OPUS=1 avoids it (AITER from 0.1.18 and before 0.1.21" in reason
+    assert refusals(*prefill, problem, known_target("gfx950"), SMALLEST_POOL) == (), "the image has the fix"
+
+
+@pytest.mark.parametrize(("arch", "refused"), [("gfx942", {128}), ("gfx950", {64, 128})])
+def test_a_switch_that_leaves_out_scales_is_refused(arch: str, refused: set[int]) -> None:
+    decode = ("mla_decode_fwd+get_mla_metadata_v1[fp8]", StepKind.DECODE)
+    for heads in (8, 16, 32, 64, 120, 128):
+        problem = in_eight_bits(latent_problem(heads), arch=arch)
+        reasons = refusals(*decode, problem, with_switch(on(arch), "AITER_ENABLE_EXPERIMENTAL=1"), SMALLEST_POOL)
+        assert bool(reasons) == (-(-heads // 16) * 16 in refused)
+        assert all(" selects a kernel that ignores the scales of " in each for each in reasons)
+        for off in ((), ("AITER_ENABLE_EXPERIMENTAL=0",), ("QKV_VERSION=EXPERIMENTAL",)):
+            assert refusals(*decode, problem, with_switch(on(arch), *off), SMALLEST_POOL) == ()
+
+
+def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in SWITCHES:
+        monkeypatch.delenv(each.name, raising=False)
+    assert installed_releases().switches == ()
+    monkeypatch.setenv("QKV_VERSION", "EXPERIMENTAL")
+    monkeypatch.setenv("AITER_LOG_LEVEL", "INFO")
+    assert installed_releases().switches == ("QKV_VERSION=EXPERIMENTAL",)
 
 
 BATCH_PREFILLS = ["mha_batch_prefill_func", "mha_batch_prefill_func[vectorised]"]
@@ -204,7 +318,19 @@ def test_a_latent_pool_ends_at_4_gib_a_layer(row: Any) -> None:
     assert most < 2**24, "where page ids are multiplied by their low 24 bits"
     assert row.refusals(latent, on("gfx942"), PoolSize(most, 1024, 8)) == ()
     (reason,) = row.refusals(latent, on("gfx942"), PoolSize(most + 1, 1024, 8))
-    assert reason == f"K or V of a layer takes {(most + 1) * row_bytes} bytes, and its offsets reach {2**32 - 1}"
+    assert "bytes, and its offsets reach" in reason or reason.endswith(
+        "more than 4 GiB, the limit of its offsets (every release)"
+    )
+
+
+@pytest.mark.parametrize("heads", [16, 48, 32, 64, 128])
+def test_latents_in_eight_bits_pass_4_gib_on_gfx950_in_groups_of_16_heads(heads: int) -> None:
+    problem, pool = in_eight_bits(latent_problem(heads), arch="gfx950"), PoolSize(2**32 // 576 + 1, 1024, 8)
+    decode = ("mla_decode_fwd+get_mla_metadata_v1[fp8]", StepKind.DECODE)
+    (reason,) = refusals(*decode, problem, on("gfx950", aiter="0.1.19"), pool)
+    assert reason.startswith("the latents of a layer take more than 4 GiB, the limit of its offsets")
+    since = refusals(*decode, problem, on("gfx950", aiter="0.1.19.post1"), pool)
+    assert [each.split(" (")[0] for each in since] == [f"{reason.split(' (')[0]}"] * (heads in (32, 64, 128))
 
 
 def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:

@@ -28,7 +28,7 @@ MLA_DECODE, MLA_PREFILL = "aiter.mla_decode_fwd", "aiter.mla_prefill_fwd"
 BF16, FP16 = torch.bfloat16, torch.float16
 _CPU = torch.device("cpu")
 _MAX_NUM_SEQS = 8
-_MAX_KV_LEN = 1024
+_LEAST_MAX_KV_LEN = 1024
 
 # Windows below, at and above pages of 16 and parts of 256 keys, and none.
 WINDOWS = (0, 1, 2, 15, 16, 127, 128, 255, 256, 511, UNLIMITED_WINDOW)
@@ -81,8 +81,9 @@ class SourceCase:
         return Outcome(Verdict.RIGHT, "", error)
 
     def _pool(self) -> PoolSize:
-        num_pages = 2 + _MAX_NUM_SEQS * -(-_MAX_KV_LEN // self.problem.page_size)
-        return PoolSize(num_pages, _MAX_KV_LEN, _MAX_NUM_SEQS)
+        max_kv_len = max(_LEAST_MAX_KV_LEN, *(sum(q_lens) for q_lens in zip(*self.steps, strict=True)))
+        num_pages = 2 + _MAX_NUM_SEQS * -(-max_kv_len // self.problem.page_size)
+        return PoolSize(num_pages, max_kv_len, _MAX_NUM_SEQS)
 
     def _largest_error(self, rows: Sequence[KernelEntry], target: Target) -> float:
         world = SourceWorld.build(
@@ -91,7 +92,7 @@ class SourceCase:
             "auto",
             num_pages=self._pool().num_pages,
             max_num_seqs=_MAX_NUM_SEQS,
-            max_kv_len=_MAX_KV_LEN,
+            max_kv_len=self._pool().max_kv_len,
             target=target,
             selections=[selection_of(rows, self.problem, target, self._pool())],
         )
@@ -248,12 +249,20 @@ def _gluon_cases() -> list[SourceCase]:
                 narrow, num_q_heads=64, num_kv_heads=1, window_left=300, has_sinks=True
             ),
         }
-    cases = [SourceCase(name, GLUON, problem, steps) for name, problem in problems.items()]
+    cases = [_past_2048_keys(SourceCase(name, GLUON, problem, steps)) for name, problem in problems.items()]
     cases += [_gluon_window(window, base, "") for window in WINDOWS]
     # Layers with one KV head have a kernel of their own.
     one = replace(base, num_q_heads=8, num_kv_heads=1, page_size=64)
     cases += [_gluon_window(window, one, "-heads8x1-page64") for window in (0, 15, 127, 256, UNLIMITED_WINDOW)]
     return cases
+
+
+def _past_2048_keys(case: SourceCase) -> SourceCase:
+    """Returns the case; on pages of 1024 tokens with a sequence whose key past the 2048th dominates."""
+    if case.problem.page_size != 1024:
+        return case
+    planted = tuple(frozenset({place}) for place in (2090, 300, 5))
+    return replace(case, steps=((2100, 511, 63), (1, 1, 1)), planted=planted)
 
 
 def _gluon_window(window: int, problem: Problem, name: str) -> SourceCase:
@@ -302,6 +311,12 @@ def _eight_bit_cases() -> list[SourceCase]:
         *(SourceCase(name, UNIFIED, each, _ALL_KINDS) for name, each in (("plain", base), ("dim128-page32", wide))),
         SourceCase("window-sinks", UNIFIED, replace(base, window_left=20, has_sinks=True), _ALL_KINDS),
         SourceCase("fp16", UNIFIED, replace(base, dtype=FP16), _ALL_KINDS),
+        # Sequences that are not split, and such that are, in tiles whose 2-byte elements do not fit gfx942's LDS.
+        *(
+            SourceCase(f"dim512-page{size}-{name}", UNIFIED, _problem(size, dim=512), steps, kinds=(StepKind.DECODE,))
+            for size in (64, 128)
+            for name, steps in (("short", ((70, 200, 17), (1, 1, 1))), ("long", ((260, 2, 600), (1, 1, 1))))
+        ),
         SourceCase("long", UNIFIED, base, _LONG, kinds=_SPLIT),
         SourceCase("plain", UNIFIED_VECTORISED, _vectorised(base), _ALL_KINDS),
         SourceCase("dim128-page64", UNIFIED_VECTORISED, _vectorised(_problem(64, dim=128)), _ALL_KINDS),
@@ -322,7 +337,7 @@ def _eight_bit_cases() -> list[SourceCase]:
     wide_gluon = replace(gluon, head_dim=256, v_head_dim=256, page_size=64, scale=256**-0.5)
     scaled.append(SourceCase("dim256-token", GLUON, wide_gluon, decodes, eight_bits=Scales.TOKEN))
     cases = [replace(case, eight_bits=Scales.LAYER) for case in cases] + scaled
-    return [replace(case, name=f"{case.name}-eight_bits") for case in cases]
+    return [_past_2048_keys(replace(case, name=f"{case.name}-eight_bits")) for case in cases]
 
 
 CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES, *_eight_bit_cases())

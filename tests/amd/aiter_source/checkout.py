@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from unittest import mock
 import torch
 import triton
 
+from rocm_attn.machine.aiter_marks import marks_in
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from tests.amd.aiter_source import latent_stages
@@ -67,17 +69,21 @@ class Checkout:
     def target(self, arch: str) -> Target:
         """Returns the arch with this AITER, and with the ROCm of the image."""
         known = known_target(arch)
-        return replace(known, releases=replace(known.releases, aiter=release_of(self.commit())))
+        here = replace(known.releases, aiter=release_of(self.commit()), marks=marks_in(self.root / "aiter"))
+        return replace(known, releases=here)
 
 
 def release_of(commit: str) -> Release:
-    """Returns the release of a commit, or the next one in development: v0.1.20-46-ge4048607a5 is 0.1.21's."""
+    """Returns the release of a commit, or the next one in development, as the commit's build would name itself.
+
+    v0.1.20-46-ge4048607a5 is in the development of 0.1.21, and v0.1.19.post2-139-gc16d44bd2f in that of 0.1.19.post3.
+    """
     tag, commits_since, _ = commit.rsplit("-", 2)
-    release = Release.of(tag)
     if commits_since == "0":
-        return release
-    major, minor, patch = release.numbers[:3]
-    return Release((major, minor, patch + 1, -1))
+        return Release.of(tag)
+    match = re.match(r"(v\d+\.\d+\.(?:\d+\.post)?)(\d+)", tag)
+    assert match is not None, tag
+    return Release.of(f"{match[1]}{int(match[2]) + 1}.dev{commits_since}")
 
 
 def _git(folder: Path, *arguments: str) -> str:

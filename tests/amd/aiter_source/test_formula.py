@@ -44,7 +44,12 @@ def test_the_formula_and_the_oracle_agree(problem: Problem) -> None:
 
 @pytest.mark.parametrize(
     ("commit", "release"),
-    [("v0.1.20-0-gfc2e5d57fb", "0.1.20"), ("v0.1.19.post1-0-g123", "0.1.19.post1"), ("v0.1.20-46-ge40", "0.1.21.dev0")],
+    [
+        ("v0.1.20-0-gfc2e5d57fb", "0.1.20"),
+        ("v0.1.19.post1-0-g123", "0.1.19.post1"),
+        ("v0.1.20-46-ge40", "0.1.21.dev0"),
+        ("v0.1.19.post2-139-gc16", "0.1.19.post3.dev0"),
+    ],
 )
 def test_a_commit_belongs_to_its_tag_or_to_the_next_release(commit: str, release: str) -> None:
     assert release_of(commit) == Release.of(release)

@@ -409,6 +409,13 @@ BROKEN = {
     "AITER of another ROCm release, written without a dot": Broken(
         _aiter_version("0.1.20.post1+rocm70"), "aiter-release", _PROBLEM, "built for ROCm 7.0", "uninstall"
     ),
+    "kernels that ignore scales": Broken(
+        _with(AITER_ENABLE_EXPERIMENTAL="1", QKV_VERSION="EXPERIMENTAL"),
+        "aiter-switches",
+        _WARNING,
+        "AITER_ENABLE_EXPERIMENTAL=1 decodes 64 or 128 heads over latent pages in eight bits by kernels that ignore",
+        "unset AITER_ENABLE_EXPERIMENTAL, QKV_VERSION",
+    ),
     "the AITER whose tag moved": Broken(
         _aiter_version("0.1.12.post1"), "aiter-release", _WARNING, "tag v0.1.12 was moved", "another release"
     ),

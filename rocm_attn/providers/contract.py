@@ -399,8 +399,7 @@ class Fault:
     def _where(self, aiter_here: str = "", rocm_here: str = "") -> str:
         spans = (("AITER", self.aiter, aiter_here), ("ROCm", self.rocm, rocm_here))
         named = [f"{name} {span}{here}" for name, span, here in spans if span != EVERY_RELEASE]
-        text = ", ".join(named) or "every release"
-        return f"{text}, with {self.only_with}" if self.only_with else text
+        return ", ".join(named) or "every release"
 
 
 @dataclass(frozen=True, slots=True)

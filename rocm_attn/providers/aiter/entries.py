@@ -364,7 +364,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         _entry("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
         needs=_TABLE,
         faults=faults.GLUON,
-        notes=(oddities.REDUCTION,),
+        notes=(oddities.REDUCTION, oddities.SMALL_SCALES),
     ),
     replace(
         _entry("pa_fwd_asm", StepKind.DECODE, _ASSEMBLED, bind_asm),

@@ -18,9 +18,16 @@ TABLE_OVER_READ = (
     "How far it reads a table is unknown. The buffers have room for a turn of its four waves, 256 tokens, past a "
     "sequence's last page, and hold page 0 there."
 )
+# hsa/gfx942/mla and hsa/gfx950/mla in v0.1.10 and in e4048607: mla_pfl_bf16_a16w16_causal_subQ16_mqa16.co and
+# subQ128_mqa128.co branch to their end where a tile begins at or after q_end - q_start (s_sub_u32, s_cmp_le_u32).
 EMPTY_SEQUENCES = (
-    "No caller of AITER's own gives it sequences without new tokens, which padded ones are. The probe does, at "
-    "the end of a batch and within."
+    "No caller of AITER's own gives it sequences without new tokens, which padded ones are. Its code leaves them at "
+    "once on both archs, and the probe has some at the end of a batch and within."
+)
+# aiter/ops/triton/gluon/pa_decode_gluon.py:3011 in e4048607; v0.1.10 has the same.
+SMALL_SCALES = (
+    "Where each token or head has a scale, it adds 1e-8 to the largest scale of 256 values. A result is 1% too small "
+    "if that scale is 1e-6, which is that of values of 4e-4 and less."
 )
 FEW_SEQUENCES = (
     "Steps with enough sequences that 16 splits of each fill the device use equal splits: its schedule has not "

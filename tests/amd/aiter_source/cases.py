@@ -243,7 +243,6 @@ def _gluon_cases() -> list[SourceCase]:
             f"dim{dim}": narrow,
             f"dim{dim}-page1024": replace(narrow, page_size=1024),
             f"dim{dim}-heads64x1": replace(narrow, num_q_heads=64, num_kv_heads=1, page_size=64),
-            f"dim{dim}-heads64x1-page1024": replace(narrow, num_q_heads=64, num_kv_heads=1, page_size=1024),
             f"dim{dim}-window_sinks": replace(narrow, window_left=100, has_sinks=True),
             f"dim{dim}-window_sinks-heads64x1": replace(
                 narrow, num_q_heads=64, num_kv_heads=1, window_left=300, has_sinks=True

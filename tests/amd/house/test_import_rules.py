@@ -131,7 +131,7 @@ def test_only_modules_of_http_import_fastapi() -> None:
 
 
 def test_the_doctor_needs_nothing_that_may_be_broken() -> None:
-    here = ("settings", "distributions", "aiter_releases", "known_bad", "releases")
+    here = ("settings", "distributions", "aiter_releases", "aiter_switches", "known_bad", "releases")
     allowed = (DOCTOR, "rocm_attn.errors", *(f"rocm_attn.machine.{name}" for name in here))
     for source in sources():
         if belongs_to(source.module, DOCTOR):

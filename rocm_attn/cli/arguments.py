@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.machine.aiter_marks import Mark
-from rocm_attn.machine.releases import UNKNOWN, Release
+from rocm_attn.machine.releases import UNKNOWN, Release, Releases
 from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.models.families import attention_geometry, text_fields
 from rocm_attn.models.fields import Fields, read_json
@@ -143,6 +142,11 @@ def requested_target(options: argparse.Namespace) -> Target:
             )
         if not target.is_amd and name != "triton":
             raise BadSetting(f"--{name}-release needs an AMD arch, and --arch is {target.arch}")
-    # The marks are those of the image's AITER.
-    marks = frozenset[Mark]() if "aiter" in given else target.releases.marks
-    return replace(target, releases=replace(target.releases, marks=marks, **given))
+    of = target.releases
+    releases = Releases(
+        given.get("rocm", of.rocm),
+        given.get("aiter", of.aiter),
+        given.get("triton", of.triton),
+        marks=frozenset() if "aiter" in given else of.marks,  # they are those of the image's AITER
+    )
+    return replace(target, releases=releases)

@@ -64,7 +64,7 @@ def config_of(model: str) -> str:
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("llama-3-8b", ("--arch", "gfx942")),
+        pytest.param("llama-3-8b", ("--arch", "gfx942"), marks=pytest.mark.nightly),
         ("llama-3-8b", ("--arch", "gfx950", "--deterministic", "--split-steps")),
         ("gpt-oss-120b", ("--arch", "gfx942", "--provider", "triton", "--drafts", "3x4")),
         (

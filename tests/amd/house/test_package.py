@@ -152,7 +152,9 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: 
     assert Counter(names) == Counter(expected)
 
 
-@pytest.mark.parametrize("houses", [HOUSE_NAMES[:1], HOUSE_NAMES[:2], HOUSE_NAMES])
+@pytest.mark.parametrize(
+    "houses", [HOUSE_NAMES[:1], pytest.param(HOUSE_NAMES[:2], marks=pytest.mark.nightly), HOUSE_NAMES]
+)
 def test_each_wheel_works_with_those_below_it_alone(
     houses: Sequence[str], wheels: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from tests.amd.house.source_tree import ROOT, python_files, sources
@@ -11,18 +12,25 @@ IN_KERNELS = ("None", "tl.const", "tl.constexpr", "gl.constexpr")  # annotations
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def every_python_file() -> list[Path]:
-    """Returns the files of the package, the tests and the laboratory."""
+# Decorators of functions that Triton compiles, whose arguments are no Python values.
+JITTED = ("triton.", "gluon.", "constexpr_function")
+
+
+@cache
+def trees_with_jitted_functions() -> dict[Path, ast.Module]:
+    """Returns the syntax of the files of the package, the tests and the laboratory that may have jitted functions."""
     folders = [ROOT / name for name in ("rocm_attn", "kernels", "hip_graphs", "rocm_serve", "rocm_lab", "tests")]
-    return [path for folder in folders if folder.exists() for path in python_files(folder)]
+    texts = {path: path.read_text() for folder in folders if folder.exists() for path in python_files(folder)}
+    return {
+        path: ast.parse(text, str(path))
+        for path, text in texts.items()
+        if any(f"@{decorator}" in text for decorator in JITTED)
+    }
 
 
 def is_jitted(node: Function) -> bool:
-    """True if Triton compiles the function, so that its arguments are no Python values."""
-    return any(
-        ast.unparse(decorator).startswith(("triton.", "gluon.", "constexpr_function"))
-        for decorator in node.decorator_list
-    )
+    """True if Triton compiles the function."""
+    return any(ast.unparse(decorator).startswith(JITTED) for decorator in node.decorator_list)
 
 
 def test_every_public_function_and_class_says_what_it_is() -> None:
@@ -60,8 +68,8 @@ def test_annotations_in_jitted_functions_are_those_that_triton_reads() -> None:
     """
     refused = {
         str(path.relative_to(ROOT)): found
-        for path in every_python_file()
-        if (found := refused_annotations(ast.parse(path.read_text(), str(path))))
+        for path, tree in trees_with_jitted_functions().items()
+        if (found := refused_annotations(tree))
     }
     assert refused == {}
 
@@ -85,5 +93,6 @@ def test_what_is_not_specialised_is_a_parameter() -> None:
     """Triton ignores a name that it does not know, and then compiles another variant while requests wait."""
     stale = "@triton.jit(do_not_specialize=['old', 'n'])\ndef kernel(n):\n    pass"
     assert stale_names(ast.parse(stale)) == ["kernel (line 2): 'old'"]
-    for path in every_python_file():
-        assert not stale_names(ast.parse(path.read_text())), path
+    assert len(trees_with_jitted_functions()) > 50
+    for path, tree in trees_with_jitted_functions().items():
+        assert not stale_names(tree), path

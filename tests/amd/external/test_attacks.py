@@ -133,7 +133,7 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
             engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
 def test_a_window_that_was_given_back_too_early_is_reported(

@@ -101,6 +101,7 @@ class Filled:
             first += new
 
 
+@pytest.mark.fast(interpreted=0)
 def test_causality_may_change_from_step_to_step(device: torch.device, provider: str) -> None:
     both = (Causality.OF_LAYERS, Causality.NOT_CAUSAL)
     filled = Filled(device, provider, options=ExternalOptions(provider=provider, causalities=both))
@@ -339,6 +340,7 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
         engine.run([engine.admit()], [1], pads=16)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_a_step_of_more_tokens_than_the_bounds_is_refused(device: torch.device, provider: str) -> None:
     engine = VLLM(PAGE, device=device, provider=provider)
     first, second = engine.admit(), engine.admit()
@@ -349,6 +351,7 @@ def test_a_step_of_more_tokens_than_the_bounds_is_refused(device: torch.device, 
     engine.run([first, second], [90, 30], pads=8)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_decode(
     device: torch.device, provider: str
 ) -> None:

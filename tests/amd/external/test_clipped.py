@@ -114,7 +114,7 @@ def together(*rows: Array | Tensor) -> Array:
     return np.concatenate([row.double().cpu().numpy() if isinstance(row, Tensor) else row for row in rows])
 
 
-@pytest.mark.fast(12)
+@pytest.mark.fast(12, interpreted=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [HOLE, PAST, 2**31 - 1])
 @pytest.mark.parametrize("at", [0, 1])

@@ -31,6 +31,7 @@ def test_a_right_step_is_right(make: MakeEngine, page_size: int, device: torch.d
         assert shadow_check(engine.attention, layer, q[layer], outs[layer]) == []
 
 
+@pytest.mark.fast(interpreted=0)
 def test_a_page_that_left_the_window_is_not_looked_at(device: torch.device, provider: str) -> None:
     engine = SGLang(16, WINDOWS, spaces=(Space.FULL, Space.SWA), device=device, provider=provider)
     request = engine.admit()
@@ -40,7 +41,7 @@ def test_a_page_that_left_the_window_is_not_looked_at(device: torch.device, prov
     assert [shadow_check(engine.attention, layer, given.q[layer], outs[layer]) for layer in range(2)] == [[], []]
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_wrong_row_is_found(make: MakeEngine, device: torch.device, provider: str) -> None:
     engine = make(16, WINDOWS, device=device, provider=provider)

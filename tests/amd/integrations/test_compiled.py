@@ -174,6 +174,7 @@ def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device:
     assert found == ["store", "attend", "rope_and_store", "attend", "finish"]
 
 
+@pytest.mark.fast(interpreted=0)
 def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) -> None:
     """This includes compiled code, which could otherwise read the tokens of the previous step."""
     model = Tiny.build(device, provider)
@@ -223,6 +224,7 @@ def test_graphs_are_cut_at_every_operation_that_there_is() -> None:
     assert sorted(SPLITTING_OPS) == sorted({name for name in names if name.startswith("rocm_attn::")})
 
 
+@pytest.mark.fast(interpreted=0)
 def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, device: torch.device) -> None:
     """Cut as engines cut it, the pieces equal the whole."""
     model, work = Tiny.build(device, provider), work_of(device)
@@ -356,6 +358,7 @@ class CompiledEngine(SGLang):
         return compiled_layers(self.attention)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_an_engines_own_pages_are_served_by_operations(provider: str, device: torch.device) -> None:
     engine = CompiledEngine(4, device=device, provider=provider)
     requests = [engine.admit(), engine.admit()]

@@ -145,7 +145,7 @@ MODELS = {
 }
 
 
-@pytest.mark.fast(14, interpreted=1)
+@pytest.mark.fast(14, interpreted=0)
 @pytest.mark.parametrize("kv_len", [19, 1, 24])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
@@ -222,6 +222,7 @@ def test_layers_of_one_space_may_come_from_different_ones(provider: str, device:
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
+@pytest.mark.fast(interpreted=0)
 def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=6), small_problem()]
     source = runtime_of(problems, device, provider, swa_pages=40)
@@ -235,7 +236,7 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
         moved(source, row, 45, back)
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("scales", [Scales.TOKEN, Scales.HEAD, Scales.LAYER], ids=lambda scales: scales.name)
 def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, device: torch.device) -> None:
     """Attention reads the same values from E4M3FN as from E4M3FNUZ with scales twice as large."""
@@ -263,7 +264,7 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kv_len", [19, 1, 3])
 def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:
     """A key represents four tokens: fewer tokens send none."""
@@ -294,6 +295,7 @@ def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> N
     assert all(map(torch.equal, story.decode(source, row, 11), story.decode(target, new_row, 11)))
 
 
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("engine_of", [SGLang, VLLM])
 def test_an_engines_pages_are_sent_as_a_runtimes_are(
     engine_of: type[Engine], provider: str, device: torch.device

@@ -276,7 +276,7 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
         table.write(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
 
 
-@pytest.mark.fast
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_eight_bit_pages_are_read_with_the_layers_scales(
@@ -388,6 +388,7 @@ def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
         step(lambda *_: None)
 
 
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider: str, device: torch.device) -> None:
     engine, one = prompted(provider, device)
@@ -477,6 +478,7 @@ def test_metadata_of_another_batch_is_refused(provider: str, device: torch.devic
         engine.forward(step)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_a_graph_may_have_more_sequences_than_the_pool_has_rows(provider: str, device: torch.device) -> None:
     engine, one = prompted(provider, device)
     engine.hooks.init_cuda_graph_state(16, 16)
@@ -525,6 +527,7 @@ def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device
     engine.compare([one], step)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
     provider: str, device: torch.device
 ) -> None:

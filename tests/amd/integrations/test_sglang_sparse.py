@@ -192,6 +192,7 @@ def graph_of(engine: SparseEngine, x: Tensor, q_lora: Tensor) -> Graph:
     return Graph(engine, 4)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     requests = [engine.admit() for _ in range(3)]
@@ -229,6 +230,7 @@ def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str,
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
 
 
+@pytest.mark.fast(interpreted=0)
 def test_index_pages_that_move_are_followed_until_graphs_read_them(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     one = engine.admit()

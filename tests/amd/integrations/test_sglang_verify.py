@@ -75,6 +75,7 @@ def engine(provider: str, device: torch.device) -> Engine:
     return made
 
 
+@pytest.mark.fast(interpreted=0)
 def test_a_mask_that_is_written_in_place_is_read_there_in_every_replay(engine: Engine) -> None:
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])

@@ -143,6 +143,7 @@ def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: 
     runner.groups[0].attention.check_device()  # its slots equal the table's: they were checked
 
 
+@pytest.mark.fast(interpreted=0)
 def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(runner: Runner) -> None:
     attention, recorder = runner.groups[0].attention, recorder_for(runner.device)
     with pytest.raises(WrongState, match="only a captured step without a mask"):
@@ -158,7 +159,7 @@ def _fails(*_: object) -> None:
     raise AssertionError("fill() is not called")
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("name", ["window", "plain", "FP8"])
 def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
     name: str, device: torch.device, provider: str

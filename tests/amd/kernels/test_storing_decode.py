@@ -114,7 +114,7 @@ def test_it_is_the_store_and_then_decode(case: Case, dtype: torch.dtype, kernel_
     assert_served(replace(tensors, out=stored.out, lse=stored.lse))
 
 
-@pytest.mark.fast
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("programs", [1, 3, 64])
 def test_in_every_cut(tiles: DecodeTiles, programs: int, kernel_device: torch.device) -> None:

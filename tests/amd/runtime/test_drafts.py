@@ -38,7 +38,7 @@ def world_of(
     )
 
 
-@pytest.mark.fast(interpreted=2)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("branches", [1, 2])
 def test_a_round_of_two_sequences(provider: str, branches: int, device: torch.device) -> None:
     """A round in short, for the interpreter of every run."""

@@ -78,7 +78,7 @@ def test_steps_read_what_steps_have_quantised(
     assert (serving.runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(1, interpreted=0)
 @each_scales
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, device: torch.device) -> None:
@@ -87,6 +87,7 @@ def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, 
     serve(serving)
 
 
+@pytest.mark.fast(interpreted=0)
 @each_scales
 @each_provider
 def test_what_requests_share_is_copied_with_its_scales(provider: str, scales: Scales, device: torch.device) -> None:
@@ -99,6 +100,7 @@ def test_what_requests_share_is_copied_with_its_scales(provider: str, scales: Sc
     world.step([child, parent], [3, 1])
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_layers_of_one_model_may_keep_k_and_v_differently(provider: str, device: torch.device) -> None:
     problems = [

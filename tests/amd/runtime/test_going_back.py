@@ -84,7 +84,7 @@ def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_ar
     assert all((runtime.pool.layer(layer).k[pages] == 5.0).all() for layer in range(2))
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @pytest.mark.parametrize(
     ("kv_len", "back"),
@@ -105,6 +105,7 @@ def test_either_side_recomputes_tokens_that_both_have(
     world.step([goes_back, stays], [1, 1])
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @pytest.mark.parametrize("freed", ["parent", "child"])
 def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: str, device: torch.device) -> None:
@@ -133,6 +134,7 @@ def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) ->
     assert all(table.num_free_pages == table.num_usable_pages for table in world.runtime.table.spaces)
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halves(
     provider: str, device: torch.device

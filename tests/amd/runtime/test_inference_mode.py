@@ -50,6 +50,7 @@ def test_what_grows_in_one_mode_serves_in_the_other(
         serving.runtime.check_device()
 
 
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", providers())
 def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(

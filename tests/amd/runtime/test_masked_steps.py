@@ -48,7 +48,7 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
     return masks
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @pytest.mark.parametrize("q_len", [[1, 6, 0], [1, 1, 1], [5, 7, 8], [0, 1, 0], [0, 0, 0]], ids=str)
 def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
@@ -162,6 +162,7 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
         assert_same_but_for_rounding(out[token], chain[-1])
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)

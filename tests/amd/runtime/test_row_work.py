@@ -28,7 +28,7 @@ from tests.amd.worlds.world import World
 CPU = torch.device("cpu")
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", providers())
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
@@ -51,6 +51,7 @@ def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, 
         serving.step(requests, [1, 1, 1], halves=True)
 
 
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
 @pytest.mark.parametrize("provider", providers())
 def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:

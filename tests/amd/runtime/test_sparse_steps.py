@@ -101,7 +101,7 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problem", EVERYTHING.values(), ids=EVERYTHING)
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(

@@ -107,7 +107,7 @@ class Extending:
             take_back(request, NEW - count)
 
 
-@pytest.mark.fast(4, interpreted=1)
+@pytest.mark.fast(4, interpreted=0)
 @both_ways
 @each_pool
 @each_page_size
@@ -298,7 +298,7 @@ def verify(world: World, requests: list[Request]) -> Accepted:
     return accepted
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @pytest.mark.parametrize(("problems", "swa_pages"), POOLS.values(), ids=POOLS)
 def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(

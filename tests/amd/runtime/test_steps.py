@@ -28,6 +28,7 @@ def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: in
     assert world.page_zero_is_zero()
 
 
+@pytest.mark.fast(interpreted=0)
 def test_layers_of_different_geometry_share_pages(provider: str, device: torch.device) -> None:
     wide = small_problem(num_q_heads=4, num_kv_heads=4, head_dim=32, v_head_dim=8)
     world = World.build([small_problem(), wide, small_problem()], device, provider)
@@ -141,6 +142,7 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
     world.runtime.end_step()
 
 
+@pytest.mark.fast(interpreted=0)
 def test_a_plan_serves_no_batch_that_is_larger_than_it_was_made_for(provider: str, device: torch.device) -> None:
     """Kernels that bake a length would lose the last keys."""
     world = World.build([small_problem()], device, provider, num_pages=128, max_kv_len=200, capture_sizes=(1, 2, 4))

@@ -105,6 +105,7 @@ def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(kernel
     assert not pages.raw_k[0].any(), "pads are not stored"
 
 
+@pytest.mark.fast(interpreted=0)
 @with_triton
 @pytest.mark.parametrize("layer", [over_keys, over_values])
 def test_outputs_may_lie_where_k_or_v_came_in(

@@ -191,7 +191,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
         whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
             if takes_inputs(runtime, step):
-                runtime.gate.take_inputs()
+                runtime.gate.take_inputs(step)
             for part in step.parts:
                 if part.number:
                     part.keep_branches()

@@ -29,28 +29,26 @@ class BatchChecks:
         Also raises it unless rows that share a prefix hold the same whole pages there. Raises NeverFits for more
         sequences than a step may have.
         """
-        rows = batch.rows
-        if len(rows) == 0:
+        rows, named, state = batch.rows, batch.row_bytes, self._rows
+        if not named:
             return
         # The rows of a step are mostly those of the step before, and comparing bytes is very cheap.
-        named = batch.row_bytes
-        if named != self._rows.known_rows[0]:
+        if named != state.known_rows[0]:
             self._check_rows(rows)
-            self._rows.known_rows = named, rows.astype(np.int64)
-        room = named, batch.kv_len_bytes
-        if room != self._rows.known_room:
+            state.known_rows = named, rows.astype(np.int64)
+        if batch.after != state.known_room:
             # -1 in rows that are not admitted, including the reserved row.
-            short = self._rows.reserved_len.take(rows) < batch.kv_len
+            short = state.reserved_len.take(rows) < batch.kv_len
             if short[short.argmax()]:
                 self._refuse(batch, int(short.argmax()))
-            self._rows.known_room = room
-        for table in self._rows.windowed:
-            table.check_windows(rows, batch.kv_len - batch.q_len)
+            state.known_room = batch.after
+        for table in state.windowed:
+            table.check_windows(rows, batch.start)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
             # While rows stay admitted, they keep the whole pages before their last token.
-            shared = (batch.prefixes, named, self._rows.generations.last_change)
+            shared = (batch.prefixes, named, state.generations.last_change)
             if shared != self._prefixes_checked:
-                batch.prefixes.check_pages(self._rows.spaces[0].entries_host, rows, self._rows.page_size)
+                batch.prefixes.check_pages(state.spaces[0].entries_host, rows, state.page_size)
                 self._prefixes_checked = shared
 
     def check_stored(self, batch: StepBatch, needed: Int32Array) -> None:
@@ -82,7 +80,7 @@ class BatchChecks:
         # The number of a row's new tokens, and so their first place, may be known on the device alone.
         if not self._rows.tokens.has_first_writable or batch.num_seqs == 0 or not batch.inputs.q_len_on_host:
             return ""
-        start = batch.kv_len - batch.q_len
+        start = batch.start
         below = (start < self._rows.tokens.first_writable.take(batch.rows)) & (batch.q_len > 0)
         if not below[below.argmax()]:
             return ""
@@ -112,7 +110,7 @@ class BatchChecks:
             shared = generations.shared_since(change, rows)
             # The first new token is not known if only the device knows the length: any page may hold new tokens.
             if batch.inputs.lengths_on_host and shared[shared.argmax()]:
-                first = batch.kv_len - batch.q_len + num_staying
+                first = batch.start + num_staying
                 shared &= (first < self.first_writable_of(rows)) & (first < batch.kv_len)
             changed |= shared
         found: list[int] = rows[changed].tolist()
@@ -176,7 +174,7 @@ class BatchChecks:
 
 def first_new_tokens(batch: StepBatch) -> Int32Array:
     """int32 [num_seqs]: the first new token of each sequence. Pages that it does not see are given back."""
-    return batch.kv_len - batch.q_len
+    return batch.start
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,17 +147,17 @@ class RequestTable:
         self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
 
     def _reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
-        named = rows.tobytes()
-        checked, places = self._rows.known_rows
+        state, named = self._rows, rows.tobytes()
+        checked, places = state.known_rows
         if named != checked:
-            self._rows.must_all_be_admitted(rows)
-            self._rows.must_be_distinct(rows)
+            state.must_all_be_admitted(rows)
+            state.must_be_distinct(rows)
             places = rows.astype(np.int64)
-        beyond = kv_len >= self._rows.look_from.take(places)
+        beyond = kv_len >= state.look_from.take(places)
         if beyond[beyond.argmax()]:
             self._take_pages(rows[beyond], kv_len[beyond])
-        self._rows.reserved_len[places] = np.maximum(self._rows.reserved_len.take(places), kv_len)
-        self._rows.known_room = named, kv_len.tobytes()
+        state.reserved_len[places] = np.maximum(state.reserved_len.take(places), kv_len)
+        state.known_room = named, kv_len.tobytes()
 
     def _take_pages(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Takes the pages that rows need for kv_len tokens, and copies of shared pages in which they continue.

@@ -19,6 +19,8 @@ _NO_STEP = (b"", b"")
 class StoredTokens:
     """The tokens of each row of the request table.
 
+    last:      StepBatch.after of the last step, which need not be in _stored_len. A step with an equal StepBatch.before
+               goes on from there, as most do, and needs no other check
     changed:   rows that were cut since the running step was staged: they may be different rows now
     first_writable: int32 [num_rows], the first token that a step may store; those before it may lie in pages that
                have other holders
@@ -29,8 +31,7 @@ class StoredTokens:
 
     def __init__(self, num_rows: int) -> None:
         self._stored_len = np.zeros(num_rows, np.int32)
-        # rows and kv_len of the last step, which need not be in _stored_len: the next step mostly continues from there.
-        self._last = _NO_STEP
+        self.last = _NO_STEP
         self.first_writable = np.zeros(num_rows, np.int32)
         self.has_first_writable = False
         self.changed: list[int] = []
@@ -41,7 +42,7 @@ class StoredTokens:
     @property
     def stored_len(self) -> Int32Array:
         """int32 [num_rows]: tokens whose K and V are stored in every layer. Read-only: mark() writes."""
-        rows, kv_len = self._last
+        rows, kv_len = self.last
         if rows:
             self._stored_len[np.frombuffer(rows, np.int32)] = np.frombuffer(kv_len, np.int32)
         return self._stored_len
@@ -49,7 +50,7 @@ class StoredTokens:
     def mark(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
         """Sets the stored tokens of rows to their first kv_len tokens."""
         stored_len = self.stored_len
-        self._last = _NO_STEP
+        self.last = _NO_STEP
         stored_len[rows] = kv_len
 
     def forget(self, row: int, kv_len: int) -> None:
@@ -58,14 +59,6 @@ class StoredTokens:
         self.on_cut(row, kv_len)
         self.left_out.pop(row, None)
         self.mark(row, min(kv_len, int(self.stored_len[row])))
-
-    def goes_on(self, batch: StepBatch) -> bool:
-        """True if a step has the rows of the last one, and its new tokens come next in all of them.
-
-        Most steps do; they need no other check.
-        """
-        rows, kv_len = self._last
-        return rows == batch.row_bytes and kv_len == (batch.kv_len - batch.q_len).tobytes()
 
     def raise_first_writable(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
         """Notes that the first kv_len tokens of rows, which may be named twice, lie in pages with other holders too."""
@@ -81,13 +74,13 @@ class StoredTokens:
     def end_step(self, batch: StepBatch, *, complete: bool) -> None:
         """Notes that a step has written to pages; complete: in every layer. Otherwise its tokens are not stored yet."""
         if complete and batch.min_q_len > 0 and not self.changed:
-            if batch.row_bytes != self._last[0]:
+            if batch.row_bytes != self.last[0]:
                 _ = self.stored_len
-            self._last = batch.row_bytes, batch.kv_len_bytes
+            self.last = batch.after
             return
-        rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
-        reached = kv_len if complete else np.minimum(kv_len - q_len, self.stored_len[rows])
-        wrote = (q_len > 0) & ~np.isin(rows, self.changed)
+        rows = batch.rows
+        reached = batch.kv_len if complete else np.minimum(batch.start, self.stored_len[rows])
+        wrote = (batch.q_len > 0) & ~np.isin(rows, self.changed)
         self.mark(rows[wrote], reached[wrote])
 
 
@@ -136,13 +129,12 @@ class StepStores:
         batch = self._batch
         if batch is None or self.refusal or not batch.inputs.q_len_on_host:
             return
-        begin = batch.kv_len - batch.q_len
-        shared = (batch.q_len > 0) & (begin < self._tokens.first_writable[batch.rows])
+        shared = (batch.q_len > 0) & (batch.start < self._tokens.first_writable[batch.rows])
         if shared.any():
             seq = int(shared.argmax())
             self.refusal = (
                 f"row {batch.rows[seq]} was forked or kept while its step runs, and the step would store token "
-                f"{begin[seq]} again, which others now read; end the step, truncate() the row and begin again"
+                f"{batch.start[seq]} again, which others now read; end the step, truncate() the row and begin again"
             )
 
     def _was_cut(self, row: int, kv_len: int) -> None:
@@ -191,17 +183,15 @@ class StepStores:
             layers &= done
         return layers
 
-    def before_replay(self, layers: int) -> None:
-        """Checks a graph that stores in these layers before it runs. Raises what before_store and before_attend do."""
+    def replay(self, replay: Callable[[], object], layers: int) -> None:
+        """Launches a graph that stores in these layers. Raises what before_store and before_attend do."""
         if layers:
             if self.refusal:
                 raise BadBatch(self.refusal)
             self._wrote = True
         if layers != self._all and self._batch is not None:
             self._require_stored(self._batch, self._batch.kv_len)
-
-    def after_replay(self, layers: int) -> None:
-        """Notes that the graph was launched."""
+        replay()
         self._done = [layers]
 
     def end(self) -> None:
@@ -225,5 +215,5 @@ class StepStores:
             for number in missing[:8]
         ]
         words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
-        for row, start in zip(batch.rows.tolist(), (batch.kv_len - batch.q_len).tolist(), strict=True):
+        for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
             self._tokens.left_out[row] = start, words

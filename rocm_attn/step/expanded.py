@@ -105,7 +105,7 @@ class ExpandedPrefill:
         with on_device(q.device):
             k, v = self._expanded(expand, latents, q)
             out, lse = self.packed.attend(q, k, v, ExpandedLengths(batch.q_len, batch.q_len), causal=True)
-            for first, lengths in _chunks(batch.kv_len - batch.q_len, chunk_tokens):
+            for first, lengths in _chunks(batch.start, chunk_tokens):
                 k, v = self._expanded(expand, self._read(batch.rows, first, lengths), q)
                 side, side_lse = self.packed.attend(q, k, v, ExpandedLengths(batch.q_len, lengths), causal=False)
                 merge_into(out, lse, side, side_lse, out, lse)

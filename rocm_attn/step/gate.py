@@ -84,8 +84,9 @@ class RanStep(NamedTuple):
         return self.children[0].spaces[0]
 
 
-# The fields of a RanStep, which is built only on request.
-_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool]
+_NOTHING_KEPT = (), 0, 0, None
+# What a RanStep is built of, on request: its fields, but in place of the last one why it may not store.
+_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, str]
 
 
 class Effects(NamedTuple):
@@ -193,12 +194,11 @@ class StepGate:
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
-        # The step that runs, its memory, and the last step that graphs replay: later steps of its size in the same
-        # memory are equal to it.
+        # The step that runs, and the last step that graphs replay, with its memory, sequences and tokens: later steps
+        # of these sizes in the same memory are equal to it.
         self._step: Step | None = None
-        self._children: tuple[DeviceStep, ...] = ()
-        self._kept: tuple[tuple[DeviceStep, ...], Step] | None = None
-        self._staged: _Staged | None = None
+        self._kept: tuple[tuple[DeviceStep, ...], int, int, Step | None] = _NOTHING_KEPT
+        self._staged: _Staged | RanStep | None = None
         self._may_move = self._moves_on = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, input_plans: Collection[StepPlan] = ()) -> Step:
@@ -215,8 +215,8 @@ class StepGate:
                 return self._begun(last, (batch,), "")
             self._check_batch(batch)
             refusal = ""
-            if not self._tokens.goes_on(batch):  # else its rows were neither forked nor cut since the last step
-                self._check_stored(batch, batch.kv_len - batch.q_len)
+            if batch.before != self._tokens.last:  # else its rows were neither forked nor cut since the last step
+                self._check_stored(batch, batch.start)
                 refusal = self._table.checks.why_no_store(batch)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
@@ -241,16 +241,17 @@ class StepGate:
         children = self._core.memory.device_steps(plan)
         publisher = self._publisher
         publisher.apply_table_changes()
-        if len(batches) == 1:
-            publisher.publish_whole(batch, children[0], to_graph=plan in input_plans and not refusal)
+        if plan.num_halves == 1:
+            if publisher.steps_to_answer:
+                publisher.hear_of_the_second_half()
+            publisher.publish(batch, children[0], 0, to_graph=plan in input_plans and not refusal)
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
-        self._staged = staged = batch, plan, children, self._generations.last_change, repeats
+        self._staged = staged = batch, plan, children, self._generations.last_change, refusal
         return self._begun(staged, batches, refusal)
 
-    def _begun(self, staged: _Staged, batches: Sequence[StepBatch], refusal: str) -> Step:
+    def _begun(self, staged: _Staged | RanStep, batches: Sequence[StepBatch], refusal: str) -> Step:
         """Returns the step whose inputs are published. batches: of its halves"""
         batch, plan, children, _, _ = staged
         steps = plan.draft_steps
@@ -258,20 +259,12 @@ class StepGate:
         if self._selects:
             self._selections.begin(len(children))
         self._may_move = True
-        self._children = children
-        if plan.replayable and len(batches) == 1:
-            # A server decodes many steps of equal sizes in a row.
-            memory, step = self._kept or ((), None)
-            if (
-                step is None
-                or memory is not children
-                or step.parts[0].num_seqs != batch.num_seqs
-                or step.parts[0].num_tokens != batch.num_fed
-            ):
-                step = self._new_step(batches, plan, children)
-                self._kept = children, step
-        else:
+        # A server decodes many steps of equal sizes in a row.
+        memory, num_seqs, num_fed, step = self._kept
+        if step is None or memory is not children or num_seqs != batch.num_seqs or num_fed != batch.num_fed:
             step = self._new_step(batches, plan, children)
+            if plan.replayable and plan.num_halves == 1:
+                self._kept = children, batch.num_seqs, batch.num_fed, step
         self._step = step
         return step
 
@@ -331,7 +324,9 @@ class StepGate:
         staged = self._staged
         if staged is None or type(staged) is RanStep:
             return staged
-        self._staged = ran = RanStep(*staged)
+        batch, plan, children, change, refusal = staged
+        repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
+        self._staged = ran = RanStep(batch, plan, children, change, repeats)
         return ran
 
     @property
@@ -421,21 +416,21 @@ class StepGate:
             # After its step a move follows all of it, and the next step follows the move.
             (self._streams.follow if self.holder.state is IDLE else self._streams.join)()
 
-    def take_inputs(self) -> None:
+    def take_inputs(self, step: Step) -> None:
         """Records the head of a whole step's graph, which takes the inputs that stage() leaves to it."""
         with on_device(self.device):
             self._streams.join()
-            self._publisher.take_inputs(self._children[0])
+            self._publisher.take_inputs(step.children[0])
 
     @property
     def effects(self) -> Effects:
         """The effects of the step that runs, so far."""
         return Effects(self.stores.layers, not self._may_move)
 
-    def after_replay(self, effects: Effects) -> None:
-        """Notes that the graph of the staged step was launched."""
+    def replay(self, replay: Callable[[], object], effects: Effects) -> None:
+        """Launches the graph of the staged step. Raises what its layers would."""
         layers, moves = effects
-        self.stores.after_replay(layers)
+        self.stores.replay(replay, layers)
         self._may_move = not moves
         self._publisher.taken()
 
@@ -446,7 +441,7 @@ class StepGate:
             raise WrongState("there is no step to fill; call runtime.stage() or runtime.step() first")
         with on_device(self.device):
             self._streams.join()
-            self._core.fill(self._children, step.plan)
+            self._core.fill(step.children, step.plan)
         if step.plan.shape.drafts is not NO_DRAFTS:
             for part in step.parts:
                 part.tree.begin()
@@ -491,7 +486,7 @@ class StepGate:
                 self._staged = None  # its inputs may not have been published
             self.stores.end()
             self.holder.state = IDLE
-            self._step, self._children = None, ()
+            self._step = None
             self.holder.give_back()
 
     def abandon(self) -> None:
@@ -505,7 +500,7 @@ class StepGate:
     def start_over(self, padding: PaddingPolicy) -> None:
         """Drops all references to the memory of steps, and pads by another policy from now on."""
         self.planner.start_over(padding)
-        self._kept = self._staged = None
+        self._kept, self._staged = _NOTHING_KEPT, None
 
     def _require(self, children: object) -> None:
         """Raises WrongState unless the layers of the step with these children may store and attend now."""

@@ -146,8 +146,8 @@ class StepMemory:
 
         Raises CapacityExceeded if such a buffer is sealed.
         """
-        kept: dict[StepPlan, tuple[DeviceStep, ...]] = self._part_of(plan).views
-        views = kept.get(plan)
+        kept = (self._sealed if plan.replayable else self._open).views
+        views: tuple[DeviceStep, ...] | None = kept.get(plan)
         if views is None:
             views = kept[plan] = self.new_device_steps(plan)
         if not plan.replayable:
@@ -156,12 +156,9 @@ class StepMemory:
 
     def new_device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
         """Like `device_steps`, but for callers that keep the views themselves."""
-        part = self._part_of(plan)
+        part = self._sealed if plan.replayable else self._open
         part.ensure(plan.shape)
         return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
-
-    def _part_of(self, plan: StepPlan) -> StepBuffers:
-        return self._sealed if plan.replayable else self._open
 
     def new_part(self) -> StepBuffers:
         """Memory for steps that graphs replay, which grows on demand."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -226,6 +225,7 @@ class Publisher:
     holds_faults: True if a fault waits for a meeting of ranks, instead of being raised by the next step
     runs:         of graphs that take their inputs
     launching:    the last publication, if it may not have reached the device: none of its launches has ended
+    steps_to_answer: the whole steps that call hear_of_the_second_half() before their inputs are published
     """
 
     def __init__(self, ops: StepOps, table: RequestTable, pool: HybridKVPool, guards: PublishingGuards) -> None:
@@ -246,7 +246,7 @@ class Publisher:
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
         self.launching: _Launching | None = None
         self.found: Found = []
-        self.holds_faults, self.step_number, self._steps_to_answer = False, 0, 0
+        self.holds_faults, self.step_number, self.steps_to_answer = False, 0, 0
 
     def apply_table_changes(self) -> None:
         """Brings the device's pages and table up to date with the host's."""
@@ -276,12 +276,6 @@ class Publisher:
         finally:
             self._updates.release()
 
-    def publish_whole(self, batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
-        """Publishes a step that is not split; see publish()."""
-        if self._steps_to_answer:
-            self._hear_of_the_second_half()
-        self.publish(batch, step, 0, to_graph=to_graph)
-
     def take_inputs(self, step: DeviceStep) -> None:
         """Launches the kernel that takes a whole step's inputs from its slot: the head of its graph, to be recorded."""
         self.runs.lose_count()  # the recorded launch may run before
@@ -302,11 +296,11 @@ class Publisher:
         """
         if self.launching is not None:
             self._settle()
-        is_plain, num_seqs, num_ids, num_fed = batch.is_plain, batch.num_seqs, len(batch.token_ids), batch.num_tokens
-        kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
+        is_plain, num_seqs, num_ids, num_fed = batch.is_plain, batch.num_seqs, len(batch.token_ids), batch.num_fed
+        data = batch.data
         if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the other steps from the first
-            num_fed, kv_len = batch.num_fed, batch.kv_len - np.int32(batch.drafts.tokens - batch.drafts.branches)
-            kv_len_bytes, q_len_bytes = kv_len.tobytes(), as_many(num_seqs, batch.drafts.branches).tobytes()
+            q_len = as_many(num_seqs, batch.drafts.branches)
+            data = b"".join(each.tobytes() for each in (batch.rows, batch.start + q_len, q_len, batch.token_ids))
         line = self._lines[child]
         ring = line.ring
         slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
@@ -315,8 +309,7 @@ class Publisher:
             self.runs.lose_count()  # the lost launch may have been the run of a graph
         if self.found:
             self._report_at_once()
-        to = step.spaces[0]
-        counts = to.counts
+        counts = step.spaces[0].counts
         # The memory of the previous step's counts must be a graph's too.
         takes = (
             to_graph
@@ -326,9 +319,8 @@ class Publisher:
         )
         number = (self.step_number + 1) & INT32_MAX
         runs = self.runs.next() if takes else 0
-        header = pack_header(num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs)
         # Written at once as bytes, which takes a third of the time of writing parts of an array.
-        data = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids))  # type: ignore[arg-type]
+        data = pack_header(num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs) + data
         raw[: len(data)] = data
         if not is_plain and isinstance(batch.prefixes, SharedPrefixes):
             parts = slot_parts(num_seqs, num_ids)
@@ -344,7 +336,7 @@ class Publisher:
         # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
-            self._ops.publish(slot, counts if line.counts is None else line.counts, to)
+            self._ops.publish(slot, counts if line.counts is None else line.counts, step.spaces[0])
             if not is_plain:
                 self._place_others(batch, slot, step, num_fed)
         finally:
@@ -352,7 +344,7 @@ class Publisher:
         line.recent.append((number, batch.rows))
         line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
-            self._steps_to_answer = _STEPS_TO_ANSWER
+            self.steps_to_answer = _STEPS_TO_ANSWER
 
     def _write_limits(self, batch: StepBatch, words: Int32Array) -> None:
         """Writes the limits of lengths on the device; lengths of the host were checked against the table."""
@@ -436,7 +428,7 @@ class Publisher:
         else:
             self.launching = None
 
-    def _hear_of_the_second_half(self) -> None:
+    def hear_of_the_second_half(self) -> None:
         """Gets the echo of a split step's second half when a whole step follows, so that no second half echoes it.
 
         A step without sequences does, and its echo is there when the ring slots of the first line have gone round.
@@ -445,7 +437,7 @@ class Publisher:
         if self.launching is not None:
             self._settle()
         line = self._lines[1]
-        if self._steps_to_answer == _STEPS_TO_ANSWER:
+        if self.steps_to_answer == _STEPS_TO_ANSWER:
             slot, words, _ = line.ring.acquire(HEADER_WORDS)
             line.look(words, self.found)
             self._report_at_once()
@@ -457,11 +449,11 @@ class Publisher:
             finally:
                 line.ring.release()
             line.counts, line.number, self.launching = line.rest.counts, self.step_number, None
-        elif self._steps_to_answer == 1:
+        elif self.steps_to_answer == 1:
             for words in line.ring.written():
                 line.look(words, self.found)
                 self._report_at_once()
-        self._steps_to_answer -= 1
+        self.steps_to_answer -= 1
 
     def _parts_in(self, slot: Tensor, num_seqs: int, num_ids: int) -> GivenInputs:
         """The parts of a slot that device_inputs() reads, cut once for each slot and size."""

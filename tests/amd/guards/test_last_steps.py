@@ -158,8 +158,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     one = np.array([1], np.int32)
     plain = StepBatch(np.array([request.row]), one, one, NO_TOKEN_IDS)
     given = replace_inputs(plain)
-    serving.runtime.stage(plain)
-    counts = serving.runtime.gate._children[0].tensors.counts
+    counts = serving.runtime.stage(plain).children[0].tensors.counts
     late.launch(lambda: counts[3].fill_(TOKEN_WITHOUT_PAGE))
     serving.runtime.end_step()
     publisher._ops = replace(ops, device_inputs=fails)

@@ -212,8 +212,9 @@ def test_a_batch_stays_what_it_was_when_the_callers_arrays_change() -> None:
     for array in given:
         array[:] = 50
     assert [batch.rows.tolist(), batch.kv_len.tolist(), batch.q_len.tolist()] == [[1, 2], [7, 9], [1, 2]]
-    held = batch.row_bytes, batch.kv_len_bytes, batch.q_len_bytes
-    assert held == (batch.rows.tobytes(), batch.kv_len.tobytes(), batch.q_len.tobytes())
+    rows, start, kv_len, q_len = (np.array(values, np.int32).tobytes() for values in ([1, 2], [6, 7], [7, 9], [1, 2]))
+    held = batch.row_bytes, batch.before, batch.after, batch.data
+    assert held == (rows, (rows, start), (rows, kv_len), rows + kv_len + q_len)
     with pytest.raises(ValueError, match="read-only"):
         batch.kv_len[0] = 5
 
@@ -233,7 +234,9 @@ def test_what_was_checked_of_a_batch_is_what_a_step_reads() -> None:
     made = StepBatch(one.copy(), one + 7, one, ids, prefixes=prefixes)
     ids[:] = 0
     assert made.token_ids.tolist() == [5, 6]
-    for array in (made.rows, made.kv_len, made.q_len, made.token_ids, prefixes.prefix_len, prefixes.group_end):
+    assert made.start.tolist() == [7, 7]
+    of_batch = made.rows, made.kv_len, made.q_len, made.start, made.token_ids
+    for array in (*of_batch, prefixes.prefix_len, prefixes.group_end):
         with pytest.raises(ValueError, match="read-only"):
             array[:] = 8
 

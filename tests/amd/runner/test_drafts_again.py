@@ -40,7 +40,7 @@ class Watched:
         self._num_calls = 0
         for owner, name in (
             (runners._runner, "_body"),
-            (runners.runtime.gate._publisher, "publish_whole"),
+            (runners.runtime.gate._publisher, "publish"),
         ):
             patch.setattr(owner, name, self._counting(getattr(owner, name)))
         draft, begin, run = draft_tokens.draft, draft_tokens.begin, DraftsAgain.run

@@ -61,13 +61,13 @@ def sleep() -> None:
 def sleep_after_stage(decoding: Decoding) -> None:
     """From now on the stream sleeps before each replay, and after the launches that publish its step."""
     publisher = decoding.tiny.runtime.gate._publisher
-    publish = publisher.publish_whole
+    publish = publisher.publish
 
-    def published(batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
-        publish(batch, step, to_graph=to_graph)
+    def published(batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
+        publish(batch, step, child, to_graph=to_graph)
         sleep()
 
-    publisher.publish_whole = published  # type: ignore[method-assign]
+    publisher.publish = published  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

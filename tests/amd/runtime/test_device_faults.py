@@ -268,12 +268,11 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
         runtime.table.reserve(request.row, length)
         batch = StepBatch(np.array([request.row]), np.array([length]), np.array([1]), NO_TOKEN_IDS)
         try:
-            runtime.stage(batch)
+            step = runtime.stage(batch)
         except DeviceFault as fault:
             reported.append((length, fault.step))
-            runtime.stage(batch)
-        assert runtime.gate._children[0] is not None
-        late.launch(partial(body, runtime.gate._children[0].tensors))
+            step = runtime.stage(batch)
+        late.launch(partial(body, step.children[0].tensors))
         runtime.end_step()
         runtime.table.mark_stored(batch.rows, batch.kv_len)
         # The device has begun these steps, but has not done the last one.

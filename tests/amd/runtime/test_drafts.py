@@ -206,7 +206,7 @@ def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: to
     rows, prefix = np.array([one.row, other.row], np.int32), np.array([5, 8], np.int32)
     inputs = DeviceInputs(kv_len=lengths, ahead=drafts.tokens)
     steps = runtime.step(draft_batch(rows, prefix, drafts, NO_TOKEN_IDS, inputs=inputs))
-    tensors = [child.tensors for child in runtime.gate._children]
+    tensors = [child.tensors for child in steps.children]
     assert [step.kv_len[:2].tolist() for step in tensors] == [[7, 10], [9, 12], [11, 14]]
     assert all(step.counts.data_ptr() == tensors[0].counts.data_ptr() for step in tensors)
     assert steps.parts[0].parents[:1].tolist() == [[-1, -1, 0, 1, 2, 3]]

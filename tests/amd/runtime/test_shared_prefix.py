@@ -225,9 +225,9 @@ def test_token_ids_of_the_host_lie_before_the_prefixes(device: torch.device) -> 
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
     batch = replace(batch, token_ids=np.array([7, 9], np.int32), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
-    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(3))).parts[0]
-    assert step.token_ids.tolist() == [7, 9, 0]
-    metadata = world.runtime.gate._children[0].tensors
+    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(3)))
+    assert step.parts[0].token_ids.tolist() == [7, 9, 0]
+    metadata = step.children[0].tensors
     assert metadata.prefix_len.tolist() == [8, 8, 0]
     assert metadata.group_indptr.tolist() == [0, 2, 2, 2]
     assert metadata.suffix_kv_len.tolist() == [2, 3, 0]

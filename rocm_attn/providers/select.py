@@ -14,6 +14,7 @@ from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import ALL_KEYS, Problem
 from rocm_attn.providers import torch_sparse, triton_sparse
+from rocm_attn.providers.aiter import selected as aiter_selected
 from rocm_attn.providers.aiter.entries import ENTRIES as AITER_ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel, PoolSize, StepOps
 from rocm_attn.providers.sparse import IndexerEntry, NoSparseKernel, SelectedKeysEntry, SparseKernels, choose_sparse
@@ -27,12 +28,14 @@ ENTRIES: Mapping[str, Sequence[KernelEntry]] = {
     "torch": TORCH.entries,
 }
 
-# Further kernels of layers with an indexer; no kernel of AITER is bound.
+# Further kernels of layers with an indexer. No indexer of AITER is bound, so Triton's select for it.
 INDEXER_ENTRIES: Mapping[str, Sequence[IndexerEntry]] = {
+    "aiter": triton_sparse.INDEXER_ENTRIES,
     "triton": triton_sparse.INDEXER_ENTRIES,
     "torch": torch_sparse.INDEXER_ENTRIES,
 }
 SELECTED_ENTRIES: Mapping[str, Sequence[SelectedKeysEntry]] = {
+    "aiter": aiter_selected.SELECTED_ENTRIES,
     "triton": triton_sparse.SELECTED_ENTRIES,
     "torch": torch_sparse.SELECTED_ENTRIES,
 }
@@ -150,7 +153,7 @@ def select(
     needed = [kind for kind in kinds if kind.instead is kind or kind.extra is Extra.MASK]
     missing = [kind.value for kind in needed if kind not in kernels]
     if not missing:
-        sparse = _sparse_kernels(names, problem, target, pool, deterministic)
+        sparse = _sparse_kernels(names, problem, target, pool, unavailable, deterministic)
         if sparse is not None:
             kernels = {kind: sparse.beside(kernel) for kind, kernel in kernels.items()}
         return Selection(problem, target, kernels, tuple(refusals), sparse)
@@ -215,14 +218,22 @@ def _first_that_serves(
 
 
 def _sparse_kernels(
-    names: Sequence[str], problem: Problem, target: Target, pool: PoolSize, deterministic: bool
+    names: Sequence[str],
+    problem: Problem,
+    target: Target,
+    pool: PoolSize,
+    unavailable: Unavailable,
+    deterministic: bool,
 ) -> SparseKernels | None:
-    """The kernels of the first provider that has them all; None if none are needed. Raises Unsupported."""
+    """The kernels of the first provider that has them all; None if none are needed. Raises Unsupported.
+
+    Triton's come before AITER's, which cut no token's keys into parts for more programs.
+    """
     reasons: list[str] = []
-    for name in names:
+    for name in reversed(names):
         try:
             entries = INDEXER_ENTRIES.get(name, ()), SELECTED_ENTRIES.get(name, ())
-            return choose_sparse(problem, target, pool, *entries, deterministic=deterministic)
+            return choose_sparse(problem, target, pool, *entries, unavailable=unavailable, deterministic=deterministic)
         except NoSparseKernel as missing:
             reasons += [f"{name}: {reason}" for reason in missing.reasons]
     raise Unsupported(

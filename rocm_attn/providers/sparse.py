@@ -7,7 +7,7 @@ selection gets the second one alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -141,6 +141,7 @@ class SparseKernels:
     entries:  names of both rows
     bakes:    of both
     batch_invariant: of both
+    gives_lse: True if selected returns the log-sum-exp
     """
 
     selected: BoundSelected
@@ -148,6 +149,7 @@ class SparseKernels:
     entries: tuple[str, ...]
     bakes: frozenset[Baked]
     batch_invariant: bool
+    gives_lse: bool
 
     def beside(self, dense: LayerKernel) -> LayerKernel:
         """Adds these kernels to that of a kind of step: a plan has room for them, and its graph key names them."""
@@ -205,9 +207,13 @@ def choose_sparse(
     indexer_entries: Iterable[IndexerEntry],
     selected_entries: Iterable[SelectedKeysEntry],
     *,
+    unavailable: Mapping[str, str],
     deterministic: bool,
 ) -> SparseKernels | None:
-    """The first kernels that serve a problem; None if it attends to all keys. Raises NoSparseKernel."""
+    """The first kernels that serve a problem; None if it attends to all keys. Raises NoSparseKernel.
+
+    unavailable: name of a kernel -> why it may not be used here
+    """
     if isinstance(problem.indexer, AllKeys):
         return None
     indexing = problem.indexer.indexing
@@ -215,6 +221,8 @@ def choose_sparse(
 
     def refused(entry: IndexerEntry | SelectedKeysEntry, found: Sequence[str]) -> bool:
         also = ["a sequence's result may depend on the batch"] * (deterministic and not entry.batch_invariant)
+        if entry.name in unavailable:
+            also.append(unavailable[entry.name])
         reasons.extend(f"{entry.name}: {reason}" for reason in (*found, *also))
         return bool(found or also)
 
@@ -244,6 +252,11 @@ def choose_sparse(
             reasons.append(f"{entry.name}: {miss.args[0]}")
             continue
         return SparseKernels(
-            selected, indexer, (entry.name, *names), bakes | entry.bakes, invariant and entry.batch_invariant
+            selected,
+            indexer,
+            (entry.name, *names),
+            bakes | entry.bakes,
+            invariant and entry.batch_invariant,
+            entry.limits.gives_lse(problem),
         )
     raise NoSparseKernel(reasons or ["it has no attention over a selection"])

@@ -105,17 +105,20 @@ def _sparse(provider: str) -> str:
     """The sparse kernels of a provider; empty if it has none."""
     cells = [
         f"| `{entry.name}` | selects | {_archs(entry.limits)} | {_dtypes(entry.limits)} | "
-        f"{_range(entry.limits.head_dim)} | {entry.limits.num_heads} | {_yes(entry.batch_invariant)} |"
+        f"{_range(entry.limits.head_dim)} | any | {entry.limits.num_heads} | {_yes(entry.batch_invariant)} |"
         for entry in INDEXER_ENTRIES.get(provider, ())
     ]
     cells += [
         f"| `{entry.name}` | attends over {', '.join(pool.value for pool in entry.limits.pools)} | "
         f"{_archs(entry.limits)} | {_dtypes(entry.limits)} | "
-        f"{_range(entry.limits.head_dim)}/{_range(entry.limits.v_head_dim)} | "
+        f"{_range(entry.limits.head_dim)}/{_range(entry.limits.v_head_dim)} | {_page_sizes(entry.limits)} | "
         f"{entry.limits.max_gqa_ratio} on a KV head | {_yes(entry.batch_invariant)} |"
         for entry in SELECTED_ENTRIES.get(provider, ())
     ]
-    head = ["| kernel | what it does | archs | dtypes | head_dim | heads | any batch |", f"|{' --- |' * 7}"]
+    head = [
+        "| kernel | what it does | archs | dtypes | head_dim | page sizes | heads | any batch |",
+        f"|{' --- |' * 8}",
+    ]
     return "".join(f"{line}\n" for line in head + cells) if cells else ""
 
 
@@ -162,8 +165,7 @@ def _dims(line: _Line) -> str:
     return _range(limits.head_dim) if same else f"{_range(limits.head_dim)}/{_range(limits.v_head_dim)}"
 
 
-def _pages(line: _Line) -> str:
-    limits = line[0].limits
+def _page_sizes(limits: Limits) -> str:
     return ", ".join(map(str, limits.page_sizes)) if limits.page_sizes else _range(limits.page_size)
 
 
@@ -233,7 +235,7 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
     "archs": lambda line: _archs(line[0].limits),
     "dtypes": lambda line: _dtypes(line[0].limits),
     "head_dim": _dims,
-    "page sizes": _pages,
+    "page sizes": lambda line: _page_sizes(line[0].limits),
     "query heads": _heads,
     "pools": _pools,
     "LSE": _lse,

@@ -270,6 +270,9 @@ class Layers:
         assert selected is not None
         assert selection.sparse is not None
         self._check_rows(selection.problem, tensors.slot_of_token.shape[0], q, out, lse)
+        if lse is not None and not selection.sparse.gives_lse:
+            name = selection.sparse.entries[0]
+            raise BadTensor(f"{name} returns no lse; build the runtime of problems with wants_lse=True")
         sinks, pages = self._head_weights.of(layer).sinks, self._pool.layer(layer)
         args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
         with on_device(self._device):

@@ -309,8 +309,16 @@ def _sparse() -> tuple[KernelEntry, ...]:
             "mla_decode_fwd[selected]",
             StepKind.DECODE,
             limits,
-            "it reads a selection as a page list of each token, which takes a kernel per layer and a sum per step to "
-            "write; unified_attention_sparse_mla, which reads selections unchanged, is not bound either",
+            "it reads a selection as a packed page list of each token; aiter.unified_attention_sparse_mla, which is "
+            "bound, takes a row of places for each",
+        ),
+        _unbound(
+            "pa_decode_sparse",
+            StepKind.DECODE,
+            replace(limits, exact_dims=((512, 512),)),
+            "V is all of its row, as in DeepSeek-V4, and a row has a power of two of elements "
+            "(attention/pa_decode_sparse.py:142 in v0.1.17), which latents of 576 do not; before v0.1.20 its offsets "
+            "have 32 bits",
         ),
         _unbound(
             "deepgemm_fp8_paged_mqa_logits",
@@ -406,7 +414,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         rounds_products=True,
         rounds_queries=True,
     ),
-    # For sparse layers (providers/sparse.py), which Triton's kernels serve instead.
+    # For sparse layers (providers/sparse.py), which Triton's kernels and those of selected.py serve instead.
     *_sparse(),
     # Stores, for which launches of StepOps serve instead.
     *(

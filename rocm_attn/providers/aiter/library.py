@@ -71,6 +71,10 @@ pa_persistent_fwd = AiterFunction("pa_persistent_fwd", ("aiter",))
 get_pa_metadata_v1 = AiterFunction("get_pa_metadata_v1", ("aiter",))
 # Assembly: decode steps over a latent pool.
 mla_decode_fwd = AiterFunction("mla_decode_fwd", ("aiter.mla",))
+# Triton: attention of a latent pool over selected places, in every kind of step; since v0.1.12.
+unified_attention_sparse_mla = AiterFunction(
+    "unified_attention_sparse_mla", ("aiter.ops.triton.attention.unified_attention_sparse_mla",)
+)
 # HIP: the schedule of mla_decode_fwd.
 get_mla_metadata_v1 = AiterFunction("get_mla_metadata_v1", ("aiter",))
 # Assembly: extend and mixed steps over a latent pool.
@@ -184,6 +188,12 @@ _LATENT_SCHEDULE = EntryPoint(
         "kv_granularity max_seqlen_qo uni_seqlen_qo fast_mode max_split_per_batch dtype_q dtype_kv"
     ),
 )
+_SELECTED = EntryPoint(
+    unified_attention_sparse_mla,
+    _keywords(
+        "q kv out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale topk_indices block_table kv_lora_rank"
+    ),
+)
 
 # Name of the table's choice -> the functions that its kernel calls.
 ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
@@ -202,6 +212,7 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.mla_decode_fwd+get_mla_metadata_v1": (_LATENT_SPLITS, _LATENT_SHARES, _LATENT_SCHEDULE),
     "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]": (_LATENT_EIGHT_BITS, _LATENT_SCHEDULE),
     "aiter.mla_prefill_fwd": (EntryPoint(mla_prefill_fwd, _LATENT),),
+    "aiter.unified_attention_sparse_mla": (_SELECTED,),
 }
 
 

@@ -135,6 +135,11 @@ _PAGE_SCHEDULE = (
     "max_seqlen_qo=-1 uni_seqlen_qo=-1 fast_mode=True topk=-1 max_split_per_batch=-1"
 )
 
+# Since v0.1.12.
+_SELECTED = (
+    "q kv out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale topk_indices block_table kv_lora_rank"
+)
+
 _OLD_MODULE = "aiter.ops.triton.unified_attention"
 
 V0_1_10 = Release(
@@ -164,6 +169,7 @@ V0_1_14 = Release(
         "pa_persistent_fwd": _PERSISTENT,
         "mla_decode_fwd": _MLA_PAGED,
         "get_mla_metadata_v1": _SCHEDULE_PAGED,
+        "unified_attention_sparse_mla": _SELECTED,
     },
 )
 E4048607 = Release(

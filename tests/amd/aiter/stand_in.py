@@ -18,6 +18,7 @@ from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
 from tests.amd.aiter.latent_schedule import get_mla_metadata_v1
 from tests.amd.aiter.persistent_functions import get_pa_metadata_v1, pa_persistent_fwd
 from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
+from tests.amd.aiter.selected_function import unified_attention_sparse_mla
 from tests.amd.aiter.signatures import Release
 from tests.amd.aiter.unified_function import unified_attention
 from tests.amd.aiter.vectorised_functions import pa_decode_gluon, pa_fwd_asm
@@ -40,6 +41,7 @@ def bodies_of(release: Release, arch: str) -> dict[str, Body]:
         "mla_decode_fwd": partial(mla_decode_fwd, *here),
         "mla_prefill_fwd": mla_prefill_fwd,
         "get_mla_metadata_v1": partial(get_mla_metadata_v1, *here),
+        "unified_attention_sparse_mla": unified_attention_sparse_mla,
     }
 
 
@@ -86,6 +88,7 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx9
         ),
         "aiter.ops.triton.gluon.pa_decode_gluon": ("pa_decode_gluon",),
         "aiter.mla": ("mla_decode_fwd", "mla_prefill_fwd"),
+        "aiter.ops.triton.attention.unified_attention_sparse_mla": ("unified_attention_sparse_mla",),
         release.unified_module: ("unified_attention",),
     }
     for path, names in places.items():

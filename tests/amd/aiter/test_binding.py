@@ -17,6 +17,7 @@ from rocm_attn.machine.aiter_releases import written_for
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.entries import ENTRIES
+from rocm_attn.providers.aiter.selected import SELECTED_ENTRIES
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import E4048607, V0_1_9, V0_1_10, Release
@@ -30,6 +31,7 @@ def test_every_recorded_release_is_accepted(release: StandIn) -> None:
         for row in ("", "[fp8]"):
             complaint = missing.pop(f"aiter.mla_decode_fwd+get_mla_metadata_v1{row}")
             assert complaint.startswith("the installed AITER's get_mla_metadata_v1 takes no kv_last_page_lens")
+        assert "unified_attention_sparse_mla" in missing.pop("aiter.unified_attention_sparse_mla")
     if release.release is not E4048607:
         complaint = missing.pop("aiter.unified_attention[vectorised]")
         assert complaint.startswith("the installed AITER's unified_attention takes no shuffled_kv_cache")
@@ -37,7 +39,8 @@ def test_every_recorded_release_is_accepted(release: StandIn) -> None:
 
 
 def test_every_bound_row_has_an_entry_point_and_no_other() -> None:
-    assert set(library.ENTRY_POINTS) == {row.name for row in ENTRIES if not row.not_bound}
+    over_selections = {row.name for row in SELECTED_ENTRIES}
+    assert set(library.ENTRY_POINTS) == {row.name for row in ENTRIES if not row.not_bound} | over_selections
 
 
 def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:

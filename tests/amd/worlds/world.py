@@ -96,8 +96,8 @@ class Rows:
             k[..., : problem.v_head_dim] if is_latent else rows(kv_heads, problem.v_head_dim, dtype=dtype),
             rows(q_heads, problem.v_head_dim, dtype=dtype),
             rows(q_heads),
-            rows(heads, dim),
-            rows(dim),
+            rows(heads, dim, dtype=dtype),
+            rows(dim, dtype=dtype),
             rows(heads),
         )
 

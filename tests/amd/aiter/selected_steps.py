@@ -50,9 +50,12 @@ def problem_of(case: SelectedCase, scale: float) -> Problem:
     )
 
 
-def attended(
-    case: SelectedCase, target: Target, changed: Callable[[SelectedArgs], SelectedArgs] = lambda args: args
-) -> float:
+def unchanged(args: SelectedArgs) -> SelectedArgs:
+    """Returns the step as it is."""
+    return args
+
+
+def attended(case: SelectedCase, target: Target, changed: Callable[[SelectedArgs], SelectedArgs] = unchanged) -> float:
     """Runs a case by the row and returns its largest error. Scratch and the queries of padded tokens are NaN.
 
     changed: returns the same step in other memory

@@ -15,8 +15,9 @@ from rocm_attn.kernels.compile_only import compile_only
 from rocm_attn.machine.absent_gpu import absent_gpu
 from rocm_attn.machine.target import known_target
 from rocm_lab.simulator.launcher import simulated
-from tests.amd.aiter_source.cases import Outcome, SourceCase, Verdict
+from tests.amd.aiter_source.cases import Outcome, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
+from tests.amd.aiter_source.selected import AnyCase
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -32,7 +33,7 @@ class Run:
     kernels: Collection[str]
 
 
-def simulate(case: SourceCase, arch: str) -> Run:
+def simulate(case: AnyCase, arch: str) -> Run:
     """Runs the case as machine code of the arch."""
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)  # then torch.empty() gives NaN
@@ -44,7 +45,7 @@ def simulate(case: SourceCase, arch: str) -> Run:
     return Run(outcome, simulation.kernels)
 
 
-def interpret(case: SourceCase) -> Outcome:
+def interpret(case: AnyCase) -> Outcome:
     """Runs the case in Triton's interpreter."""
     assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

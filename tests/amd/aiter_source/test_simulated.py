@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from rocm_attn.providers.aiter import library
 from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.aiter_source.cases import CASES, GLUON, UNIFIED, WRAPPERS, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.aiter_source.engines import simulate
+from tests.amd.aiter_source.selected import SELECTED_CASES, AnyCase
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -22,8 +24,8 @@ def windows_of(kernel: str) -> dict[int, SourceCase]:
 
 
 @every_arch
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_kernel_of_aiters_gives_the_right_answer(case: SourceCase, arch: str) -> None:
+@pytest.mark.parametrize("case", [*CASES, *SELECTED_CASES], ids=str)
+def test_a_kernel_of_aiters_gives_the_right_answer(case: AnyCase, arch: str) -> None:
     outcome = simulate(case, arch).outcome
     assert outcome.verdict is not Verdict.WRONG, outcome.what
     if outcome.verdict is Verdict.REFUSED:
@@ -69,5 +71,28 @@ def test_a_window_of_unified_attention_that_is_off_by_one_key_is_noticed(
 
     monkeypatch.setattr(library, "unified_attention", load_shifted)
     outcome = simulate(windows_of(UNIFIED)[window], "gfx950").outcome
+    assert outcome.verdict is Verdict.WRONG
+    assert "not close" in outcome.what
+
+
+@pytest.mark.parametrize("name", ["page1", "page16"])
+def test_selected_places_that_are_off_by_one_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = library.unified_attention_sparse_mla
+
+    def load_shifted() -> Any:
+        function = load()
+
+        def shifted(**call: Any) -> None:
+            places = call["topk_indices"]
+            # A page of one token is 16 places.
+            function(
+                **{**call, "topk_indices": torch.where(places < 0, places, places - (16 if name == "page1" else 1))}
+            )
+
+        return shifted
+
+    monkeypatch.setattr(library, "unified_attention_sparse_mla", load_shifted)
+    (case,) = (case for case in SELECTED_CASES if case.name == name)
+    outcome = simulate(case, "gfx950").outcome
     assert outcome.verdict is Verdict.WRONG
     assert "not close" in outcome.what

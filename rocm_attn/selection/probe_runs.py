@@ -25,7 +25,7 @@ from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
@@ -119,9 +119,9 @@ class _Run:
         num_seqs: int,
         weights: HeadWeights,
     ) -> _Run:
-        problem = selection.problem
-        num_pages = 1 + num_seqs * -(-max_kv_len // problem.page_size)
+        num_pages = 1 + num_seqs * -(-max_kv_len // selection.problem.page_size)
         fitting = _for_a_pool_of(selection, PoolSize(num_pages, max_kv_len, _PAD_TO))
+        problem = fitting.problem
         runtime = AttentionRuntime(
             LayerKinds((fitting,), (Space.FULL,), (0,)),
             RuntimeOptions(num_pages, num_seqs, max_kv_len, capture_sizes=(_PAD_TO,)),
@@ -348,12 +348,13 @@ def _foreign_failures() -> Iterator[None]:
 
 
 def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
-    """The same kernels, bound for a pool of another size."""
+    """The same kernels, bound for a pool of another size; those of steps that attend to all keys."""
+    problem = replace(selection.problem, indexer=ALL_KEYS)
     kernels = {
-        kind: LayerKernel(kernel.entry, kernel.entry.bind(selection.problem, selection.target, pool))
+        kind: LayerKernel(kernel.entry, kernel.entry.bind(problem, selection.target, pool))
         for kind, kernel in selection.kernels.items()
     }
-    return replace(selection, kernels=kernels)
+    return replace(selection, problem=problem, kernels=kernels, sparse=None)
 
 
 def _named(kind: StepKind) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.machine.target import known_target
@@ -16,10 +17,12 @@ from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, P
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.selection.kernels import choose_kernels
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.selected_steps import CASES, ROW, attended, in_wide_rows
-from tests.amd.aiter.serving import CPU, GFX942, latent_problem
+from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, with_installed_aiter
 from tests.amd.aiter.stand_in import StandIn
+from tests.amd.aiter.test_probe import was_not_built
 from tests.amd.kernels.sparse_cases import SelectedCase
 from tests.amd.worlds.world import World
 
@@ -114,6 +117,28 @@ def test_a_wrong_argument_is_noticed(change: Change, what: str, aiter: StandIn) 
     aiter.bodies[NAME] = lambda call: body({**call, **change(call)})
     with pytest.raises((AssertionError, ContractBroken), match=what):
         attended(CASES["page16"], GFX942)
+
+
+@pytest.mark.parametrize("selects", [True, False], ids=["selects", "reuses"])
+@pytest.mark.parametrize(
+    ("layer", "function", "instead"),
+    [
+        (plain_problem(), "paged_attention_ragged", "aiter.unified_attention"),
+        (latent_problem(), "mla_decode_fwd", "aiter.mla_decode_fwd"),
+    ],
+    ids=["split", "latent"],
+)
+def test_layers_with_an_indexer_are_probed_in_their_steps_over_all_keys(
+    layer: Problem, function: str, instead: str, selects: bool, aiter: StandIn
+) -> None:
+    right = aiter.bodies[function]
+    wrong = was_not_built(right)
+    # Of mla_decode_fwd, only the kernels with a schedule are missing.
+    aiter.bodies[function] = lambda call: (right if call.get("num_kv_splits_indptr") is not None else wrong)(call)
+    layer = replace(layer, indexer=Indexer(4, 16, TOKENS) if selects else EarlierSelection(TOKENS))
+    (chosen,) = choose_kernels([layer], with_installed_aiter(GFX942), "auto", PoolSize(100, 64, 4), device=CPU)
+    assert chosen.kernels[StepKind.DECODE].entry.name == instead
+    assert any(each.reason.startswith("switched off by its probe: it raised") for each in chosen.refusals)
 
 
 def test_auto_prefers_tritons_and_takes_aiters_where_those_are_off() -> None:

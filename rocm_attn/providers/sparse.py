@@ -121,6 +121,7 @@ class SelectedKeysEntry:
     """Attention over a selection, of a provider; see KernelEntry for the fields.
 
     serves: indexing -> why its selections are not supported, one clause each; empty if they are
+    is_probed: of latent layers and single tokens alone (selection/probe_runs.py)
     """
 
     provider: str
@@ -130,6 +131,7 @@ class SelectedKeysEntry:
     bakes: frozenset[Baked]
     bind: Callable[[Problem, Target, PoolSize], BoundSelected]
     serves: Callable[[Indexing], Sequence[str]] = lambda indexing: ()
+    is_probed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class SparseKernels:
     bakes:    of both
     batch_invariant: of both
     gives_lse: True if selected returns the log-sum-exp
+    is_probed: True if selected runs against the reference before it serves
     """
 
     selected: BoundSelected
@@ -150,6 +153,7 @@ class SparseKernels:
     bakes: frozenset[Baked]
     batch_invariant: bool
     gives_lse: bool
+    is_probed: bool
 
     def beside(self, dense: LayerKernel) -> LayerKernel:
         """Adds these kernels to that of a kind of step: a plan has room for them, and its graph key names them."""
@@ -258,5 +262,6 @@ def choose_sparse(
             bakes | entry.bakes,
             invariant and entry.batch_invariant,
             entry.limits.gives_lse(problem),
+            entry.is_probed,
         )
     raise NoSparseKernel(reasons or ["it has no attention over a selection"])

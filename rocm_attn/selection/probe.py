@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,9 @@ import torch
 from rocm_attn.machine import releases
 from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
-from rocm_attn.selection.probe_runs import ALL_OF_IT, edge_run, random_run
+from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, random_run, selected_run
+
+Run = Callable[[Selection, torch.device], FailedProbe | None]
 
 
 def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapping[str, str]:
@@ -30,9 +32,21 @@ def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapp
     """
     wrong: dict[str, str] = {}
     for selection in selections:
-        if any(kernel.entry.is_probed and _runs(kernel.entry, device) for kernel in selection.kernels.values()):
-            wrong.update(_verdict(selection, device))
+        runs = _runs_of(selection, device)
+        if runs:
+            wrong.update(_verdict(selection, device, runs))
     return wrong
+
+
+def _runs_of(selection: Selection, device: torch.device) -> Sequence[Run]:
+    """The runs that the selection's probed kernels need."""
+    over_all_keys = any(kernel.entry.is_probed and _runs(kernel.entry, device) for kernel in selection.kernels.values())
+    return [random_run, edge_run] * over_all_keys + [selected_run] * _probes_selected(selection)
+
+
+def _probes_selected(selection: Selection) -> bool:
+    """True if its attention over a selection is probed."""
+    return selection.sparse is not None and selection.sparse.is_probed
 
 
 def _runs(entry: KernelEntry, device: torch.device) -> bool:
@@ -40,11 +54,12 @@ def _runs(entry: KernelEntry, device: torch.device) -> bool:
     return entry.provider == "aiter" or device.type == "cuda"
 
 
-def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
+def _verdict(selection: Selection, device: torch.device, runs: Sequence[Run]) -> Mapping[str, str]:
     place = _place(selection, device)
     if place is not None and place.is_file():
         return _read(place)
-    wrong = random_run(selection, device) or edge_run(selection, device)
+    found = (run(selection, device) for run in runs)
+    wrong = next((each for each in found if each is not None), None)
     verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
     # Memory that is short now may be free later, so that verdict is not kept.
     if place is not None and not (wrong is not None and wrong.lacks_memory):
@@ -55,7 +70,8 @@ def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
 def _place(selection: Selection, device: torch.device) -> Path | None:
     """The file of a selection's verdict; None if kernels are AITER's, of an unknown version that may change."""
     version = releases.aiter_version()
-    if not version and any(kernel.entry.provider == "aiter" for kernel in selection.kernels.values()):
+    is_aiters = any(kernel.entry.provider == "aiter" for kernel in selection.kernels.values())
+    if not version and (is_aiters or _probes_selected(selection)):
         return None
     facts = {
         "arch": selection.target.arch,

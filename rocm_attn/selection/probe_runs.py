@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.guards.registry import guards_from_settings
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import ALL_KEYS, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
@@ -69,8 +71,11 @@ _K_FACTOR, _V_FACTOR = 0.5, 0.25
 # Tokens that are stored at once in steps without attention.
 _CHUNK = 4096
 
+# The place of each token of a step over selections, and the keys that it selects of those before it and its own.
+_SELECTED = ((299, 300), (299, 150), (70, 40), (16, 17), (0, 1), (40, 0))
+
 # The inputs of a verdict, in addition to the machine and the kernels.
-ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACTOR]
+ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACTOR, _SELECTED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +187,8 @@ class _Run:
             self._remember(rows.k, rows.v, q_len)
             if not row.is_probed:
                 return None
-            try:
-                what, lacks_memory = self._difference(step, q_len, rows.q), False
-            except _Failed as failed:
-                error = failed.__cause__
-                text = str(error).strip()
-                what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
-                lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
             where = f"in {_named(step.plan.shape.kind)} of lengths {', '.join(map(str, self.kv_len))}"
-            return FailedProbe(row.name, f"{what} {where}", lacks_memory) if what else None
+            return _fault(row.name, lambda: self._difference(step, q_len, rows.q), where)
 
     @contextmanager
     def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Part]:
@@ -282,6 +280,18 @@ class _Run:
         return "" if bool((out[first:] == 0).all()) else "a padded token is not zero"
 
 
+def _fault(kernel: str, difference: Callable[[], str], where: str) -> FailedProbe | None:
+    """The fault that `difference` describes, or with which the kernel raises _Failed in it; None if there is none."""
+    try:
+        what, lacks_memory = difference(), False
+    except _Failed as failed:
+        error = failed.__cause__
+        text = str(error).strip()
+        what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
+        lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return FailedProbe(kernel, f"{what} {where}", lacks_memory) if what else None
+
+
 def _close(result: Tensor, reference: Tensor, bound: Bound) -> bool:
     return bool((error_parts(result, reference, bound) <= 1).all())
 
@@ -329,6 +339,65 @@ def edge_run(selection: Selection, device: torch.device) -> FailedProbe | None:
         cached, EDGE_STEPS, last_pad_to=_MANY
     )
     return wrong and replace(wrong, what=f"by a key at an edge: {wrong.what}")
+
+
+def selected_run(selection: Selection, device: torch.device) -> FailedProbe | None:
+    """The fault of a latent layer's attention over selections of single tokens; None if it is right.
+
+    The tokens of a sequence select random keys in random pages, one of them a single key, one none, and the last one is
+    padded. Rows that no token selects are NaN.
+    """
+    problem, sparse = replace(selection.problem, indexer=ALL_KEYS), selection.sparse
+    assert sparse is not None
+    assert isinstance(selection.problem.indexer, Indexer | EarlierSelection)
+    width, generator = selection.problem.indexer.indexing.width, torch.Generator().manual_seed(0)
+    num_keys = max(_SELECTED)[0] + 1
+    num_pages, num_tokens = 2 + num_keys // problem.page_size, len(_SELECTED) + 1
+    shapes = (num_tokens, problem.num_q_heads), (num_pages, problem.page_size, 1)
+    q, k = (torch.randn(*shape, problem.head_dim, generator=generator).to(problem.dtype) for shape in shapes)
+    page_of = 1 + torch.randperm(num_pages - 1, generator=generator)
+    places = page_of[:, None] * problem.page_size + torch.arange(problem.page_size)
+    picked = [
+        torch.randperm(position + 1, generator=generator)[: min(count, width)].sort()[0]
+        for position, count in _SELECTED
+    ]
+    units = torch.full((num_tokens, 1, width), NO_UNIT, dtype=torch.int32)
+    for token, chosen in enumerate(picked):
+        units[token, 0, : len(chosen)] = chosen
+    q[-1] = float("nan")
+    rows, never = k.flatten(0, 1), torch.ones(num_pages * problem.page_size, dtype=torch.bool)
+    never[places.flatten()[torch.cat(picked)]] = False
+    rows[never] = float("nan")
+
+    def int32(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    tokens = SparseTokens(
+        int32(*[0] * num_tokens), int32(*(at for at, _ in _SELECTED), 0), int32(num_tokens - 1), num_keys, num_keys
+    )
+    selected = SelectedKeys(units.to(device), (units >= 0).sum(2, dtype=torch.int32).to(device), 1)
+    q, latents = q.to(device), k.to(device)
+    pages = LayerPages.plain(latents, latents[..., : problem.v_head_dim], kind=PoolKind.LATENT)
+    out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
+    workspace = torch.empty(sparse.selected.workspace_words(PaddedShape(StepKind.MIXED, num_tokens, num_tokens)))
+    table = page_of[None].to(device, torch.int32)
+    args = SelectedArgs(q, pages, table, tokens, selected, out, None, None, workspace.to(device))
+
+    def difference() -> str:
+        with _foreign_failures():
+            sparse.selected.attend(args)
+            wait_for_device(out.device)
+        bound = bounds_of(problem.dtype, eight_bit_products=False).out
+        for token, chosen in enumerate(picked):
+            seen = rows[places.flatten()[chosen]].to(device)
+            visible = torch.ones(1, len(chosen), dtype=torch.bool, device=device)
+            one = slice(token, token + 1)
+            want, _ = attend_sequence(q[one], seen, seen[..., : problem.v_head_dim], problem, visible=visible)
+            if not _close(out[one], want, bound):
+                return f"token {token} of {num_tokens} is wrong"
+        return "" if bool((out[-1] == 0).all()) else "a padded token is not zero"
+
+    return _fault(sparse.entries[0], difference, "over a selection")
 
 
 @contextmanager

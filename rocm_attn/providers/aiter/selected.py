@@ -132,5 +132,6 @@ SELECTED_ENTRIES = (
         bakes=frozenset(),
         bind=_bind,
         serves=_serves,
+        is_probed=True,
     ),
 )

@@ -18,10 +18,11 @@ from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.selection.probe import wrong_kernels
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.selected_steps import CASES, ROW, attended, in_wide_rows
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, with_installed_aiter
-from tests.amd.aiter.stand_in import StandIn
+from tests.amd.aiter.stand_in import Body, StandIn
 from tests.amd.aiter.test_probe import was_not_built
 from tests.amd.kernels.sparse_cases import SelectedCase
 from tests.amd.worlds.world import World
@@ -52,7 +53,9 @@ def over_selections(problem: Problem) -> Selection:
     chosen = select(problem, known_target("cpu"), "torch")
     assert chosen.sparse is not None
     bound = ROW.bind(problem, GFX942, SMALLEST_POOL)
-    sparse = replace(chosen.sparse, selected=bound, entries=(ROW.name, *chosen.sparse.entries[1:]), gives_lse=False)
+    sparse = replace(
+        chosen.sparse, selected=bound, entries=(ROW.name, *chosen.sparse.entries[1:]), gives_lse=False, is_probed=True
+    )
     dense = select(replace(problem, indexer=ALL_KEYS), known_target("cpu"), "torch").kernels
     return replace(chosen, kernels={kind: sparse.beside(kernel) for kind, kernel in dense.items()}, sparse=sparse)
 
@@ -139,6 +142,46 @@ def test_layers_with_an_indexer_are_probed_in_their_steps_over_all_keys(
     (chosen,) = choose_kernels([layer], with_installed_aiter(GFX942), "auto", PoolSize(100, 64, 4), device=CPU)
     assert chosen.kernels[StepKind.DECODE].entry.name == instead
     assert any(each.reason.startswith("switched off by its probe: it raised") for each in chosen.refusals)
+
+
+def forgets_heads(right: Body) -> Body:
+    """Leaves the last head as it is."""
+
+    def wrong(call: Mapping[str, Any]) -> Any:
+        before = call["out"][:, -1].clone()
+        right(call)
+        call["out"][:, -1] = before
+
+    return wrong
+
+
+def ignores_where_there_is_nothing(right: Body) -> Body:
+    """Takes the first place of the pool for -1."""
+    return lambda call: right({**call, "topk_indices": call["topk_indices"].clamp(min=0)})
+
+
+def reads_places_as_keys(right: Body) -> Body:
+    """Counts places from the next one."""
+    return lambda call: right({**call, "topk_indices": (call["topk_indices"] + 1) * (call["topk_indices"] >= 0)})
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    "damage",
+    [forgets_heads, ignores_where_there_is_nothing, reads_places_as_keys, was_not_built],
+    ids=lambda f: f.__name__,
+)
+def test_a_wrong_kernel_is_switched_off(damage: Callable[[Body], Body], page_size: int, aiter: StandIn) -> None:
+    aiter.bodies[NAME] = damage(aiter.bodies[NAME])
+    layer = sparse_layer(page_size=page_size)
+    assert wrong_kernels([over_selections(layer)], CPU)[ROW.name].startswith("switched off by its probe: ")
+
+
+@pytest.mark.parametrize(("num_heads", "page_size"), [(16, 1), (24, 64)])
+def test_a_right_kernel_is_probed_once(num_heads: int, page_size: int, aiter: StandIn) -> None:
+    chosen = over_selections(sparse_layer(num_heads, page_size))
+    assert wrong_kernels([chosen, chosen], CPU) == {}
+    assert aiter.calls == [NAME]
 
 
 def test_auto_prefers_tritons_and_takes_aiters_where_those_are_off() -> None:

@@ -93,6 +93,7 @@ def slots_of(args: SelectedArgs, page_slots: int) -> Tensor:
     gives_key = (entry < args.selection.counts) & (units >= 0) & (units < visible)
     page_no = (units // page_size).clamp(0, args.table.shape[1] - 1)
     page = args.table[tokens.row_of_token.long()[:, None], page_no.long()]
+    # The keys come first: after a tile without any, the function would take 0 for the largest logit so far.
     return torch.where(gives_key, page * page_slots + units % page_size, -1)
 
 

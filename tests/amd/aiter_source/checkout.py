@@ -7,6 +7,7 @@ functions that rocm_attn calls are then real, with the kernels that they launch:
     aiter.ops.triton.attention.unified_attention.unified_attention   (Triton)
     aiter.ops.triton.gluon.pa_decode_gluon.pa_decode_gluon           (Gluon; its reduction is AITER's Triton kernel,
                                                                       which AITER has in addition to the C++ one)
+    aiter.ops.triton.attention.unified_attention_sparse_mla.unified_attention_sparse_mla   (Triton)
     aiter.mla.mla_decode_fwd and mla_prefill_fwd                     (stage 2 in Triton; stage 1 is assembly, which
                                                                       latent_stages.py replaces)
 

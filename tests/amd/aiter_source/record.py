@@ -24,10 +24,10 @@ import triton
 
 from rocm_attn.problem import Scales
 from rocm_lab.simulator.launcher import ARCHS
-from tests.amd.aiter_source.cases import CASES, GLUON, INTERPRETED, Outcome, Verdict
+from tests.amd.aiter_source.cases import GLUON, Outcome, Verdict
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.aiter_source.engines import IS_INTERPRETED, interpret, simulate
-from tests.amd.aiter_source.selected import INTERPRETED_SELECTED, SELECTED_CASES, AnyCase
+from tests.amd.aiter_source.selected import ALL_CASES, ALL_INTERPRETED, AnyCase
 
 INTERPRETER = "interpreter"
 PLACES = (*ARCHS, INTERPRETER)
@@ -75,7 +75,7 @@ def main(document: Path, places: Sequence[str], kernel: str) -> int:
 def _simulated(arch: str, kernel: str) -> Iterator[Line]:
     # Processes are spawned: a forked process would inherit the threads that torch has started here.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        cases = [case for case in (*CASES, *SELECTED_CASES) if kernel_of(case).startswith(kernel)]
+        cases = [case for case in ALL_CASES if kernel_of(case).startswith(kernel)]
         started = [(case, pool.submit(_outcome, case, arch)) for case in cases]
         for case, future in started:
             yield _printed(Line(arch, case, _result(future)))
@@ -95,7 +95,7 @@ def _interpreted(kernel: str) -> Iterator[Line]:
     command = [sys.executable, "-m", "tests.amd.aiter_source.record", "--print", "--kernel", kernel]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    by_name = {str(case): case for case in (*INTERPRETED, *INTERPRETED_SELECTED)}
+    by_name = {str(case): case for case in ALL_INTERPRETED}
     for printed in text.splitlines():
         name, verdict, error, what = printed.split("\t")
         yield _printed(Line(INTERPRETER, by_name[name], Outcome(Verdict[verdict], what, float(error))))
@@ -104,7 +104,7 @@ def _interpreted(kernel: str) -> Iterator[Line]:
 def print_interpreted(kernel: str) -> None:
     """Prints the lines that _interpreted() reads."""
     assert IS_INTERPRETED
-    for case in (*INTERPRETED, *INTERPRETED_SELECTED):
+    for case in ALL_INTERPRETED:
         if kernel_of(case).startswith(kernel):
             outcome = interpret(case)
             print(case, outcome.verdict.name, outcome.error, " ".join(outcome.what.split()), sep="\t", flush=True)

@@ -12,7 +12,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.providers.aiter import library
 from tests.amd.aiter.selected_steps import CASES as STEPS
 from tests.amd.aiter.selected_steps import ROW, attended, in_wide_rows, unchanged
-from tests.amd.aiter_source.cases import Outcome, SourceCase, Verdict
+from tests.amd.aiter_source.cases import CASES, INTERPRETED, Outcome, SourceCase, Verdict
 from tests.amd.kernels.sparse_cases import SelectedCase
 from tests.amd.simulator.sparse_cases import with_large_pages
 
@@ -53,8 +53,11 @@ SELECTED_CASES = (
 )
 
 # Triton's interpreter computes bfloat16 wrongly, and copies pools.
-INTERPRETED_SELECTED = tuple(
+_INTERPRETED_SELECTED = tuple(
     replace(each, case=replace(each.case, dtype=torch.float16))
     for each in SELECTED_CASES
     if each.name != "fp16" and each.changed is not with_large_pages
 )
+
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *SELECTED_CASES)
+ALL_INTERPRETED: tuple[AnyCase, ...] = (*INTERPRETED, *_INTERPRETED_SELECTED)

@@ -12,7 +12,7 @@ from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.aiter_source.cases import CASES, GLUON, UNIFIED, WRAPPERS, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.aiter_source.engines import simulate
-from tests.amd.aiter_source.selected import SELECTED_CASES, AnyCase
+from tests.amd.aiter_source.selected import ALL_CASES, SELECTED_CASES, AnyCase
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -24,7 +24,7 @@ def windows_of(kernel: str) -> dict[int, SourceCase]:
 
 
 @every_arch
-@pytest.mark.parametrize("case", [*CASES, *SELECTED_CASES], ids=str)
+@pytest.mark.parametrize("case", ALL_CASES, ids=str)
 def test_a_kernel_of_aiters_gives_the_right_answer(case: AnyCase, arch: str) -> None:
     outcome = simulate(case, arch).outcome
     assert outcome.verdict is not Verdict.WRONG, outcome.what

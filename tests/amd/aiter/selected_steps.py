@@ -77,6 +77,13 @@ def attended(case: SelectedCase, target: Target, changed: Callable[[SelectedArgs
     return float((args.out.double() - built.reference).abs().max())
 
 
+def with_leftovers(args: SelectedArgs) -> SelectedArgs:
+    """Returns the step with units of an earlier one past every count."""
+    units, counts = args.selection.units, args.selection.counts
+    listed = torch.arange(units.shape[2]) < counts[:, :, None]
+    return args._replace(selection=args.selection._replace(units=torch.where(listed, units, 0)))
+
+
 def in_wide_rows(args: SelectedArgs) -> SelectedArgs:
     """Returns the step with rows of pages, queries and outputs further apart, and NaN between them."""
 

@@ -20,7 +20,7 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe import wrong_kernels
 from tests.amd.aiter.checks import ContractBroken
-from tests.amd.aiter.selected_steps import CASES, ROW, attended, in_wide_rows
+from tests.amd.aiter.selected_steps import CASES, ROW, attended, in_wide_rows, with_leftovers
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, with_installed_aiter
 from tests.amd.aiter.stand_in import Body, StandIn
 from tests.amd.aiter.test_probe import was_not_built
@@ -42,6 +42,10 @@ def test_every_token_sees_its_selection(case: SelectedCase, aiter: StandIn) -> N
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_may_lie_apart(page_size: int, aiter: StandIn) -> None:
     attended(CASES[f"page{page_size}"], GFX942, in_wide_rows)
+
+
+def test_entries_past_a_count_give_no_key(aiter: StandIn) -> None:
+    attended(CASES["page16"], GFX942, with_leftovers)
 
 
 def sparse_layer(num_heads: int = 16, page_size: int = 1, indexing: Indexing = TOKENS) -> Problem:

@@ -227,7 +227,7 @@ def lines_of(kind: LayerKind) -> list[str]:
 
 
 def _not_served(kind: LayerKind) -> list[str]:
-    """What the kernels of a kind leave out."""
+    """The rows that the kernels of a kind leave out."""
     missing = "no pool holds compressed rows, and no step attends to them and to a window; the window alone has:"
     return [f"  and {rows.describe()}\n  not served: {missing}" for rows in kind.compressed]
 

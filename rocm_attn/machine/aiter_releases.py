@@ -105,7 +105,7 @@ def bad(version: str, archs: Sequence[str]) -> BadRelease | None:
 
 
 def verdict(version: str, archs: Sequence[str]) -> tuple[bool, str]:
-    """Whether AITER may be built for an image, and one sentence that says why. version: a tag or a commit's hash"""
+    """True if AITER may be built for an image, and the reason in a sentence. version: a tag or a commit's hash"""
     found = bad(version, archs)
     if found is not None:
         return False, f"AITER {version} is known to be bad: {found.why} ({found.thread}); choose another release"

@@ -28,7 +28,7 @@ _ENDLESS = ReleaseRange().before
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of an installation and of what it will serve; what is missing or None is not known.
+    """An installation and what it will serve, as far as they are known; a missing value or None is not known.
 
     releases:    component -> release; None: it is not installed
     model:       the class that a config.json names
@@ -105,12 +105,12 @@ class KnownBad:
 
     @property
     def fix(self) -> str:
-        """What to do about it."""
+        """The way to avoid it."""
         other = f"use {self.about} {self.releases[self.about].before} or later" if self.is_fixed else ""
         return "; or ".join(filter(None, (other, self.remedy))) or f"read the thread: {self.end}"
 
     def sentence(self, needs: tuple[str, ...]) -> str:
-        """What will happen, when, and who saw it. needs: the conditions that are not known, in words"""
+        """Says what will happen, when, and who saw it. needs: the conditions that are not known, in words"""
         when = f" with {', '.join(needs)}" if needs else ""
         where = f"{self.thread} says of {self.about} {self.releases[self.about]}"
         return f'this will fail later ({self.effect}){when}, because {where}: "{self.symptom}"'

@@ -67,7 +67,7 @@ def clone_named() -> Path:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What a git command prints. Raises CalledProcessError."""
+    """Returns the output of a git command. Raises CalledProcessError."""
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 

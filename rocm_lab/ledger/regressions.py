@@ -42,7 +42,10 @@ class Regression:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the rules look at in one function. precise: its products with a named precision; cut: see the rule rows."""
+    """The parts of a function that the rules compare.
+
+    precise: its products with a named precision; cut: see the rule rows
+    """
 
     file: str
     precise: int

@@ -1,4 +1,4 @@
-"""What AITER's own sources say, release by release, written into sources.json by a script:
+"""The sources of AITER, release by release: a script writes what they say into sources.json:
 
     AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources     # then: python -m rocm_lab.ledger.page
 

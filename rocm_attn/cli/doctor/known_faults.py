@@ -15,7 +15,7 @@ _DISTRIBUTIONS = {**{name: (name,) for name in ENGINES}, "aiter": ("amd-aiter",)
 
 
 def facts_of(machine: Machine) -> Facts:
-    """What the table asks for, as far as an installation shows it. No model is known, and no option of an engine."""
+    """The facts that an installation shows. They name no model and no option of an engine."""
     versions = {
         what: [v for name in names for v in machine.versions_of(name)] for what, names in _DISTRIBUTIONS.items()
     }

@@ -50,10 +50,8 @@ class AiterFunction:
         )
 
 
-# Triton: decode, extend and mixed steps through a dense block table. The second place is the older one.
-unified_attention = AiterFunction(
-    "unified_attention", ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
-)
+# Triton: decode, extend and mixed steps through a dense block table.
+unified_attention = AiterFunction("unified_attention", ("aiter.ops.triton.attention.unified_attention",))
 # HIP: decode steps through a CSR page list.
 paged_attention_ragged = AiterFunction("paged_attention_ragged", ("aiter",))
 # Composable Kernel: extend and mixed steps through a CSR page list.
@@ -71,7 +69,7 @@ pa_persistent_fwd = AiterFunction("pa_persistent_fwd", ("aiter",))
 get_pa_metadata_v1 = AiterFunction("get_pa_metadata_v1", ("aiter",))
 # Assembly: decode steps over a latent pool.
 mla_decode_fwd = AiterFunction("mla_decode_fwd", ("aiter.mla",))
-# Triton: attention of a latent pool over selected places, in every kind of step; since v0.1.12.
+# Triton: attention of a latent pool over selected places, in every kind of step.
 unified_attention_sparse_mla = AiterFunction(
     "unified_attention_sparse_mla", ("aiter.ops.triton.attention.unified_attention_sparse_mla",)
 )

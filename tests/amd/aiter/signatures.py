@@ -14,7 +14,6 @@ class Release:
     """One release: the module of unified_attention, which has moved, and the parameters of each function."""
 
     version: str
-    unified_module: str
     parameters: Mapping[str, str]
 
     def is_before(self, *numbers: int) -> bool:
@@ -135,16 +134,12 @@ _PAGE_SCHEDULE = (
     "max_seqlen_qo=-1 uni_seqlen_qo=-1 fast_mode=True topk=-1 max_split_per_batch=-1"
 )
 
-# Since v0.1.12.
 _SELECTED = (
     "q kv out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale topk_indices block_table kv_lora_rank"
 )
 
-_OLD_MODULE = "aiter.ops.triton.unified_attention"
-
 V0_1_10 = Release(
     "0.1.10",
-    _OLD_MODULE,
     {
         "paged_attention_ragged": _RAGGED,
         "unified_attention": _UNIFIED_OLD,
@@ -157,11 +152,11 @@ V0_1_10 = Release(
         "mla_decode_fwd": _MLA_OLD,
         "get_mla_metadata_v1": _SCHEDULE_OLD,
         "mla_prefill_fwd": _MLA_PREFILL,
+        "unified_attention_sparse_mla": _SELECTED,
     },
 )
 V0_1_14 = Release(
     "0.1.14",
-    _OLD_MODULE,
     {
         **V0_1_10.parameters,
         "mha_batch_prefill_func": _BATCH_PREFILL,
@@ -169,15 +164,13 @@ V0_1_14 = Release(
         "pa_persistent_fwd": _PERSISTENT,
         "mla_decode_fwd": _MLA_PAGED,
         "get_mla_metadata_v1": _SCHEDULE_PAGED,
-        "unified_attention_sparse_mla": _SELECTED,
     },
 )
 E4048607 = Release(
     "0.1.21.dev46+ge4048607a",
-    "aiter.ops.triton.attention.unified_attention",
     {**V0_1_14.parameters, "unified_attention": _UNIFIED, "mla_decode_fwd": _MLA, "get_mla_metadata_v1": _SCHEDULE},
 )
 RELEASES = (V0_1_10, V0_1_14, E4048607)
 
 # A release before pages of more than one token were served. Its signature differs too much.
-V0_1_9 = Release("0.1.9.post1", _OLD_MODULE, {**V0_1_10.parameters, "mha_batch_prefill_func": _BATCH_PREFILL_0_1_9})
+V0_1_9 = Release("0.1.9.post1", {**V0_1_10.parameters, "mha_batch_prefill_func": _BATCH_PREFILL_0_1_9})

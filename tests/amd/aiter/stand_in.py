@@ -89,7 +89,7 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx9
         "aiter.ops.triton.gluon.pa_decode_gluon": ("pa_decode_gluon",),
         "aiter.mla": ("mla_decode_fwd", "mla_prefill_fwd"),
         "aiter.ops.triton.attention.unified_attention_sparse_mla": ("unified_attention_sparse_mla",),
-        release.unified_module: ("unified_attention",),
+        "aiter.ops.triton.attention.unified_attention": ("unified_attention",),
     }
     for path, names in places.items():
         module = _module(path, monkeypatch)

@@ -31,7 +31,6 @@ def test_every_recorded_release_is_accepted(release: StandIn) -> None:
         for row in ("", "[fp8]"):
             complaint = missing.pop(f"aiter.mla_decode_fwd+get_mla_metadata_v1{row}")
             assert complaint.startswith("the installed AITER's get_mla_metadata_v1 takes no kv_last_page_lens")
-        assert "unified_attention_sparse_mla" in missing.pop("aiter.unified_attention_sparse_mla")
     if release.release is not E4048607:
         complaint = missing.pop("aiter.unified_attention[vectorised]")
         assert complaint.startswith("the installed AITER's unified_attention takes no shuffled_kv_cache")
@@ -121,7 +120,7 @@ def test_a_release_that_lacks_a_parameter_is_named_with_it(monkeypatch: pytest.M
 def test_a_release_that_demands_more_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = dict(E4048607.parameters)
     parameters["unified_attention"] = "tiles " + parameters["unified_attention"]
-    install(Release("9", E4048607.unified_module, parameters), monkeypatch)
+    install(Release("9", parameters), monkeypatch)
     assert "unified_attention requires tiles" in library.unavailable()["aiter.unified_attention"]
 
 
@@ -129,7 +128,7 @@ def test_a_keyword_of_a_later_release_that_has_a_default_is_left_alone(monkeypat
     """Later files of AITER have unified_attention(..., backend=None)."""
     parameters = dict(E4048607.parameters)
     parameters["unified_attention"] += " backend=None"
-    install(Release("0.1.29", E4048607.unified_module, parameters), monkeypatch)
+    install(Release("0.1.29", parameters), monkeypatch)
     assert library.unavailable() == {}
 
 

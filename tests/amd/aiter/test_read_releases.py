@@ -149,7 +149,7 @@ def test_a_release_that_was_never_read_serves_after_its_probe_and_a_log_line_say
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels._warn_once.cache_clear()
-    install(Signatures("0.1.29", E4048607.unified_module, E4048607.parameters), monkeypatch)
+    install(Signatures("0.1.29", E4048607.parameters), monkeypatch)
     with caplog.at_level(logging.WARNING, logger=kernels.__name__):
         world(plain_problem(16, dims=(128, 128)))
     (said,) = [record.getMessage() for record in caplog.records if "never read" in record.getMessage()]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rocm_attn.machine.releases import Release
-from rocm_attn.providers.aiter.library import ENTRY_POINTS, AiterFunction, EntryPoint, unified_attention_sparse_mla
+from rocm_attn.providers.aiter.library import ENTRY_POINTS, AiterFunction, EntryPoint
 from rocm_lab.ledger.checkout import SourceTree
 from rocm_lab.ledger.sources import Declared, declared, functions, recorded
 from tests.amd.aiter.signatures import RELEASES
@@ -21,8 +21,6 @@ ADDED = {
     "unified_attention takes no shuffled_kv_cache;": Release.of("0.1.15.post1"),
     "get_mla_metadata_v1 takes no kv_last_page_lens and takes no page_size;": Release.of("0.1.10.post2"),
 }
-# The first release with unified_attention_sparse_mla.
-SELECTS = Release.of("0.1.12")
 
 ENTRIES = {
     f"{row}-{entry.function.name}-{i}": entry for row, each in ENTRY_POINTS.items() for i, entry in enumerate(each)
@@ -37,8 +35,6 @@ def here(function: AiterFunction) -> Declared:
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_a_function_takes_what_the_provider_passes(entry: EntryPoint) -> None:
     found, release = here(entry.function), release_of(Checkout.named().commit())
-    if release < SELECTS and entry.function is unified_attention_sparse_mla:
-        pytest.skip("the release has no such function")
     assert found.file, f"the checkout has no {entry.function.name}"
     complaint = entry.disagreement(found.function())
     if any(lacks in complaint and release < added for lacks, added in ADDED.items()):

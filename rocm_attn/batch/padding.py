@@ -12,7 +12,7 @@ slot         0                                 page 0: the store drops it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.batch.step_kinds import FEW_TOKENS, Extra, StepKind
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
 
@@ -67,6 +67,11 @@ class PaddedShape:
             return self
         num_seqs, num_tokens = self.num_seqs // self.num_halves, self.num_tokens // self.num_children
         return PaddedShape(self.kind, num_seqs, num_tokens, drafts=self.drafts)
+
+    def of_few(self, max_q_len: int) -> PaddedShape:
+        """Itself, or a verify step of its sizes if that may have max_q_len new tokens in a sequence."""
+        is_verified = self.kind in (StepKind.EXTEND, StepKind.MIXED) and self.num_children == 1
+        return replace(self, kind=StepKind.VERIFY) if is_verified and max_q_len <= FEW_TOKENS else self
 
     @property
     def pad_q_len(self) -> int:
@@ -137,8 +142,9 @@ class PaddingPolicy:
     prompts: tuple[int, ...] = ()
 
     def kinds(self, num_children: int) -> tuple[StepKind, ...]:
-        """The kinds of steps that may be captured, whole or in num_children parts."""
-        return tuple(kind for kind in StepKind if self._captures(kind, num_children))
+        """The kinds of steps that may be captured, whole or in num_children parts; the planner finds verify steps."""
+        kinds = (kind for kind in StepKind if kind is not StepKind.VERIFY)
+        return tuple(kind for kind in kinds if self._captures(kind, num_children))
 
     def round_seqs(self, num_seqs: int, num_children: int) -> int:
         """The padded sequences, of all children together."""
@@ -263,6 +269,8 @@ class PaddingPolicy:
                 PaddedShape(kind, seqs, seqs if kind.decodes else most, children) for kind in self.kinds(children)
             ]
             shapes += [PaddedShape.of_drafts(drafts, seqs, children) for drafts in self.drafts]
+        if 0 < self.verify <= FEW_TOKENS:
+            shapes.append(PaddedShape(StepKind.VERIFY, self.seqs.largest, self.seqs.largest * self.verify))
         return tuple(shapes)
 
 

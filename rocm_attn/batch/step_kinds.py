@@ -10,6 +10,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# The most new tokens of a sequence in a verify step.
+FEW_TOKENS = 4
+
 
 class Extra(enum.Enum):
     """The inputs of a step in addition to rows, lengths and token ids."""
@@ -37,6 +40,7 @@ class StepKind(enum.Enum):
     DECODE = "decode"  # one new token in every sequence
     EXTEND = "extend"  # no sequence with exactly one new token
     MIXED = "mixed"  # some sequences with one new token, others with more, or none
+    VERIFY = "verify"  # up to FEW_TOKENS in every sequence, as when drafts are verified; the planner finds these
     PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache
     MASKED = "masked"  # any number of new tokens in each sequence; a mask says which keys they see
     SHARED = "shared"  # one new token in every sequence, and prefixes that several of them share
@@ -76,6 +80,7 @@ _FACTS: Mapping[StepKind, _Facts] = {
     StepKind.DECODE: _Facts(StepKind.DECODE, decodes=True, splits=True),
     StepKind.EXTEND: _Facts(StepKind.EXTEND, splits=True),
     StepKind.MIXED: _Facts(StepKind.MIXED, mixes=True, splits=True),
+    StepKind.VERIFY: _Facts(StepKind.MIXED),
     StepKind.PREFILL: _Facts(StepKind.EXTEND, captured=False),
     StepKind.MASKED: _Facts(StepKind.MIXED, splits=True, extra=Extra.MASK),
     StepKind.SHARED: _Facts(StepKind.DECODE, decodes=True, extra=Extra.PREFIXES),

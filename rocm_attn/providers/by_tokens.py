@@ -24,7 +24,7 @@ def likely_q_len(shape: PaddedShape) -> int:
     This is the mean, rounded up, if all sequences may have the same number. If some have one token and one has all
     others, or if a group of sequences counts as one, it is the most that the longest sequence may have.
     """
-    is_alike = shape.kind in (StepKind.EXTEND, StepKind.PREFILL, StepKind.MASKED)
+    is_alike = shape.kind in (StepKind.EXTEND, StepKind.PREFILL, StepKind.MASKED, StepKind.VERIFY)
     return -(-shape.num_tokens // shape.num_seqs) if is_alike else shape.num_tokens
 
 

@@ -26,8 +26,8 @@ PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
 POOLS: Mapping[str, PoolKind] = {"linear": PoolKind.SPLIT, "vectorized": PoolKind.VECTORIZED}
 
 # Masked steps belong to layers with masks, and do not decide the pages of other layers; neither do steps that share
-# prefixes, which not every server has.
-_KINDS = tuple(kind for kind in StepKind if kind.extra is Extra.NOTHING)
+# prefixes or verify drafts, which not every server has.
+_KINDS = tuple(kind for kind in StepKind if kind.extra is Extra.NOTHING and kind is not StepKind.VERIFY)
 
 
 @dataclass(frozen=True, slots=True)

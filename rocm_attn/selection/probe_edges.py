@@ -20,9 +20,9 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.step.head_weights import HeadWeights
 
 # New tokens of three sequences: a step of each kind, the first kind twice.
-EDGE_STEPS: tuple[tuple[int, ...], ...] = ((1, 1, 1), (2, 3, 2), (1, 2, 1), (1, 1, 1))
+EDGE_STEPS: tuple[tuple[int, ...], ...] = ((1, 1, 1), (2, 3, 2), (2, 2, 5), (5, 1, 1), (1, 1, 1))
 # The most new tokens that a sequence gets. This number of directions is enough, and fits every head_dim of a kernel.
-NUM_EDGE_ROWS = 8
+NUM_EDGE_ROWS = 11
 
 # Tokens in the cache before: the steps cross the end of a partition, of a large page and of several large pages.
 LENGTHS = (254, 1022, 4094)

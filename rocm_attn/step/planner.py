@@ -14,7 +14,7 @@ from rocm_attn.batch.mask import NO_MASK, StepMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.batch.step_kinds import FEW_TOKENS, Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import Baked
@@ -76,6 +76,7 @@ class Planner:
         bakes = {b for entry in entries for b in entry.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
+        self._has_verify = any(entry.kind is StepKind.VERIFY for entry in entries)
         self._has_prefill = any(entry.kind is StepKind.PREFILL for entry in entries)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         # Plans of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
@@ -197,7 +198,12 @@ class Planner:
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
         max_q_len = max(max_q_len, self.padding.fixed_q_len(shape))
-        if not self._bakes_q_len:
+        # A shape that sequences with more new tokens may have too would need two graphs.
+        if self._has_verify and (not may_capture or self.padding.verifies(shape)):
+            shape = shape.of_few(max_q_len)
+        if shape.kind is StepKind.VERIFY:
+            max_q_len = FEW_TOKENS
+        elif not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:
             max_q_len = next_power_of_2(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))

@@ -17,8 +17,8 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.asm import bind_asm
-from rocm_attn.providers.aiter.gluon import bind_gluon
-from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
+from rocm_attn.providers.aiter.gluon import bind_gluon, bind_gluon_verify
+from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend, bind_latent_verify
 from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
 from rocm_attn.providers.aiter.persistent import PAGE_TOKENS, bind_persistent
@@ -160,6 +160,9 @@ _GLUON = replace(
     lse=False,
     pools=_VECTORISED,
 )
+
+# 64 rows of queries on a KV head, of which a sequence has 4. On pages of 1024 tokens, parts of a window are other ones.
+_GLUON_VERIFY = replace(_GLUON, page_sizes=(16, 64), max_gqa_ratio=16, non_causal=False)
 
 _ASSEMBLED = replace(
     _LIMITS,
@@ -330,16 +333,6 @@ def _sparse() -> tuple[KernelEntry, ...]:
     )
 
 
-def _few_tokens_in_eight_bits(kind: StepKind) -> KernelEntry:
-    return _unbound(
-        "mla_decode_fwd+get_mla_metadata_v1[fp8, 2 to 4 tokens]",
-        kind,
-        _LATENT_EIGHT_BITS,
-        "AITER's tests give every sequence the same number of new tokens, 1, 2 or 4; sequences of such a step may "
-        "differ, padded ones have none, and a step may have more",
-    )
-
-
 # Latent layers with expanded latents use it too (packed.py).
 VARLEN = replace(
     _entry("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
@@ -435,17 +428,34 @@ ENTRIES: tuple[KernelEntry, ...] = (
         faults=faults.PERSISTENT,
         rounds_products=True,
     ),
+    replace(
+        _entry("pa_decode_gluon[verify]", StepKind.VERIFY, _GLUON_VERIFY, bind_gluon_verify),
+        needs=_TABLE,
+        faults=faults.GLUON_VERIFY,
+        notes=(oddities.REDUCTION, oddities.LAST_ROWS),
+    ),
+    # More heads have as many products as an extend step, and no gain from reading the latent rows once.
+    replace(
+        _entry("mla_decode_fwd[verify]", StepKind.VERIFY, replace(_LATENT, max_gqa_ratio=16), bind_latent_verify),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.LAST_ROWS, oddities.EIGHT_ROWS),
+    ),
+    _unbound(
+        "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",
+        StepKind.VERIFY,
+        _LATENT_EIGHT_BITS,
+        "its schedule of several rows in a sequence has buffers of other sizes, which depend on release and arch",
+    ),
     *_batch_prefill(StepKind.EXTEND),
     *_unified(StepKind.EXTEND, _BOTH_LENGTHS),
     # After unified_attention, which does not round q.
     *_batch_prefill_eight_bits(StepKind.EXTEND),
     *_latent_extends(StepKind.EXTEND),
-    _few_tokens_in_eight_bits(StepKind.EXTEND),
     # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
     *_unified(StepKind.MIXED, _BOTH_LENGTHS),
     *_batch_prefill(StepKind.MIXED),
     *_batch_prefill_eight_bits(StepKind.MIXED),
     *_latent_extends(StepKind.MIXED),
-    _few_tokens_in_eight_bits(StepKind.MIXED),
     VARLEN,
 )

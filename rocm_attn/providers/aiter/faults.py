@@ -83,6 +83,17 @@ LARGE_PAGES_LOSE_KEYS = Fault(
     mark=LARGE_PAGES_IN_PARTS,
 )
 
+# v0.1.10:aiter/ops/triton/gluon/pa_decode_gluon.py:1506 begins the window of query j of n at kv_len - window - (n - 1 -
+# j), in a block that it may not have loaded. Each part reads the whole window, and the sink counts once beside their
+# sum. 8cd7c8b016 (aiter#2930) counts windows from each query and splits them.
+FEW_TOKENS_IN_WINDOWS = Fault(
+    "with several new tokens it misplaces windows, and weighs sinks of split sequences wrong",
+    lambda problem, pool: problem.has_sinks or problem.window_left != UNLIMITED_WINDOW,
+    _BOTH,
+    aiter=_before("0.1.14"),
+    mark=LARGE_PAGES_IN_PARTS,
+)
+
 # Byte offsets of 31 bits: its code objects declare 0x80000000 as the size of K and of V in v0.1.16.
 POOL_OF_2_GIB = Fault(
     "K or V of a layer takes more than 2 GiB, the limit of its offsets",
@@ -257,6 +268,7 @@ UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS, *EIGHT_BITS)
 UNIFIED_EXTEND = (WIDE_EXTEND, *EIGHT_BITS)
 RAGGED = (CAPPED_SLOPES,)
 GLUON = (LARGE_PAGES_LOSE_KEYS, *EIGHT_BITS)
+GLUON_VERIFY = (FEW_TOKENS_IN_WINDOWS, *EIGHT_BITS)
 ASSEMBLED = (POOL_OF_2_GIB,)
 PERSISTENT = (NO_FACTOR_STRIDES, *EIGHT_BITS)
 LATENT_EIGHT_BITS = (

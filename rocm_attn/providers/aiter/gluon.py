@@ -1,18 +1,24 @@
-"""aiter.ops.triton.gluon.pa_decode_gluon: decode over vectorised pools, each sequence split into equal parts.
+"""aiter.ops.triton.gluon.pa_decode_gluon: decode and verify steps over vectorised pools, sequences split into parts.
 
 It takes one scale for a layer, or one for each token and KV head, which it finds by strides: a scale of each head is a
 row of a page's tokens with a stride of 0 from page to page.
+
+With several queries in a sequence, equal parts lose keys: query j of n reads keys from first - (n - 1 - j) on in each
+part, and a part loads blocks of 256 keys from first on. Parts of a window are whole blocks and lose none, so a verify
+step has a window that is wider than any sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import FEW_TOKENS
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -20,6 +26,8 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import scale_rows, scales_of_tokens
+from rocm_attn.providers.aiter.few_tokens import LastRows
+from rocm_attn.providers.aiter.mla import padded_rows
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
@@ -32,6 +40,9 @@ _PROGRAMS_PER_UNIT, _MOST_PARTS = 2, 8
 
 # Its tiles have at least 4 rows, and 3 heads fill as many.
 _FEWEST_HEADS_ON_ONE = 3
+
+# A window that no sequence fills.
+_WIDER_THAN_ANY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +60,24 @@ class GluonDecode:
         return f"aiter.pa_decode_gluon({self.problem})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+        return num_words(self.room(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        scratch = cut(args.workspace, self.parts(bounds.shape))
+        self.call(args, step, scratch, query=args.q, output=args.out, query_length=1)
+
+    def call(self, args: AttendArgs, step: StepTensors, scratch: Sequence[Tensor], **queries: Any) -> None:
+        """Calls the function. scratch: parts() of its rows; queries: query, output and query_length"""
         problem, num_pages = self.problem, len(args.pages.k)
-        exp_sums, max_logits, temporary_output, *scales = cut(args.workspace, self._parts(bounds.shape))
+        exp_sums, max_logits, temporary_output, *scales = scratch
         library.pa_decode_gluon()(
-            output=args.out,
-            query=args.q,
+            **queries,
             key_cache=args.pages.k,
             value_cache=args.pages.v,
             context_lengths=step.kv_len,
             block_tables=step.block_table,
             softmax_scale=problem.scale,
-            query_length=1,
-            max_context_partition_num=self.num_parts(bounds.shape),
+            max_context_partition_num=exp_sums.shape[2],
             context_partition_size=_PARTITION_KEYS,
             compute_type=problem.dtype,
             # q is unchanged: codes of eight-bit pages get q's dtype, and scales multiply the products.
@@ -75,21 +89,24 @@ class GluonDecode:
             temporary_output=temporary_output,
             alibi_slopes=None,
             sinks=args.sinks,
-            sliding_window=_sliding_window(problem.window_left),
+            sliding_window=_sliding_window(problem.window_left, queries["query_length"]),
             # Cuts each sequence into parts by its own length. Without it, a part is 256 keys and the number of parts is
             # frozen.
             ps=True,
         )
 
-    def num_parts(self, shape: PaddedShape) -> int:
+    def num_parts(self, num_seqs: int) -> int:
         """Parts that each sequence of a step is cut into: enough to fill the device, depending on the shape alone."""
         if self.problem.window_left != UNLIMITED_WINDOW:
             return 1  # older releases give a window to one program, for any number of parts
-        # Several programs share a page that is larger than the keys of one iteration.
-        on_one_page = -(-self.problem.page_size // _PARTITION_KEYS)
-        rows = max(1, shape.num_seqs) * self.problem.num_kv_heads * on_one_page
-        parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * on_one_page
+        rows = max(1, num_seqs) * self.problem.num_kv_heads * self._on_one_page
+        parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * self._on_one_page
         return min(parts, _MOST_PARTS)
+
+    @property
+    def _on_one_page(self) -> int:
+        """Programs that share a page, if it is larger than the keys of one iteration."""
+        return -(-self.problem.page_size // _PARTITION_KEYS)
 
     def _scale(self, scale: Tensor | None, rows: Tensor, num_pages: int) -> Tensor | None:
         """The scales in the form that the function takes: [1], or [pages, kv_heads, page_size, 1]."""
@@ -97,10 +114,19 @@ class GluonDecode:
             return scale
         return scales_of_tokens(scale, self.problem, rows, num_pages)[..., None]
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+    def parts(self, shape: PaddedShape, query_length: int = 1) -> tuple[ScratchTensor, ...]:
         """For each row and part: an exp sum and a maximum in float32, and a partial output; and rows of scales."""
+        return self._partials(shape.num_seqs, self.num_parts(shape.num_seqs), query_length)
+
+    def room(self, shape: PaddedShape, query_length: int = 1) -> tuple[ScratchTensor, ...]:
+        """Room for parts() of this shape and of every smaller one, whose fewer sequences may have more parts."""
+        programs = -(-self.compute_units * _PROGRAMS_PER_UNIT // self.problem.num_kv_heads)
+        most = min(shape.num_seqs * self._on_one_page + programs, shape.num_seqs * _MOST_PARTS)
+        return self._partials(most, 1, query_length)
+
+    def _partials(self, num_seqs: int, num_parts: int, query_length: int) -> tuple[ScratchTensor, ...]:
         problem = self.problem
-        rows = (shape.num_seqs, problem.num_kv_heads, self.num_parts(shape), problem.gqa_ratio)
+        rows = (num_seqs, problem.num_kv_heads, num_parts, query_length * problem.gqa_ratio)
         return (
             ScratchTensor(rows, torch.float32),
             ScratchTensor(rows, torch.float32),
@@ -110,9 +136,35 @@ class GluonDecode:
         )
 
 
-def _sliding_window(window_left: int) -> int:
-    """The window in the function's terms: it sees one key less than the number, its own included; 0 means no window."""
-    return 0 if window_left == UNLIMITED_WINDOW else window_left + 2
+@dataclass(frozen=True, slots=True)
+class GluonVerify:
+    """Up to FEW_TOKENS new tokens in each sequence. decode: of the same layer"""
+
+    decode: GluonDecode
+    schedule: ClassVar[LastRows] = LastRows()
+
+    def describe(self) -> str:
+        return f"{self.decode.describe()} of {FEW_TOKENS} rows each"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words((*self._rows(shape), *self.decode.room(shape, FEW_TOKENS)))
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        parts = (*self._rows(bounds.shape), *self.decode.parts(bounds.shape, FEW_TOKENS))
+        query, output, *scratch = cut(args.workspace, parts)
+        self.schedule.spread(args.q, query, args.schedule)
+        self.decode.call(args, step, scratch, query=query, output=output, query_length=FEW_TOKENS)
+        self.schedule.collect(output, args.out, args.schedule)
+
+    def _rows(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
+        return padded_rows(self.decode.problem, shape.num_seqs * FEW_TOKENS, self.decode.problem.num_q_heads)
+
+
+def _sliding_window(window_left: int, query_length: int) -> int:
+    """The window in the function's terms: the last query sees query_length keys less; 0 means no window."""
+    if window_left == UNLIMITED_WINDOW:
+        return 0 if query_length == 1 else _WIDER_THAN_ANY
+    return window_left + 1 + query_length
 
 
 def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
@@ -127,3 +179,8 @@ def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
             f"and page_size is {problem.page_size}"
         )
     return GluonDecode(problem, target.compute_units)
+
+
+def bind_gluon_verify(problem: Problem, target: Target, pool: PoolSize) -> GluonVerify:
+    """Binds the kernel for verify steps. Raises the LookupErrors of `bind_gluon`."""
+    return GluonVerify(bind_gluon(problem, target, pool))

@@ -1,7 +1,7 @@
 """aiter.mla: attention over a latent pool, whose one row per token is K and, in its first part, V.
 
-mla_decode_fwd serves decode steps, mla_prefill_fwd all others. Both read tokens one by one: their bfloat16 kernels read
-the wrong ones on pages of more. Both have kernels for 16 and for 128 query heads; other counts are padded to those.
+mla_decode_fwd serves decode and verify steps, mla_prefill_fwd all others. Both read tokens one by one: their bfloat16
+kernels read the wrong ones on pages of more. Both have kernels for 16 and for 128 query heads; other counts are padded to those.
 Releases from v0.1.14 on have decode kernels for 32 and 64 heads as well. They are not used: the kernel that combines
 their splits takes steps of 32 keys for 64 heads, like the decode kernel of gfx950, while that of gfx942 takes 16. And
 AITER's tests run neither count by default.
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import FEW_TOKENS
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.few_tokens import LastRows
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
@@ -96,6 +98,72 @@ class AiterLatentDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsAndSplits:
+    """Schedule of a verify step: where each sequence's rows begin, equal splits of its keys, and its last rows."""
+
+    splits: EqualSplits
+    rows: ClassVar[LastRows] = LastRows()
+
+    def words(self, shape: PaddedShape) -> int:
+        return shape.num_seqs + 1 + self.splits.words(shape) + self.rows.words(shape)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        indptr, splits, rows = self.cut(words, bounds.shape)
+        torch.arange(0, len(indptr) * FEW_TOKENS, FEW_TOKENS, out=indptr)
+        self.splits.build(queries, step, bounds, splits)
+        self.rows.build(queries, step, bounds, rows)
+
+    def cut(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor, Tensor]:
+        """The indptr of rows, that of splits, and the words of LastRows."""
+        first = shape.num_seqs + 1
+        end = first + self.splits.words(shape)
+        return words[:first], words[first:end], words[end:]
+
+
+@dataclass(frozen=True, slots=True)
+class AiterLatentVerify:
+    """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows.
+
+    All releases have that kernel, and v0.1.10:op_tests/test_mla.py runs it by default as heads and tokens (16, 4).
+    """
+
+    problem: Problem
+    compute_units: int
+
+    def describe(self) -> str:
+        return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) of {FEW_TOKENS} rows each"
+
+    @property
+    def schedule(self) -> RowsAndSplits:
+        return RowsAndSplits(EqualSplits(self.compute_units))
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        q, out = cut(args.workspace, self._parts(bounds.shape))
+        indptr, splits, rows = self.schedule.cut(args.schedule, bounds.shape)
+        library.mla_decode_fwd()(
+            q=self.schedule.rows.spread(args.q, q, rows),
+            kv_buffer=args.pages.k,
+            o=out,
+            qo_indptr=indptr,
+            kv_indptr=step.page_indptr,
+            kv_indices=step.page_list,
+            kv_last_page_lens=step.last_page_len,
+            max_seqlen_q=FEW_TOKENS,
+            sm_scale=self.problem.scale,
+            logit_cap=0.0,
+            num_kv_splits=self.schedule.splits.splits(bounds.shape),
+            num_kv_splits_indptr=splits,
+        )
+        self.schedule.rows.collect(out, args.out, rows)
+
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
+        return padded_rows(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
+
+
+@dataclass(frozen=True, slots=True)
 class AiterLatentExtend:
     """Any number of new tokens in each sequence.
 
@@ -153,6 +221,11 @@ def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Scra
 def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentDecode:
     """Binds the kernel, with splits for the target's compute units."""
     return AiterLatentDecode(problem, target.compute_units)
+
+
+def bind_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentVerify:
+    """Binds the kernel, with splits for the target's compute units."""
+    return AiterLatentVerify(problem, target.compute_units)
 
 
 def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentExtend:

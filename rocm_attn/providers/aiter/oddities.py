@@ -29,6 +29,14 @@ SMALL_SCALES = (
     "Where each token or head has a scale, it adds 1e-8 to the largest scale of 256 values. A result is 1% too small "
     "if that scale is 1e-6, which is that of values of 4e-4 and less."
 )
+LAST_ROWS = (
+    "It takes the same number of new tokens from every sequence. Verify steps have any number up to four, so each "
+    "sequence gets four rows and its tokens the last ones: two copies a layer, of q and of out."
+)
+EIGHT_ROWS = (
+    "Eight rows of 16 heads would take another kernel, which is wrong on gfx942 in bfloat16 (aiter#5679: off by "
+    "0.11 to 0.16 in v0.1.21.post1 and later, and right with two rows). It is never asked for more than four."
+)
 FEW_SEQUENCES = (
     "Steps with enough sequences that 16 splits of each fill the device use equal splits: its schedule has not "
     "been measured for bfloat16, and SGLang uses it for FP8 only."

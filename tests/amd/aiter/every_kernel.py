@@ -31,7 +31,9 @@ STEPS_OF_KIND = {
     StepKind.PREFILL: ([70, 2, 257],),
     StepKind.DECODE: ([255, 511, 63], [1, 1, 1], [1, 1, 1], [1, 1, 1]),
     StepKind.EXTEND: ([5, 129, 17], [2, 3, 4], [16, 255, 2]),
-    StepKind.MIXED: ([5, 300, 17], [1, 9, 1], [64, 1, 0], [1, 0, 2]),
+    StepKind.MIXED: ([5, 300, 17], [1, 9, 1], [64, 1, 0], [1, 0, 5]),
+    # Among them are sequences with fewer keys than rows, with one new token, and with none.
+    StepKind.VERIFY: ([255, 511, 0], [4, 3, 2], [2, 2, 1], [0, 1, 4], [4, 4, 4]),
 }
 
 

@@ -115,6 +115,22 @@ BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
         "0.1.13.post1",
         "0.1.14",
     ),
+    "windows of verify steps": (
+        "pa_decode_gluon[verify]",
+        StepKind.VERIFY,
+        replace(vectorised_problem(), window_left=20),
+        SMALLEST_POOL,
+        "0.1.13.post1",
+        "0.1.14",
+    ),
+    "sinks of verify steps": (
+        "pa_decode_gluon[verify]",
+        StepKind.VERIFY,
+        replace(vectorised_problem(), has_sinks=True),
+        SMALLEST_POOL,
+        "0.1.10",
+        "0.1.14",
+    ),
     "a pool of 2 GiB": ("pa_fwd_asm", StepKind.DECODE, vectorised_problem(), TWO_GIB, "0.1.16.post6", "0.1.17"),
     "prompts over 2 GiB": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, TWO_GIB, "0.1.12.post2", "0.1.13"),
     "prompts over 2 GiB, vectorised": (

@@ -1,4 +1,4 @@
-"""The stand-in's pa_decode_gluon and pa_fwd_asm: decode over vectorised caches."""
+"""The stand-in's pa_decode_gluon, which takes up to four queries in a sequence, and pa_fwd_asm, over vectorised caches."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ from tests.amd.aiter.checks import (
 from tests.amd.aiter.signatures import Release
 
 PARTITION_KEYS = 256
+# A window of more keys hides none.
+LONGEST = 1 << 29
 
 
 def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
     q, out = call["query"], call["output"]
-    num_seqs, num_heads, dim = q.shape
-    dtype = q.dtype
+    num_tokens, num_heads, dim = q.shape
+    dtype, each = q.dtype, call["query_length"]
     # Every dim of the cache is a power of two of its own kernel; those of 64, 128 and 256 were run (aiter_source).
     require(dtype in HALF and dim in (64, 128, 256), f"not tried for {dtype} and head size {dim}")
     require(call["compute_type"] == dtype, f"it would compute in {call['compute_type']}")
-    require(call["query_length"] == 1, "one token a sequence")
+    require(1 <= each <= 4 and num_tokens % each == 0, f"{num_tokens} queries are not {each} of each sequence")
+    num_seqs = num_tokens // each
     require_tensor("query", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("output", out, dtype, q.shape, contiguous=False)
     scale_values = _scales_of_gluon(call, dtype, eight_bits)
@@ -45,6 +48,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     num_kv_heads, block = k_cache.shape[1], k_cache.shape[3]
     require(block in (16, 64, 1024), f"no variant for blocks of {block}")
     require(num_heads % num_kv_heads == 0 and 3 <= num_heads // num_kv_heads <= 64, "3 to 64 heads share a KV head")
+    require(each * num_heads // num_kv_heads <= 64, f"{each} queries of so many heads do not fit a tile")
     require_tensor("context_lengths", call["context_lengths"], torch.int32, (num_seqs,))
     require_tensor("block_tables", call["block_tables"], torch.int32, (num_seqs, None), contiguous=False)
     require(call["alibi_slopes"] is None, "slopes are taken and left out")
@@ -55,10 +59,14 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     on_one_block = -(-block // PARTITION_KEYS)
     if window:
         require(block <= PARTITION_KEYS, "with larger blocks it counts partitions from the first key")
-        require(parts == 1, "releases before July 2026 give a window to one program")
+        # Before v0.1.14 the programs of a window each read it whole, and a window of several queries began elsewhere.
+        is_right = (parts == 1 or call["sinks"] is None) and (each == 1 or window > LONGEST)
+        require(is_right or not release.is_before(0, 1, 14), f"{parts} programs and {each} queries of a window")
     else:
+        # Part [a, b) serves query j of n with keys [a - (n - 1 - j), b - (n - 1 - j)), and loads keys from a // 256 on.
+        require(each == 1 or parts == 1, "a part of a sequence loses keys of all queries but the last")
         require(1 <= parts <= 8 and parts % on_one_block == 0, f"{parts} programs for blocks of {block}")
-    rows = (num_seqs, num_kv_heads, parts, num_heads // num_kv_heads)
+    rows = (num_seqs, num_kv_heads, parts, each * num_heads // num_kv_heads)
     scratch = [require_tensor(name, call[name], torch.float32, rows) for name in ("exp_sums", "max_logits")] + [
         require_tensor("temporary_output", call["temporary_output"], dtype, (*rows, dim))
     ]
@@ -75,6 +83,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
         *scratch,
         scale=call["softmax_scale"],
         window=window,
+        each=each,
         # Pages larger than a partition were cut into partitions whatever ps said, and there are no more than `parts`.
         most_keys=parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31,
     )
@@ -109,6 +118,7 @@ def _run_gluon(
     *scratch: Tensor,
     scale: float,
     window: int,
+    each: int,
     most_keys: int,
 ) -> None:
     for words in scratch:
@@ -125,16 +135,17 @@ def _run_gluon(
             for side, scale in ((keys, key_scale), (values, value_scale))
         )
         key = torch.arange(kv_len)[None]
-        visible = (key >= kv_len - window + 1) if window else key < most_keys
+        place = torch.arange(kv_len - each, kv_len)[:, None]
+        visible = (key <= place) & ((key >= place + 1 + each - window) if window else key < most_keys)
         # Partitions are loaded whole, except for blocks after the last one.
         first = (kv_len - window) // PARTITION_KEYS if 0 < window < kv_len else 0
         loaded = v[first * PARTITION_KEYS : -(-kv_len // PARTITION_KEYS) * PARTITION_KEYS]
         # A masked key has a logit of -3.4e38. If all keys are masked, all count the same.
-        if not visible.any():
-            out[seq] = loaded.mean(0).repeat_interleave(len(out[seq]) // loaded.shape[1], 0).to(out.dtype)
-            continue
-        result, _ = attend(q[seq : seq + 1], k[:kv_len], v[:kv_len].nan_to_num(), Scores(scale, visible, sinks=sinks))
-        out[seq] = (result[0] + times_zero(loaded)).to(out.dtype)
+        mean = loaded.mean(0).repeat_interleave(out.shape[1] // loaded.shape[1], 0)
+        rows = slice(seq * each, (seq + 1) * each)
+        result, _ = attend(q[rows], k[:kv_len], v[:kv_len].nan_to_num(), Scores(scale, visible, sinks=sinks))
+        sees_any = visible.any(-1)[:, None, None]
+        out[rows] = torch.where(sees_any, result + times_zero(loaded), mean).to(out.dtype)
 
 
 def _of_rows(scale: Tensor, entries: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tests.amd.aiter.serving import in_eight_bits
 from tests.amd.aiter_source.serving import SourceWorld, selection_of
 
 UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"
-GLUON = "aiter.pa_decode_gluon"
+GLUON, GLUON_VERIFY = "aiter.pa_decode_gluon", "aiter.pa_decode_gluon[verify]"
 MLA_DECODE, MLA_PREFILL = "aiter.mla_decode_fwd", "aiter.mla_prefill_fwd"
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -339,7 +339,56 @@ def _eight_bit_cases() -> list[SourceCase]:
     return [_past_2048_keys(replace(case, name=f"{case.name}-eight_bits")) for case in cases]
 
 
-CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES, *_eight_bit_cases())
+# Prompts, then verify steps: alike and uneven, with fewer keys than rows, and without new tokens.
+_VERIFIES = ((255, 1022, 0), (4, 3, 2), (2, 2, 1), (0, 1, 4), (4, 4, 4))
+
+
+def _verify_cases() -> list[SourceCase]:
+    """Returns cases whose parts end at blocks of 256 keys, and such in which the keys at such an end dominate."""
+    base = _problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED)
+    problems = {
+        "plain": base,
+        "fp16": replace(base, dtype=FP16),
+        "page64": replace(base, page_size=64),
+        "heads8x1": replace(base, num_q_heads=8, num_kv_heads=1),
+        "heads16x1": replace(base, num_q_heads=16, num_kv_heads=1),
+        "heads6x2": replace(base, num_q_heads=6),
+        "sinks": replace(base, has_sinks=True),
+        "window_sinks": replace(base, window_left=100, has_sinks=True),
+        "window_sinks-heads8x1": replace(base, num_q_heads=8, num_kv_heads=1, window_left=300, has_sinks=True),
+        "dim64": replace(base, head_dim=64, v_head_dim=64),
+        "dim256-page64": replace(base, head_dim=256, v_head_dim=256, page_size=64),
+    }
+    cases = [SourceCase(name, GLUON_VERIFY, problem, _VERIFIES) for name, problem in problems.items()]
+    cases += [
+        SourceCase(
+            f"{name}-{scales.name.lower()}-eight_bits", GLUON_VERIFY, problems[name], _VERIFIES, eight_bits=scales
+        )
+        for name in ("plain", "page64", "window_sinks")
+        for scales in (Scales.LAYER, Scales.HEAD, Scales.TOKEN)
+    ]
+    # A sequence of 1024 keys in four parts or eight. Its first query sees key 1020 last.
+    ends = tuple(frozenset({place}) for place in (253, 254, 255, 256, 1020))
+    prompts = ((1020,) * len(ends), (4,) * len(ends))
+    cases.append(SourceCase("ends", GLUON_VERIFY, base, prompts, ends))
+    cases.append(SourceCase("ends-heads8x1", GLUON_VERIFY, problems["heads8x1"], prompts, ends))
+    return cases + [_verify_window(left) for left in WINDOWS if left != UNLIMITED_WINDOW]
+
+
+def _verify_window(window: int) -> SourceCase:
+    """Returns a verify step of which each query is the last one that sees the key of one sequence."""
+    prompts = tuple(window + 5 + query for query in range(4))
+    planted = tuple(frozenset({5 + 2 * query}) for query in range(4))
+    return SourceCase(
+        f"window{window}",
+        GLUON_VERIFY,
+        replace(_problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED), window_left=window),
+        (prompts, (4,) * 4),
+        planted,
+    )
+
+
+CASES = (*_unified_cases(), *_gluon_cases(), *_verify_cases(), *_LATENT_DECODES, *_eight_bit_cases())
 
 # Only the wrapper of mla_prefill_fwd is Python. None of it runs on a device here.
 WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_KINDS) for heads in (16, 24))

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.machine.target import known_target
+from rocm_attn.batch.step_kinds import FEW_TOKENS, StepKind
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
-from rocm_attn.providers.contract import Baked, KernelEntry, LayerKernel, PoolSize
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.contract import Baked, KernelEntry, PoolSize
 from tests.amd.aiter.serving import (
     GFX942,
     functions_of,
@@ -25,6 +23,7 @@ from tests.amd.aiter.serving import (
     world,
 )
 from tests.amd.aiter.stand_in import StandIn
+from tests.amd.aiter_source.serving import selection_of
 
 BOUND = [row for row in ENTRIES if not row.not_bound and row.kind is not StepKind.PREFILL]
 
@@ -47,11 +46,8 @@ def problem_of(row: KernelEntry) -> Problem:
 def numbers(row: KernelEntry, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
     """Returns the host's numbers for the row's function in a step of two sequences, the longer one of kv_len tokens."""
     problem = problem_of(row)
-    kernels = {
-        **select(problem, known_target("cpu"), "torch").kernels,
-        row.kind: LayerKernel(row, row.bind(problem, GFX942, PoolSize(100, 640, 8))),
-    }
-    serving = world(problem, selections=[Selection(problem, GFX942, kernels, ())])
+    selection = selection_of([row], problem, GFX942, PoolSize(100, 640, 8))
+    serving = world(problem, selections=[selection])
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [kv_len - q_len, 5])
     name = functions_of(row)[0]
@@ -90,4 +86,5 @@ def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: K
     assert differs(row, aiter, (50, new), (400, new)) == (Baked.MAX_KV_LEN in row.bakes)
     if row.kind is not StepKind.DECODE:
         # Above two: unified_attention takes one new token for a decode step, and is given at least two.
-        assert differs(row, aiter, (200, 3), (200, 60)) == (Baked.MAX_Q_LEN in row.bakes)
+        most = FEW_TOKENS if row.kind is StepKind.VERIFY else 60
+        assert differs(row, aiter, (200, 3), (200, most)) == (Baked.MAX_Q_LEN in row.bakes)

@@ -58,7 +58,7 @@ def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) ->
     requests = [serving.admit() for _ in range(3)]
     aiter.calls.clear()
     serving.step(requests, [70, 2, 13])
-    serving.step(requests, [3, 1, 0])
+    serving.step(requests, [5, 1, 0])
     assert aiter.calls == ["mla_prefill_fwd"] * 2 * launches
     aiter.calls.clear()
     for pad_to in (3, 4, 9):
@@ -81,7 +81,9 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
     assert bound.schedule.words(more) == splits.schedule.words(more)
 
 
-@pytest.mark.parametrize(("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_prefill_fwd", [2, 3])])
+@pytest.mark.parametrize(
+    ("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_decode_fwd", [2, 3]), ("mla_prefill_fwd", [2, 5])]
+)
 def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int], aiter: StandIn) -> None:
     serving = world(latent_problem(5), max_kv_len=80)
     requests = [serving.admit(), serving.admit()]

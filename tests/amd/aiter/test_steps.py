@@ -146,7 +146,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
     aiter.calls.clear()
     serving.step(requests, [4, 9])
     serving.step(requests, [1, 1])
-    serving.step(requests, [3, 2])
+    serving.step(requests, [3, 6])
     assert aiter.calls == called
 
 

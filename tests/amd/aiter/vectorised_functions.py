@@ -1,4 +1,4 @@
-"""The stand-in's pa_decode_gluon, which takes up to four queries in a sequence, and pa_fwd_asm, over vectorised caches."""
+"""The stand-in's pa_decode_gluon, of up to four queries in a sequence, and pa_fwd_asm: over vectorised caches."""
 
 from __future__ import annotations
 

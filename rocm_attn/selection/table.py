@@ -21,10 +21,10 @@ The known kernels and their limits. `rocm-attn kernels` prints this page; a test
 
 The first kernel that serves a kind of step is used; with the provider `auto`, AITER's come before Triton's. A prefill
 step is an extend step in which no sequence has a token in the cache; without a kernel of its own it runs as an extend
-step. A masked step has its own mask; layers whose problem has no `custom_mask` run it as a mixed step.
-A shared step decodes sequences that share prefixes; layers that cannot share them run it as a decode step.
-One table has sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal; another has the
-encodings of K and V.
+step. A verify step has up to four new tokens in each sequence, and a masked step its own mask; layers without a kernel
+for one run it as a mixed step. A shared step decodes sequences that share prefixes; layers that cannot share them run
+it as a decode step. One table has sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal;
+another has the encodings of K and V.
 
 Vectorised pages hold K and V in another order, which some of AITER's kernels read, and torch's reference; a function
 that reads both orders has two entries. `--pool auto --page-size auto` chooses layout and page size before a pool is

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.providers.aiter import library
 from rocm_lab.simulator.launcher import ARCHS, simulated
-from tests.amd.aiter_source.cases import CASES, GLUON, UNIFIED, WRAPPERS, SourceCase, Verdict
+from tests.amd.aiter_source.cases import CASES, GLUON, GLUON_VERIFY, UNIFIED, WRAPPERS, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.aiter_source.engines import simulate
 from tests.amd.aiter_source.selected import ALL_CASES, SELECTED_CASES, AnyCase
@@ -54,6 +54,23 @@ def test_a_window_of_pa_decode_gluon_that_is_off_by_one_key_is_noticed(
 
     monkeypatch.setattr(library, "pa_decode_gluon", load_shifted)
     outcome = simulate(windows_of(GLUON)[window], "gfx950").outcome
+    assert outcome.verdict is Verdict.WRONG
+    assert "not close" in outcome.what
+
+
+def test_a_verify_step_of_pa_decode_gluon_without_a_window_loses_keys_at_ends_of_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is why the provider always gives it one."""
+    load = library.pa_decode_gluon
+
+    def load_unlimited() -> Any:
+        function = load()
+        return lambda **call: function(**{**call, "sliding_window": 0})
+
+    monkeypatch.setattr(library, "pa_decode_gluon", load_unlimited)
+    (case,) = (case for case in CASES if case.kernel == GLUON_VERIFY and case.name == "ends")
+    outcome = simulate(case, "gfx950").outcome
     assert outcome.verdict is Verdict.WRONG
     assert "not close" in outcome.what
 

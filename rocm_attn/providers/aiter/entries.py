@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.batch.step_kinds import FEW_TOKENS, StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -439,7 +439,8 @@ ENTRIES: tuple[KernelEntry, ...] = (
         _entry("mla_decode_fwd[verify]", StepKind.VERIFY, replace(_LATENT, max_gqa_ratio=16), bind_latent_verify),
         needs=_LISTED,
         reads_ahead=_LIST_BLOCKS,
-        notes=(oddities.LAST_ROWS, oddities.EIGHT_ROWS),
+        min_kv_len=FEW_TOKENS,
+        notes=(oddities.LAST_ROWS, oddities.FEWER_KEYS, oddities.EIGHT_ROWS),
     ),
     _unbound(
         "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",

@@ -37,6 +37,10 @@ EIGHT_ROWS = (
     "Eight rows of 16 heads would take another kernel, which is wrong on gfx942 in bfloat16 (aiter#5679: off by "
     "0.11 to 0.16 in v0.1.21.post1 and later, and right with two rows). It is never asked for more than four."
 )
+FEWER_KEYS = (
+    "No test of AITER's has fewer keys than rows in a sequence. Padded sequences have four keys; the probe gives it a "
+    "sequence of three, as a short prompt is."
+)
 FEW_SEQUENCES = (
     "Steps with enough sequences that 16 splits of each fill the device use equal splits: its schedule has not "
     "been measured for bfloat16, and SGLang uses it for FP8 only."

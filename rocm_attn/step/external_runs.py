@@ -63,7 +63,7 @@ class ExternalRuns:
     def seal(self, num_seqs: int, num_tokens: int) -> None:
         """Fixes the addresses that graphs read, with room for steps padded to these sizes, and smaller ones."""
         for core in self._cores.values():
-            kinds = [StepKind.EXTEND, StepKind.MIXED, StepKind.VERIFY]
+            kinds = [StepKind.EXTEND, StepKind.MIXED]
             if any(problem.custom_mask for problem in core.kinds.problems):
                 kinds.append(StepKind.MASKED)
             shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
@@ -106,8 +106,6 @@ class ExternalRuns:
 
     def _new_run(self, step: ExternalStep, max_kv_len: int) -> ExternalRun:
         core, shape, tables = self.core(step.causality), step.shape, self._tables
-        if any(StepKind.VERIFY in selection.kernels for selection in core.selections):
-            shape = shape.of_few(step.max_q_len)
         kernels = [selection.kernel(shape.kind) for selection in core.selections]
         bakes = {baked for kernel in kernels for baked in kernel.entry.bakes}
         if Baked.MAX_KV_LEN not in bakes:

@@ -432,7 +432,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         _entry("pa_decode_gluon[verify]", StepKind.VERIFY, _GLUON_VERIFY, bind_gluon_verify),
         needs=_TABLE,
         faults=faults.GLUON_VERIFY,
-        notes=(oddities.REDUCTION, oddities.LAST_ROWS),
+        notes=(oddities.REDUCTION, oddities.LAST_ROWS, oddities.PARTS_OF_WINDOWS),
     ),
     # More heads have as many products as an extend step, and no gain from reading the latent rows once.
     replace(

@@ -52,8 +52,7 @@ class LastRows:
     def collect(self, rows: Tensor, tokens: Tensor, words: Tensor) -> None:
         """Copies rows of out back into tokens [T, heads, dim]."""
         _, row_of_token = self._cut(words, rows.shape[0] // FEW_TOKENS)
-        num_tokens, num_heads = tokens.shape[:2]
-        torch.index_select(rows[:, :num_heads], 0, row_of_token[:num_tokens], out=tokens)
+        torch.index_select(rows[:, : tokens.shape[1]], 0, row_of_token[: len(tokens)], out=tokens)
 
     def _cut(self, words: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         return words[: num_seqs * FEW_TOKENS], words[num_seqs * FEW_TOKENS :]

@@ -33,6 +33,10 @@ LAST_ROWS = (
     "It takes the same number of new tokens from every sequence. Verify steps have any number up to four, so each "
     "sequence gets four rows and its tokens the last ones: two copies a layer, of q and of out."
 )
+PARTS_OF_WINDOWS = (
+    "It loses up to three keys at the end of each part of a sequence without a window, for all queries but the last: "
+    "so it is always given one, which cuts at blocks of 256 keys. tests/amd/aiter_source shows both."
+)
 EIGHT_ROWS = (
     "Eight rows of 16 heads would take another kernel, which is wrong on gfx942 in bfloat16 (aiter#5679: off by "
     "0.11 to 0.16 in v0.1.21.post1 and later, and right with two rows). It is never asked for more than four."

@@ -24,6 +24,7 @@ from tests.amd.aiter_source.serving import SourceWorld, selection_of
 UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"
 GLUON, GLUON_VERIFY = "aiter.pa_decode_gluon", "aiter.pa_decode_gluon[verify]"
 MLA_DECODE, MLA_PREFILL = "aiter.mla_decode_fwd", "aiter.mla_prefill_fwd"
+MLA_VERIFY = "aiter.mla_decode_fwd[verify]"
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _CPU = torch.device("cpu")
@@ -289,6 +290,9 @@ def _latent(num_heads: int) -> Problem:
 _LATENT_DECODES = [
     SourceCase(f"heads{heads}", MLA_DECODE, _latent(heads), ((5, 70, 200), (1, 1, 1), (1, 1, 1)))
     for heads in (8, 16, 24, 128)
+] + [
+    SourceCase(f"heads{heads}", MLA_VERIFY, _latent(heads), ((5, 70, 200), (4, 3, 2), (2, 2, 1), (0, 1, 4)))
+    for heads in (8, 16)
 ]
 
 

@@ -33,23 +33,27 @@ def mla_decode_stage1_asm_fwd(
 ) -> None:
     """Writes output and log-sum-exp of each split of each sequence's keys. Splits without a key are left unchanged.
 
-    q: [S, heads, 576]; kv: [pages, 1, 1, 576]; split_data: float32 [S, splits, heads, 512]; split_lse likewise, 1 wide
+    q: [T, heads, 576], max_seqlen_q tokens of each sequence; kv: [pages, 1, 1, 576]
+    split_data: [T, splits, heads, 512], float32 unless it is the output itself; split_lse likewise, 1 wide
     """
     assert work_meta_data is None, "this stands for the kernel without a schedule alone"
-    assert (max_seqlen_q, page_size, nhead_kv) == (1, 1, 1), "plain decode"
+    assert (page_size, nhead_kv) == (1, 1), "plain decode"
+    assert qo_indptr.tolist() == list(range(0, len(q) + 1, max_seqlen_q)), "as many tokens of each sequence"
     split_data.fill_(float("nan"))
     split_lse.fill_(float("nan"))
     # Stage 2 reads at most as many splits of a sequence as it has blocks of this many keys.
-    keys_of_split = 64 if q.shape[1] == 16 else 16
+    keys_of_split = 64 if q.shape[1] == 16 and max_seqlen_q == 1 else 16
     splits_of = num_kv_splits_indptr.diff().tolist()
     for seq, (first, end) in enumerate(pairwise(kv_indptr.tolist())):
         num_splits = min(splits_of[seq], -(-(end - first) // keys_of_split))
         cuts = torch.linspace(first, end, num_splits + 1).round().long().tolist()
         for split, (start, stop) in enumerate(pairwise(cuts)):
-            rows = kv[kv_indices[start:stop].long(), 0, 0].double()
-            logits = scale * q[seq].double() @ rows.T
-            split_data[seq, split] = logits.softmax(-1) @ rows[:, : split_data.shape[-1]]
-            split_lse[seq, split, :, 0] = logits.logsumexp(-1)
+            for token in range(max_seqlen_q):
+                row, seen = seq * max_seqlen_q + token, end - (max_seqlen_q - 1 - token)
+                rows = kv[kv_indices[start : max(start, min(stop, seen))].long(), 0, 0].double()
+                logits = scale * q[row].double() @ rows.T
+                split_data[row, split] = (logits.softmax(-1) @ rows[:, : split_data.shape[-1]]).to(split_data.dtype)
+                split_lse[row, split, :, 0] = logits.logsumexp(-1)
 
 
 def mla_prefill_asm_fwd(

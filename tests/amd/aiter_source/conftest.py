@@ -7,8 +7,8 @@ import os
 from tests.amd.aiter_source.checkout import VARIABLE
 from tests.amd.aiter_source.engines import IS_INTERPRETED
 
-_OF_A_CHECKOUT = {"test_simulated.py", "test_interpreted.py", "test_parameters.py"}
-_HERE = {"test_interpreted.py"} if IS_INTERPRETED else {"test_simulated.py", "test_parameters.py"}
+_OF_A_CHECKOUT = {"test_simulated.py", "test_interpreted.py", "test_parameters.py", "test_marks.py"}
+_HERE = {"test_interpreted.py"} if IS_INTERPRETED else _OF_A_CHECKOUT - {"test_interpreted.py"}
 
 collect_ignore = sorted(_OF_A_CHECKOUT - _HERE if os.environ.get(VARIABLE) else _OF_A_CHECKOUT)
 

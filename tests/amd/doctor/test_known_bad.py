@@ -257,7 +257,7 @@ def test_other_machines_are_not_asked(machine: Machine) -> None:
 def test_the_facts_of_an_installation_are_its_releases_gpus_and_variables() -> None:
     facts = known_faults.facts_of(with_engine("sglang", "0.5.23"))
     named = {component: str(release) for component, release in facts.releases.items() if release is not None}
-    assert named == {"sglang": "0.5.23", "aiter": "0.1.21", "triton": "3.6.0", "rocm": "7.2.4"}
+    assert named == {"sglang": "0.5.23", "aiter": "0.1.20", "triton": "3.6.0", "rocm": "7.2.4"}
     assert set(facts.releases) == set(COMPONENTS)
     assert (facts.archs, facts.model, facts.features) == (frozenset({"gfx942"}), None, {})
     assert facts.environment == MI300.environment

@@ -19,7 +19,7 @@ import torch
 from rocm_attn.machine import releases
 from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
-from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, random_run, selected_run
+from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
 
 Run = Callable[[Selection, torch.device], FailedProbe | None]
 
@@ -58,7 +58,7 @@ def _verdict(selection: Selection, device: torch.device, runs: Sequence[Run]) ->
     place = _place(selection, device)
     if place is not None and place.is_file():
         return _read(place)
-    found = (run(selection, device) for run in runs)
+    found = (outcome(run, selection, device) for run in runs)
     wrong = next((each for each in found if each is not None), None)
     verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
     # Memory that is short now may be free later, so that verdict is not kept.

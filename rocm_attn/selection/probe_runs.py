@@ -9,7 +9,7 @@ edge_run:   rows in which the keys at the edges of a query's visible keys decide
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -92,8 +92,11 @@ class FailedProbe:
     lacks_memory: bool = False
 
 
+@dataclass
 class _Failed(Exception):
-    """A probed kernel raised an exception."""
+    """A probed kernel, or its schedule, raised an exception."""
+
+    fault: FailedProbe
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +192,9 @@ class _Run:
             self._remember(rows.k, rows.v, q_len)
             if not row.is_probed:
                 return None
-            where = f"in {_named(step.plan.shape.kind)} of lengths {', '.join(map(str, self.kv_len))}"
-            return _fault(row.name, lambda: self._difference(step, q_len, rows.q), where)
+            where = _where(step.plan.shape.kind, self.kv_len)
+            what = self._difference(step, q_len, rows.q, where)
+            return FailedProbe(row.name, f"{what} {where}") if what else None
 
     @contextmanager
     def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Part]:
@@ -199,7 +203,12 @@ class _Run:
             self.runtime.table.reserve(row, length)
         as_int32 = (np.array(each, np.int32) for each in (self.rows, kv_len, q_len))
         batch = StepBatch(*as_int32)
-        with self.runtime.step(batch, self.runtime.plan(batch, PadTo(pad_to))) as step:
+        plan = self.runtime.plan(batch, PadTo(pad_to))
+        entry = plan.kernels[0].entry
+        with ExitStack() as stack:
+            # Its schedule is made here.
+            with _foreign_failures(entry.name, _where(plan.shape.kind, kv_len)) if entry.is_probed else nullcontext():
+                step = stack.enter_context(self.runtime.step(batch, plan))
             yield step.parts[0]
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> _Rows:
@@ -260,16 +269,16 @@ class _Run:
                 return wrong
         return None
 
-    def _difference(self, step: Part, q_len: Sequence[int], q: Tensor) -> str:
+    def _difference(self, step: Part, q_len: Sequence[int], q: Tensor, where: str) -> str:
         """Describes the error of a running step's output; empty if there is none. Raises _Failed."""
         problem = self.problem
         out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if problem.wants_lse else None
-        with _foreign_failures():
+        row, first = step.plan.kernels[0].entry, 0
+        with _foreign_failures(row.name, where):
             step.layers.attend(0, q, out, lse)
             out, lse = out.clone(), None if lse is None else lse.clone()
             wait_for_device(out.device)  # a kernel fails when it runs, not when it is launched
-        row, first = step.plan.kernels[0].entry, 0
         if row.rounds_queries:
             q = eight_bit_queries(q, problem.page_format.encoding.dtype)
         bound = bounds_of(problem.dtype, eight_bit_products=row.rounds_products).out
@@ -282,20 +291,18 @@ class _Run:
         return "" if bool((out[first:] == 0).all()) else "a padded token is not zero"
 
 
-def _fault(kernel: str, difference: Callable[[], str], where: str) -> FailedProbe | None:
-    """The fault that `difference` describes, or with which the kernel raises _Failed in it; None if there is none."""
-    try:
-        what, lacks_memory = difference(), False
-    except _Failed as failed:
-        error = failed.__cause__
-        text = str(error).strip()
-        what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
-        lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return FailedProbe(kernel, f"{what} {where}", lacks_memory) if what else None
-
-
 def _close(result: Tensor, reference: Tensor, bound: Bound) -> bool:
     return bool((error_parts(result, reference, bound) <= 1).all())
+
+
+def outcome(
+    run: Callable[[Selection, torch.device], FailedProbe | None], selection: Selection, device: torch.device
+) -> FailedProbe | None:
+    """The fault that a run finds, or with which a probed kernel ends it; None if there is none."""
+    try:
+        return run(selection, device)
+    except _Failed as failed:
+        return failed.fault
 
 
 def random_run(selection: Selection, device: torch.device) -> FailedProbe | None:
@@ -385,26 +392,24 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
     table = page_of[None].to(device, torch.int32)
     args = SelectedArgs(q, pages, table, tokens, selected, out, None, None, workspace.to(device))
 
-    def difference() -> str:
-        with _foreign_failures():
-            sparse.selected.attend(args)
-            wait_for_device(out.device)
-        bound = bounds_of(problem.dtype, eight_bit_products=False).out
-        for token, chosen in enumerate(picked):
-            seen = rows[places.flatten()[chosen]].to(device)
-            visible = torch.ones(1, len(chosen), dtype=torch.bool, device=device)
-            one = slice(token, token + 1)
-            want, _ = attend_sequence(q[one], seen, seen[..., : problem.v_head_dim], problem, visible=visible)
-            if not _close(out[one], want, bound):
-                return f"token {token} of {num_tokens} is wrong"
-        return "" if bool((out[-1] == 0).all()) else "a padded token is not zero"
-
-    return _fault(sparse.entries[0], difference, "over a selection")
+    name, where = sparse.entries[0], "over a selection"
+    with _foreign_failures(name, where):
+        sparse.selected.attend(args)
+        wait_for_device(out.device)
+    bound = bounds_of(problem.dtype, eight_bit_products=False).out
+    for token, chosen in enumerate(picked):
+        seen = rows[places.flatten()[chosen]].to(device)
+        visible = torch.ones(1, len(chosen), dtype=torch.bool, device=device)
+        one = slice(token, token + 1)
+        want, _ = attend_sequence(q[one], seen, seen[..., : problem.v_head_dim], problem, visible=visible)
+        if not _close(out[one], want, bound):
+            return FailedProbe(name, f"token {token} of {num_tokens} is wrong {where}")
+    return None if bool((out[-1] == 0).all()) else FailedProbe(name, f"a padded token is not zero {where}")
 
 
 @contextmanager
-def _foreign_failures() -> Iterator[None]:
-    """Turns any exception of a probed kernel into _Failed, with the exception as its cause.
+def _foreign_failures(kernel: str, where: str) -> Iterator[None]:
+    """Turns any exception of a probed kernel into _Failed. where: a clause, the step or selection of the kernel
 
     Failing compilers, tiles that do not fit, lack of memory, missing modules, assertions: none of them is a reason to
     stop a model that another kernel can serve. Releases up to v0.1.10 raise SystemExit if they cannot compile. Errors
@@ -415,7 +420,10 @@ def _foreign_failures() -> Iterator[None]:
     except RocmAttnError:
         raise
     except (Exception, SystemExit) as error:
-        raise _Failed from error
+        text = str(error).strip()
+        what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
+        lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        raise _Failed(FailedProbe(kernel, f"{what} {where}", lacks_memory)) from error
 
 
 def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
@@ -426,6 +434,10 @@ def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
         for kind, kernel in selection.kernels.items()
     }
     return replace(selection, problem=problem, kernels=kernels, sparse=None)
+
+
+def _where(kind: StepKind, kv_len: Sequence[int]) -> str:
+    return f"in {_named(kind)} of lengths {', '.join(map(str, kv_len))}"
 
 
 def _named(kind: StepKind) -> str:

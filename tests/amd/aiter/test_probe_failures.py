@@ -59,6 +59,18 @@ def test_a_kernel_that_fails_is_switched_off_with_what_it_raised(name: str, aite
     assert any("paged_attention_ragged" in verdict for verdict in kept) == (name not in LACK_MEMORY)
 
 
+def test_a_schedule_that_fails_switches_its_kernel_off(aiter: StandIn) -> None:
+    """The schedule is made when a step begins, before its kernel is called."""
+    make_raise(aiter, "get_mla_metadata_v1", ValueError("unsupported head size"))
+    selection = world(latent_problem(16), max_kv_len=80).runtime.selections[0]
+    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.mla_decode_fwd"
+    scheduled = "aiter.mla_decode_fwd+get_mla_metadata_v1"
+    (reason,) = (each.reason for each in selection.refusals if each.kernel == scheduled)
+    assert reason.startswith(
+        "switched off by its probe: it raised 'unsupported head size' in a decode step of lengths "
+    )
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), WrongState("of our own")], ids=["a user", "our own mistake"])
 def test_what_is_no_failure_of_the_library_is_raised(error: BaseException, aiter: StandIn) -> None:
     make_raise(aiter, "paged_attention_ragged", error)

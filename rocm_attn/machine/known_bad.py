@@ -21,7 +21,7 @@ ENGINES = ("vllm", "sglang", "atom")
 COMPONENTS = (*ENGINES, "aiter", "rocm", "triton")
 ARCHS = ("gfx942", "gfx950")
 EFFECTS = ("wrong output", "crash", "hang", "no start", "slow")
-# What a model or a command line may ask for -> how a sentence names it.
+# A feature that a model or a command line may ask for -> its name in a sentence.
 FEATURES: Mapping[str, str] = _CONTENT["features"]
 _ENDLESS = ReleaseRange().before
 

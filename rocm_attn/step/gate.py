@@ -85,7 +85,7 @@ class RanStep(NamedTuple):
 
 
 _NOTHING_KEPT = (), 0, 0, None
-# What a RanStep is built of, on request: its fields, but in place of the last one why it may not store.
+# The fields of a RanStep, which is built on request; in place of the last one, the reason why it may not store.
 _Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, str]
 
 

@@ -196,7 +196,7 @@ rm -f "$VENV"/stage-* "$VENV"/output-*
 
 if [ $# -eq 0 ]; then
     # The longest first: what is left at the end is short, and no core idles for long.
-    set -- lint images 'host interpreter simulator offline text mutation oldest types soak random' engines
+    set -- lint images 'host interpreter random offline text simulator mutation oldest types soak' engines
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

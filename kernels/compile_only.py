@@ -73,9 +73,16 @@ def activated(driver: AbsentDriver) -> Iterator[None]:
 def observe_compiles(observer: Callable[[CompileEvent], None]) -> Iterator[None]:
     """While active, observer is called for every kernel that a launch needs and this process has not loaded yet."""
 
-    def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **rest: object) -> None:
+    def listen(*, metadata: dict[str, Any], cache_hit: bool, **rest: object) -> None:
         observer(CompileEvent(metadata["name"], cache_hit))
 
+    with listening(listen):
+        yield
+
+
+@contextmanager
+def listening(listen: Callable[..., None]) -> Iterator[None]:
+    """While active, Triton calls listen, with keywords, for every kernel that it compiles or finds in its cache."""
     before = triton.knobs.compilation.listener
     triton.knobs.compilation.listener = listen
     try:

@@ -1,6 +1,6 @@
 """The page of the ledger: `python -m rocm_lab.ledger.page` writes it from the data, the product's tables and the runs.
 
-No cell is written by hand. What AITER's sources declare is in sources.json, which sources.py writes.
+No cell is written by hand. sources.json has what AITER's sources declare; sources.py writes it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _RUN = re.compile(
 _HEAD = """# The ledger of AITER's releases
 
 Which release of AITER declares which function, what was read and run of it, what it got wrong, and who ships it.
-`python -m rocm_lab.ledger.page` writes this page; a test holds that it is current. What AITER's sources declare is read
-from its git by `AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources`. A release that was read gets its line in
+`python -m rocm_lab.ledger.page` writes this page; a test holds that it is current. Its declarations are read from
+AITER's git by `AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources`. A release that was read gets its line in
 `rocm_attn/machine/aiter_releases.json`, and who ships it in `rocm_lab/ledger/pins.json`.
 
 This version of rocm_attn was written for {written_for}.
@@ -75,11 +75,11 @@ def page() -> str:
         ),
         _section("Functions", _FUNCTIONS, ("kernel", "functions", "agrees", "run"), _kernels(sources, ran)),
         _section("Where they are declared", "", ("function", "file", "changes of its parameters"), _places(sources)),
-        _section("What releases got wrong", _FAULTS, ("fault", "kernels", "releases", "archs"), _faults()),
+        _section("Faults of releases", _FAULTS, ("fault", "kernels", "releases", "archs"), _faults()),
         _section(
             "Found by comparing releases", _REGRESSIONS, ("file", "function", "what", "releases"), _regressions(sources)
         ),
-        _section("What notes and titles say of attention", "", ("release", "of it"), _notes()),
+        _section("Attention in notes and titles", "", ("release", "of it"), _notes()),
         _LATER,
         _section("Who ships which AITER", _PINS, ("who", "AITER", "read?", "evidence"), _pins(sources)),
     ]

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor
-from rocm_attn.kernels.compile_only import AbsentDriver, activated
+from rocm_attn.kernels.compile_only import AbsentDriver, activated, listening
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.absent_gpu import absent_gpu
 from rocm_attn.machine.target import known_target
@@ -106,12 +105,8 @@ def _kept_assembly() -> Iterator[None]:
         (path,) = (path for name, path in metadata_group.items() if name.endswith(".amdgcn"))
         _assembly[metadata["hash"]] = Path(path).read_text()
 
-    before = triton.knobs.compilation.listener
-    triton.knobs.compilation.listener = listen
-    try:
+    with listening(listen):
         yield
-    finally:
-        triton.knobs.compilation.listener = before
 
 
 def _launcher(source: Any, metadata: Any) -> Callable[..., None]:

@@ -141,10 +141,10 @@ class AiterLatentVerify:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q, out = cut(args.workspace, self._parts(bounds.shape))
-        indptr, splits, rows = self.schedule.cut(args.schedule, bounds.shape)
+        schedule, (q, out) = self.schedule, cut(args.workspace, self._parts(bounds.shape))
+        indptr, splits, rows = schedule.cut(args.schedule, bounds.shape)
         library.mla_decode_fwd()(
-            q=self.schedule.rows.spread(args.q, q, rows),
+            q=schedule.rows.spread(args.q, q, rows),
             kv_buffer=args.pages.k,
             o=out,
             qo_indptr=indptr,
@@ -154,10 +154,10 @@ class AiterLatentVerify:
             max_seqlen_q=FEW_TOKENS,
             sm_scale=self.problem.scale,
             logit_cap=0.0,
-            num_kv_splits=self.schedule.splits.splits(bounds.shape),
+            num_kv_splits=schedule.splits.splits(bounds.shape),
             num_kv_splits_indptr=splits,
         )
-        self.schedule.rows.collect(out, args.out, rows)
+        schedule.rows.collect(out, args.out, rows)
 
     def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         return padded_rows(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)

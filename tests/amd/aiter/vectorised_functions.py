@@ -48,7 +48,8 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     num_kv_heads, block = k_cache.shape[1], k_cache.shape[3]
     require(block in (16, 64, 1024), f"no variant for blocks of {block}")
     require(num_heads % num_kv_heads == 0 and 3 <= num_heads // num_kv_heads <= 64, "3 to 64 heads share a KV head")
-    require(each * num_heads // num_kv_heads <= 64, f"{each} queries of so many heads do not fit a tile")
+    tile_rows = each * num_heads // num_kv_heads
+    require(tile_rows <= 64, f"{each} queries of a sequence take {tile_rows} rows of a tile, which has 64")
     require_tensor("context_lengths", call["context_lengths"], torch.int32, (num_seqs,))
     require_tensor("block_tables", call["block_tables"], torch.int32, (num_seqs, None), contiguous=False)
     require(call["alibi_slopes"] is None, "slopes are taken and left out")
@@ -66,7 +67,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
         # Part [a, b) serves query j of n with keys [a - (n - 1 - j), b - (n - 1 - j)), and loads keys from a // 256 on.
         require(each == 1 or parts == 1, "a part of a sequence loses keys of all queries but the last")
         require(1 <= parts <= 8 and parts % on_one_block == 0, f"{parts} programs for blocks of {block}")
-    rows = (num_seqs, num_kv_heads, parts, each * num_heads // num_kv_heads)
+    rows = (num_seqs, num_kv_heads, parts, tile_rows)
     scratch = [require_tensor(name, call[name], torch.float32, rows) for name in ("exp_sums", "max_logits")] + [
         require_tensor("temporary_output", call["temporary_output"], dtype, (*rows, dim))
     ]

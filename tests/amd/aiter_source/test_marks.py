@@ -20,7 +20,7 @@ def test_a_mark_is_there_from_the_release_that_ended_the_fault_on(fault: Fault) 
     checkout = Checkout.named()
     here = release_of(checkout.commit())
     if here.is_before:
-        pytest.skip(f"the checkout is {here}")
+        pytest.skip(f"the checkout is {here}: its number does not tell which fixes it has")
     assert (fault.mark in marks_in(checkout.root / "aiter")) == (here >= fault.aiter.before)
 
 
@@ -28,5 +28,5 @@ def test_the_image_has_every_mark() -> None:
     assert {fault.mark for fault in FAULTS} == set(MARKS) == IMAGE_RELEASES.marks
     checkout = Checkout.named()
     if checkout.commit() != IMAGE_COMMIT:
-        pytest.skip("the checkout is another commit")
+        pytest.skip(f"only the image's commit, {IMAGE_COMMIT}, has to have every mark")
     assert marks_in(checkout.root / "aiter") == IMAGE_RELEASES.marks

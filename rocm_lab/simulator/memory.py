@@ -32,6 +32,10 @@ class Allocation:
             self._items[size] = np.ndarray((self.num_bytes - size + 1,), f"V{size}", memory, strides=(1,))
         return self._items[size]
 
+    def distance(self, address: int) -> int:
+        """Bytes between the address and the nearest end of the allocation; not positive inside of it."""
+        return max(self.address - address, address - (self.address + self.num_bytes))
+
 
 class Memory:
     """The allocations of a launch; every access must lie in one of them."""
@@ -65,7 +69,7 @@ class Memory:
         for lane, address in enumerate(addresses.tolist()):
             inside = (a.address <= address and address + size <= a.address + a.num_bytes for a in self.allocations)
             if not any(inside):
-                nearest = min(self.allocations, key=lambda a: abs(address - a.address))
+                nearest = min(self.allocations, key=lambda a: a.distance(address))
                 return (
                     f"{verb} {size} bytes at 0x{address:x} (active lane {lane}), outside of every allocation; "
                     f"{address - nearest.address} bytes from the start of {nearest.name}, which has {nearest.num_bytes}"

@@ -9,6 +9,7 @@ from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.core import POISON
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.isa.global_memory import MASKED_OFFSET
+from rocm_lab.simulator.memory import Allocation, Memory
 from rocm_lab.simulator.snippet import ALL_LANES, LANE, allocation, execute
 
 BYTES = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
@@ -259,3 +260,12 @@ def test_memory_that_was_never_touched_takes_none() -> None:
         allocations=[allocation(memory)],
     )
     assert set(core.vector[2].tolist()) == {0x04030201}
+
+
+def test_a_stray_access_names_the_allocation_whose_end_is_nearest() -> None:
+    """The next allocation's start may be nearer than the start of the one that was overrun."""
+    long, short = Allocation("long", 4096, 512), Allocation("short", 4096 + 640, 64)
+    with pytest.raises(SimulationFault, match="512 bytes from the start of long, which has 512"):
+        Memory([long, short]).load(np.array([4096 + 512]), 8)
+    with pytest.raises(SimulationFault, match="-8 bytes from the start of short, which has 64"):
+        Memory([long, short]).load(np.array([4096 + 632]), 8)

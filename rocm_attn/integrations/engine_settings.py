@@ -1,8 +1,4 @@
-"""Environment variables that set our backend inside engines, which have no settings of their own for a backend.
-
-ROCM_ATTN_PROVIDER  auto, triton, aiter or torch (auto): whose kernels serve
-ROCM_ATTN_ON_FAULT  raise or log (raise): the response to a fault of the device, which is found a step or two later
-"""
+"""Environment variables that set our backend inside engines, which have no settings of their own for a backend."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from collections.abc import Mapping
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.external import FaultPolicy, LogAndCount, raise_fault
+from rocm_attn.machine.settings import ON_FAULT, PROVIDER
 
-PROVIDER, ON_FAULT = "ROCM_ATTN_PROVIDER", "ROCM_ATTN_ON_FAULT"
 _PROVIDERS = ("auto", "triton", "aiter", "torch")
 
 

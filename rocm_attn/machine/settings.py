@@ -1,14 +1,8 @@
-"""Settings: values of environment variables. Read once; a wrong value raises instead of meaning something else.
-
-ROCM_ATTN_DEBUG           0 or 1 (0): whether options that are only useful for debugging are allowed
-ROCM_ATTN_DISABLE_GUARDS  ids of safeguards, separated by commas: they are switched off. Needs ROCM_ATTN_DEBUG=1.
-ROCM_ATTN_DISABLE_PLUGINS names of plug-ins (vllm, sglang), separated by commas: engines load them to no effect
-ROCM_ATTN_TAKE_BACKENDS   names of engines' own attention backends, separated by commas: ours takes their place
-ROCM_ATTN_TUNING          the file of measured tiles (docs/tuning.md), or off (rocm_attn/tuning.json in the cache)
-"""
+"""Settings: values of environment variables. Read once; a wrong value raises instead of meaning something else."""
 
 from __future__ import annotations
 
+import difflib
 import operator
 import os
 from collections.abc import Mapping
@@ -17,11 +11,93 @@ from functools import cache
 
 from rocm_attn.errors import BadSetting
 
+PREFIX = "ROCM_ATTN_"
 DEBUG = "ROCM_ATTN_DEBUG"
 DISABLE_GUARDS = "ROCM_ATTN_DISABLE_GUARDS"
 DISABLE_PLUGINS = "ROCM_ATTN_DISABLE_PLUGINS"
 TAKE_BACKENDS = "ROCM_ATTN_TAKE_BACKENDS"
 TUNING = "ROCM_ATTN_TUNING"
+PROVIDER = "ROCM_ATTN_PROVIDER"
+ON_FAULT = "ROCM_ATTN_ON_FAULT"
+API_KEYS = "ROCM_ATTN_API_KEYS"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable of this project.
+
+    read_by: who reads it
+    values:  a clause: its allowed values
+    unset:   the meaning of a process without it
+    effect:  a sentence: its effect
+    """
+
+    name: str
+    read_by: str
+    values: str
+    unset: str
+    effect: str
+
+
+# Every variable that users set, also those of the distributions beside this one.
+VARIABLES = (
+    Variable(
+        PROVIDER,
+        "plug-ins",
+        "`auto`, `triton`, `aiter` or `torch`",
+        "`auto`",
+        "The provider's kernels serve the layers.",
+    ),
+    Variable(
+        ON_FAULT,
+        "plug-ins",
+        "`raise` or `log`",
+        "`raise`",
+        "A device fault ends the step that learns of it, or is logged and counted.",
+    ),
+    Variable(
+        TAKE_BACKENDS,
+        "plug-ins",
+        "names of an engine's own backends, separated by commas",
+        "none",
+        "Ours replaces these backends.",
+    ),
+    Variable(
+        DISABLE_PLUGINS,
+        "plug-ins",
+        "`vllm`, `sglang`, separated by commas",
+        "none",
+        "The engine loads the plug-in to no effect.",
+    ),
+    Variable(
+        TUNING,
+        "every process",
+        "a file of measured tiles, or `off`",
+        "`tuning.json` in the cache's folder of this project",
+        "Kernels take their tiles from this file where it has a row ([tiles](tuning.md)).",
+    ),
+    Variable(
+        DEBUG,
+        "every process",
+        "`0` or `1`",
+        "`0`",
+        "Options for debugging are allowed, and slow checks of inputs run.",
+    ),
+    Variable(
+        DISABLE_GUARDS,
+        "every process",
+        "ids of safeguards, separated by commas",
+        "none",
+        f"The [safeguards](guards.md) are off. It needs `{DEBUG}=1`.",
+    ),
+    Variable(
+        API_KEYS,
+        "`rocm-attn serve`",
+        "keys, separated by commas",
+        "no keys",
+        "Clients must send one of the keys. `--api-key-file` replaces them.",
+    ),
+)
 
 _SWITCH = {"": False, "0": False, "1": True}
 
@@ -78,6 +154,14 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
     """The entries of a variable, separated by commas."""
     return tuple(entry for entry in map(str.strip, environment.get(variable, "").split(",")) if entry)
+
+
+def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that nobody reads and that look like one that is read, with the name that was probably meant."""
+    known = [variable.name for variable in VARIABLES]
+    unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
+    meant = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}
+    return {name: close[0] for name, close in meant.items() if close}
 
 
 @cache

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.server.options import ServerOptions
 
-VARIABLE = "ROCM_ATTN_API_KEYS"
 _SHORTEST = 8
 
 
@@ -53,11 +53,11 @@ def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys
     if options.api_key_file is not None:
         keys = _read(options.api_key_file)
     else:
-        keys = [key.strip() for key in environment.get(VARIABLE, "").split(",") if key.strip()]
+        keys = [key.strip() for key in environment.get(API_KEYS, "").split(",") if key.strip()]
     if not keys and not options.allow_anonymous and not is_loopback(options.host):
         raise BadSetting(
             f"the server would listen on {options.host}, which others can reach, without API keys; give "
-            f"--api-key-file or {VARIABLE}, or --allow-anonymous to serve everybody"
+            f"--api-key-file or {API_KEYS}, or --allow-anonymous to serve everybody"
         )
     return ApiKeys.of(keys)
 

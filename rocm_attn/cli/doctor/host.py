@@ -5,7 +5,7 @@ from __future__ import annotations
 from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Folder, Machine
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.settings import DISABLE_GUARDS, read_settings
+from rocm_attn.machine.settings import DISABLE_GUARDS, misspelt, read_settings
 
 _NO_AMD = "no AMD GPU and no torch for ROCm"
 # Docker's default is 64 MiB; RCCL and the worker processes of a serving engine take gigabytes.
@@ -116,6 +116,11 @@ def _settings(machine: Machine) -> Diagnosis:
     if settings.disable_guards:
         return warning(
             f"{DISABLE_GUARDS} switches safeguards off: {', '.join(settings.disable_guards)}", f"unset {DISABLE_GUARDS}"
+        )
+    wrong = misspelt(machine.environment)
+    if wrong:
+        return warning(
+            "nothing reads " + ", ".join(wrong), "; ".join(f"rename {name} to {meant}" for name, meant in wrong.items())
         )
     return ok("all safeguards are on")
 

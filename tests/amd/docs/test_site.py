@@ -10,7 +10,8 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.amd.docs import capabilities, known_bad, reference
+from rocm_attn.models.families import FAMILIES
+from tests.amd.docs import capabilities, environment, known_bad, model_list, reference, serve_flags
 from tests.amd.docs.pages import DOCS, menu, resolved, with_links
 from tests.amd.house import interface
 from tests.amd.house.source_tree import ROOT
@@ -116,3 +117,17 @@ def test_the_page_of_capabilities_is_current() -> None:
 
 def test_the_page_of_known_bad_releases_is_current() -> None:
     assert known_bad.PAGE.read_text() == known_bad.page(), "run python -m tests.amd.docs.known_bad"
+
+
+def test_the_page_of_the_servers_flags_is_current() -> None:
+    assert serve_flags.PAGE.read_text() == serve_flags.page(), "run python -m tests.amd.docs.serve_flags"
+
+
+def test_every_family_has_a_name_that_users_know_and_the_page_of_models_is_current() -> None:
+    listed = [name for model in model_list.MODELS for name in model.architectures]
+    assert sorted(listed) == sorted(FAMILIES)
+    assert model_list.PAGE.read_text() == model_list.page(), "run python -m tests.amd.docs.model_list"
+
+
+def test_the_page_of_environment_variables_is_current() -> None:
+    assert environment.PAGE.read_text() == environment.page(), "run python -m tests.amd.docs.environment"

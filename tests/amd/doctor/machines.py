@@ -545,6 +545,9 @@ BROKEN = {
     "a setting with a typo": Broken(
         _with(ROCM_ATTN_DEBUG="yes"), "safeguards", _PROBLEM, "it must be 0 or 1", "an allowed value"
     ),
+    "a variable with a typo": Broken(
+        _with(ROCM_ATTN_PROVIDR="aiter"), "safeguards", _WARNING, "ROCM_ATTN_PROVIDR", "rename ROCM_ATTN_PROVIDR to"
+    ),
     "vLLM without AITER": Broken(
         _all(Distribution("vllm", "0.22.1", SITE)), "engine-switches", _WARNING, "vllm", "export VLLM_ROCM_USE_AITER=1"
     ),

@@ -17,11 +17,12 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, main
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.cli.serve import _make_ready
 from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
-from rocm_serve.server.keys import VARIABLE, ApiKeys
+from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
@@ -165,6 +166,6 @@ def test_the_first_request_with_a_schema_does_not_wait_for_the_tokenizer(monkeyp
 def test_a_public_address_without_keys_is_refused_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEYS, raising=False)
     assert main(["serve", "--model", "nowhere", "--host", "0.0.0.0"]) == BAD_INPUT
     assert "--allow-anonymous" in capsys.readouterr().err

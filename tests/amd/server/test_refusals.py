@@ -15,9 +15,10 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.http_metrics import HttpMetrics
-from rocm_serve.server.keys import VARIABLE, ApiKeys, keys_from
+from rocm_serve.server.keys import ApiKeys, keys_from
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
@@ -289,14 +290,14 @@ def test_a_public_address_needs_keys() -> None:
     assert keys_from(ServerOptions(host="0.0.0.0", allow_anonymous=True), {}) == ApiKeys()
     for host in ("127.0.0.1", "::1", "localhost"):
         assert keys_from(ServerOptions(host=host), {}) == ApiKeys()
-    both = keys_from(ServerOptions(host="0.0.0.0"), {VARIABLE: f"{KEYS[0]}, {KEYS[1]},"})
+    both = keys_from(ServerOptions(host="0.0.0.0"), {API_KEYS: f"{KEYS[0]}, {KEYS[1]},"})
     assert both == ApiKeys.of(list(KEYS))
 
 
 def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{KEYS[0]}\n\n  {KEYS[1]}\n")
-    assert keys_from(ServerOptions(api_key_file=file), {VARIABLE: "not-looked-at"}) == ApiKeys.of(list(KEYS))
+    assert keys_from(ServerOptions(api_key_file=file), {API_KEYS: "not-looked-at"}) == ApiKeys.of(list(KEYS))
     for content, says in (("# none\n", "holds no API key"), ("short", "cannot be used")):
         file.write_text(content)
         with pytest.raises(BadSetting, match=says):

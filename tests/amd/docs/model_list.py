@@ -1,0 +1,107 @@
+"""The page of models by their names, generated from the table of families: python -m tests.amd.docs.model_list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_attn.models.families import FAMILIES
+from rocm_attn.models.hf_compressed import compressed_layers
+from rocm_attn.models.hf_recurrent import HybridAttention
+from tests.amd.docs.pages import DOCS
+
+PAGE = DOCS / "model_list.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Models by the name that users know.
+
+    architectures: their class in config.json, one or several
+    weights: a clause about published weights that the engine does not read; empty if it reads them
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    weights: str = ""
+
+
+_FP8 = "published in FP8: convert to bfloat16 first"
+
+MODELS = (
+    Named("Llama 2, 3, 3.1, 3.2, 3.3 (text)", ("LlamaForCausalLM",)),
+    Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small (text)", ("MistralForCausalLM",)),
+    Named("Mixtral 8x7B, 8x22B", ("MixtralForCausalLM",)),
+    Named("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",)),
+    Named("Qwen2, Qwen2.5, QwQ", ("Qwen2ForCausalLM",)),
+    Named("Qwen1.5-MoE, Qwen2-57B-A14B", ("Qwen2MoeForCausalLM",)),
+    Named("Qwen3 0.6B to 32B", ("Qwen3ForCausalLM",)),
+    Named("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ("Qwen3MoeForCausalLM",)),
+    Named("Qwen3-Next, Qwen3-Coder-Next", ("Qwen3NextForCausalLM",)),
+    Named(
+        "Qwen3.5, Qwen3.8",
+        (
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+    ),
+    Named("Qwen3.8-Flash-Next", ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")),
+    Named("Gemma 2", ("Gemma2ForCausalLM",)),
+    Named("Gemma 3 (text)", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")),
+    Named("Gemma 3n (text)", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")),
+    Named("Gemma 4 (text)", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")),
+    Named("gpt-oss-20b, gpt-oss-120b", ("GptOssForCausalLM",), "published in MXFP4: convert to bfloat16 first"),
+    Named("DeepSeek-V2, V2-Lite, V2.5", ("DeepseekV2ForCausalLM",)),
+    Named("DeepSeek-V3, V3.1, R1; Kimi-K2", ("DeepseekV3ForCausalLM",), _FP8),
+    Named("DeepSeek-V3.2", ("DeepseekV32ForCausalLM",), _FP8),
+    Named("DeepSeek-V4, V4.1", ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")),
+    Named("GLM-5, GLM-5.1", ("GlmMoeDsaForCausalLM",)),
+    Named("GLM-5.3-Flash", ("Glm5NextForConditionalGeneration",)),
+    Named("Kimi-Linear", ("KimiLinearForCausalLM",)),
+    Named("Kimi-K3", ("KimiK3ForConditionalGeneration",)),
+    Named("MiniCPM3", ("MiniCPM3ForCausalLM",)),
+    Named("MiniMax-M2, M2.5", ("MiniMaxM2ForCausalLM",)),
+    Named("MiniMax-M3 (text)", ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")),
+)
+
+_HEAD = """# Models by name
+
+Does it run? *The engine* is `rocm-attn serve` and `generate`; *plug-ins* is vLLM or SGLang with this project's
+attention, where that engine knows the model. `rocm-attn explain CONFIG.json --arch gfx942` answers for any other
+model. `python -m tests.amd.docs.model_list` writes this page from the table of families; [models](models.md) has the
+details of each family.
+
+| models | the engine | plug-ins | class in config.json |
+|---|---|---|---|
+"""
+
+_TAIL = """
+The engine reads safetensors in bfloat16, float16 or float32, and GGUF where the table says so. Nothing here serves
+images, audio, embeddings, rerankers or LoRA, nor weights in AWQ, GPTQ, FP8 or MXFP4: the plug-ins leave those to their
+engine.
+
+Weights come from where their makers publish them, for instance with `hf download meta-llama/Llama-3.1-8B-Instruct
+--local-dir Llama-3.1-8B-Instruct`; many ask you to accept a licence first.
+"""
+
+
+def _cells(model: Named) -> str:
+    family = FAMILIES[model.architectures[0]]
+    decoder = family.decoder
+    engine = "no" if decoder is None else model.weights or ("yes, GGUF too" if decoder.gguf else "yes")
+    plugins = "yes"
+    if family.attention is compressed_layers:
+        plugins = "no"
+    elif isinstance(family.attention, HybridAttention):
+        plugins = "not tried: it has recurrent layers"
+    return f"| {model.name} | {engine} | {plugins} | {', '.join(f'`{name}`' for name in model.architectures)} |"
+
+
+def page() -> str:
+    """Returns the text of docs/model_list.md."""
+    return _HEAD + "\n".join(map(_cells, MODELS)) + "\n" + _TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

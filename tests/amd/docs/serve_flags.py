@@ -1,0 +1,99 @@
+"""The page of the server's flags, generated from its parser: python -m tests.amd.docs.serve_flags writes it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from rocm_attn.cli.parser import build_parser
+from tests.amd.docs.pages import DOCS
+
+PAGE = DOCS / "serve_flags.md"
+
+# Flags of `vllm serve` by their documentation (docs.vllm.ai, "Engine Arguments" and "OpenAI-Compatible Server").
+FROM_VLLM = {
+    "MODEL": ("--model",),
+    "--served-model-name": ("--served-model-name",),
+    "--host": ("--host",),
+    "--port": ("--port",),
+    "--api-key": ("--api-key-file",),
+    "--ssl-certfile": ("--tls-cert",),
+    "--ssl-keyfile": ("--tls-key",),
+    "--dtype": ("--dtype",),
+    "--tensor-parallel-size": ("--tp",),
+    "--max-model-len": ("--max-kv-len",),
+    "--max-num-seqs": ("--max-batch-size",),
+    "--max-num-batched-tokens": ("--chunk",),
+    "--gpu-memory-utilization": ("--gpu-memory-share",),
+    "--kv-cache-memory-bytes": ("--kv-bytes",),
+    "--num-gpu-blocks-override": ("--num-pages",),
+    "--block-size": ("--page-size",),
+    "--kv-cache-dtype": ("--kv-dtype", "--kv-scales"),
+    "--attention-backend": ("--provider",),
+    "--enforce-eager": ("--no-graphs",),
+    "--no-enable-prefix-caching": ("--no-prefix-caching",),
+    "--speculative-config": ("--speculative", "--draft-tokens", "--topk"),
+    "--max-logprobs": ("--max-logprobs",),
+    "--enable-log-requests": ("--access-log",),
+}
+WITHOUT = {
+    "--trust-remote-code": "no code of a model's folder is ever run",
+    "--quantization": "a `.gguf` file brings its own; other quantised weights are not served",
+    "--data-parallel-size": "start several servers behind [the gateway](scale.md)",
+    "--pipeline-parallel-size": "layers are not divided among GPUs; use `--tp`",
+    "--enable-lora": "adapters are not served; merge them into the weights",
+    "--swap-space, --cpu-offload-gb": "K, V and weights stay on the GPU",
+    "--limit-mm-per-prompt": "only the text part of a model is served",
+}
+
+_HEAD = """# Flags of the server
+
+`rocm-attn serve` takes these flags; `rocm-attn serve --help` prints the same texts. `python -m
+tests.amd.docs.serve_flags` writes this page from the parser; a test holds that it is current. [The server](server.md)
+describes how it behaves, [environment variables](environment.md) what else it reads.
+
+"""
+
+_VLLM = """## If you come from vLLM
+
+| `vllm serve` | here |
+|---|---|
+"""
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
+    for action in group._group_actions:
+        if action.dest == "help":
+            continue
+        names = " ".join(f"`{name}`" for name in action.option_strings)
+        choices = ", ".join(map(str, action.choices or ()))
+        values = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper()).replace("|", ", ")
+        yield f"| {names} | {values} | {action.help} |"
+
+
+def page() -> str:
+    """Returns the text of docs/serve_flags.md. Raises KeyError if a flag that vLLM's leads to does not exist."""
+    serve = _commands(build_parser())["serve"]
+    parts = [_HEAD]
+    for group in serve._action_groups:
+        rows = list(_rows(group))
+        if rows:
+            title = str(group.title)
+            parts += [f"## {title[0].upper()}{title[1:]}\n\n| flag | value | effect (default) |\n|---|---|---|\n"]
+            parts += ["\n".join(rows), "\n\n"]
+    ours = serve._option_string_actions
+    lines = []
+    for theirs, flags in FROM_VLLM.items():
+        assert all(ours[flag] for flag in flags)
+        lines.append(f"| `{theirs}` | {', '.join(f'`{flag}`' for flag in flags)} |")
+    lines += [f"| `{theirs.replace(', ', '`, `')}` | {reason} |" for theirs, reason in WITHOUT.items()]
+    return "".join(parts) + _VLLM + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

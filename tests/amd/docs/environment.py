@@ -47,7 +47,7 @@ _CACHES = """
 |---|---|
 | `TRITON_CACHE_DIR` | the folder of Triton's compiled kernels; `~/.triton/cache` otherwise |
 | `AITER_JIT_DIR` | the folder of AITER's compiled modules; its package or `~/.aiter/jit` otherwise |
-| `XDG_CACHE_HOME` | the folder that holds `rocm_attn/` with measured tiles and the probe's verdicts; `~/.cache` otherwise |
+| `XDG_CACHE_HOME` | the folder of measured tiles and of the probe's verdicts; `~/.cache` otherwise |
 
 Keep these on a local disk, writable for the user who serves. `rocm-attn prewarm` fills the first two.
 

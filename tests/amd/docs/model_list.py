@@ -29,7 +29,7 @@ _FP8 = "published in FP8: convert to bfloat16 first"
 
 MODELS = (
     Named("Llama 2, 3, 3.1, 3.2, 3.3 (text)", ("LlamaForCausalLM",)),
-    Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small (text)", ("MistralForCausalLM",)),
+    Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small 3", ("MistralForCausalLM",)),
     Named("Mixtral 8x7B, 8x22B", ("MixtralForCausalLM",)),
     Named("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",)),
     Named("Qwen2, Qwen2.5, QwQ", ("Qwen2ForCausalLM",)),

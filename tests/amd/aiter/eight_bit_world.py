@@ -42,7 +42,7 @@ class EightBitWorld(World):
                 pages.v_scale.copy_(_V_FACTOR * by_head)
                 pages.k_scale.copy_(_K_FACTOR * by_head)
 
-    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, and the k and v nearest to the given ones that pages hold exactly."""
         (layer,) = (layer for layer, each in enumerate(self.problems) if each is problem)
         pages = self.runtime.pool.layer(layer)
@@ -66,7 +66,7 @@ class EightBitWorld(World):
             q = q.clamp(-encoding.largest, encoding.largest).to(encoding.dtype).to(q.dtype)
         super().check(layer, requests, q_len, q, out, lse, visible, positions)
 
-    def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
+    def _assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
         assert_attention_close(
             out, want, problem.dtype, eight_bit_products=self.entry is not None and self.entry.rounds_products
         )

@@ -24,6 +24,7 @@ from rocm_attn.providers.select import Selection, select
 from tests.amd.aiter.eight_bit_world import EightBitWorld, eight_bit_kinds
 from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.graphs.small_models import same, serve
+from tests.amd.worlds.world import page_zero_is_zero
 
 MAX_KV_LEN = 640
 # New tokens of three sequences per kind of step. They cover tiles, pages, partitions of 256 keys, no tokens and pads.
@@ -150,7 +151,7 @@ def largest_error(case: Case, device: torch.device, selection: Selection) -> flo
     requests = [serving.admit() for _ in range(3)]
     for q_len in STEPS_OF_KIND[case.entry.kind]:
         serving.step(requests, q_len, pad_to=4)
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
     return serving.largest_error
 
 

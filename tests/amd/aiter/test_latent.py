@@ -20,7 +20,7 @@ from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
 from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 
 def small_latent(page_size: int = 4) -> Problem:
@@ -33,7 +33,7 @@ def test_torch_serves_a_latent_pool(page_size: int) -> None:
     requests = [serving.admit() for _ in range(3)]
     for q_len in ([5, page_size, 7], [1, 1, 1], [2, 1, 3]):
         serving.step(requests, q_len)
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
 
 
 # Query heads -> launches of an extend step: the kernels are for 16 and for 128 heads.
@@ -66,7 +66,7 @@ def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) ->
     has_schedule = num_q_heads <= 16 and aiter.release is not V0_1_10
     assert aiter.calls == (["get_mla_metadata_v1"] * has_schedule + ["mla_decode_fwd"]) * 3
     serving.step(requests, [2, 2, 5], pad_to=4)
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
 
 
 # The devices have 304 and 256 compute units, and a sequence has at most 16 splits.

@@ -29,7 +29,7 @@ PROBLEMS: Mapping[str, Problem] = {
 class LowWorld(World):
     """A world in which every product of q and k is about -150 before anything is added."""
 
-    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         away = (150 / (problem.scale * problem.head_dim)) ** 0.5
         return (0.1 * q + away).to(q.dtype), (0.1 * k - away).to(k.dtype), v
 

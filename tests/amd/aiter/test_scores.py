@@ -21,7 +21,7 @@ from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import V0_1_10, V0_1_14
 from tests.amd.aiter.stand_in import StandIn, install
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 SMALL = plain_problem(16, dims=(64, 64))  # as in gpt-oss: no mha_batch_prefill_func
 WIDE = plain_problem(16, dims=(128, 128))
@@ -93,7 +93,7 @@ def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -
     assert release.calls == list(served_by)
     for q_len in STEPS[1:]:
         serving.step(requests, q_len, pad_to=4)
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
 
 
 @pytest.mark.fast(2)

@@ -16,7 +16,7 @@ from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import CPU, GFX942, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import RELEASES, V0_1_10, Release
 from tests.amd.aiter.stand_in import StandIn, install
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 # One problem for each way that the kernels divide the work between them.
 PROBLEMS = {
@@ -99,7 +99,7 @@ def check_every_kind_of_step(problem: Problem) -> None:
     for q_len in steps_at(problem.page_size):
         serving.step(requests, q_len)
     serving.step(requests[1:2], [1])
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
 
 
 def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aiter: StandIn) -> None:
@@ -124,7 +124,7 @@ def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aite
     for groups in ([PrefixGroup(3, 32)], [PrefixGroup(1, 0), PrefixGroup(2, 16)]):
         serving.step(requests, [1, 1, 1], 5, prefixes=SharedPrefixes(groups))
     assert most_new == [1, 1]
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
     for q_len in ([5, 1, 20], [1, 1, 1], [2, 3, 4], [1, 3, 0]):
         serving.step(requests, q_len, pad_to=pad_to)
     serving.step([], [], pad_to=pad_to)
-    assert serving.page_zero_is_zero()
+    assert page_zero_is_zero(serving)
 
 
 @pytest.mark.fast(2)

@@ -20,6 +20,7 @@ from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import KernelEntry, PoolSize
 from tests.amd.aiter.serving import in_eight_bits
 from tests.amd.aiter_source.serving import SourceWorld, selection_of
+from tests.amd.worlds.world import page_zero_is_zero
 
 UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"
 GLUON, GLUON_VERIFY = "aiter.pa_decode_gluon", "aiter.pa_decode_gluon[verify]"
@@ -103,7 +104,7 @@ class SourceCase:
         for q_len in self.steps:
             world.step(requests, q_len, pad_to=len(requests) + 1)
         assert world.attended, "no step was AITER's"
-        assert world.page_zero_is_zero()
+        assert page_zero_is_zero(world)
         return world.largest_error
 
 

@@ -69,7 +69,7 @@ class SourceWorld(EightBitWorld):
         self.attended += self._is_aiters
         return super().lse_rows(layer, step, q)
 
-    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.planted is not None:
             num_tokens = len(self._is_planted)
             # One query for all tokens and heads, and keys in its direction.
@@ -78,7 +78,7 @@ class SourceWorld(EightBitWorld):
                 self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100
             )
             k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]
-        return super().held(problem, q, k, v)
+        return super()._held(problem, q, k, v)
 
     def check(
         self,

@@ -14,7 +14,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.guards.ways import PROVIDERS, in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 
 @pytest.mark.fast
@@ -96,7 +96,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     serving.runtime.core.memory._sealed.ensure(larger)
     run_within_bounds(serving, requests, [1, 1])
     # The new step was published to the new buffers; the graph has repeated the previous step from the old ones.
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])
 
@@ -125,4 +125,4 @@ def test_head_weights_are_not_replaced_under_a_graph(provider: str, device: torc
     serving, requests = served(Guards().without("head_weights"))
     serving.runtime.head_weights.set(0, others)
     serving.run(requests, [1])
-    assert not serving.is_right(requests, [1])
+    assert not is_right(serving, requests, [1])

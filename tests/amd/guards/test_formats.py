@@ -25,7 +25,7 @@ from rocm_attn.step.external_step import ExternalStep
 from rocm_attn.step.kv_scales import KVScales
 from tests.amd.worlds.problems import layer as sparse_layer
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 each_provider = pytest.mark.parametrize("provider", providers())
 FN = small_problem(16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
@@ -333,6 +333,6 @@ def test_scales_are_not_replaced_under_a_graph(provider: str, device: torch.devi
         return serving, requests
 
     serving, requests = served(ALL_ON)
-    assert serving.is_right(requests, [1])
+    assert is_right(serving, requests, [1])
     serving, requests = served(Guards().without("kv_scales"))
-    assert not serving.is_right(requests, [1])
+    assert not is_right(serving, requests, [1])

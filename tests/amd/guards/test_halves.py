@@ -38,7 +38,7 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
     if provider == "triton" or (provider == "csr" and device.type == "cuda"):
         return  # with the guard off, kernels write past the buffers, to memory of others
     off = run_elsewhere(
-        "import torch\nfrom tests.amd.guards.test_halves import *\n"
+        "import torch\nfrom tests.amd.guards.test_halves import *\nfrom tests.amd.worlds.world import is_right\n"
         f"cut_short = padded_beyond(torch.device({device.type!r}), "
         f'Guards().without("capacity"), {provider!r}, {alignment}, graphs={graphs})\n'
         "cut_short.run(cut_short.admit_all(5), [1] * 5, halves=True)"
@@ -66,11 +66,11 @@ def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, 
 
     # The echo would report that one half has overwritten the other's counts.
     off = run_elsewhere(
-        "import torch\nfrom tests.amd.guards.test_halves import *\n"
+        "import torch\nfrom tests.amd.guards.test_halves import *\nfrom tests.amd.worlds.world import is_right\n"
         'guards = Guards().without("child_ranges").without("echo_check", "last_steps")\n'
         f"shared = prefilled(torch.device({device.type!r}), guards, {provider!r}, graphs={graphs})\n"
         "requests = shared.requests\nshared.run(requests, [1] * 5, halves=True)\n"
-        "print('right' if shared.is_right(requests, [1] * 5) else 'wrong')"
+        "print('right' if is_right(shared, requests, [1] * 5) else 'wrong')"
     )
     assert off.stdout == "wrong\n" or re.search(DEVICE_FAULT, off.stderr), off.stdout + off.stderr
 

@@ -15,7 +15,7 @@ from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.guards.ways import PROVIDERS, each_way, in_each_way, run_elsewhere
 from tests.amd.tolerances import assert_same_but_for_rounding
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right, page_zero_is_zero
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
@@ -49,7 +49,7 @@ def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, 
     # A query of zeros weighs all keys alike: the pad holds the mean of seven tokens of the stranger, which it has read.
     read = stranger.v[0][:7].mean(0).repeat_interleave(3, 0)
     assert_same_but_for_rounding(serving.out[4], read)
-    assert not serving.is_right(two, [1, 1])
+    assert not is_right(serving, two, [1, 1])
 
 
 @both_ways
@@ -109,7 +109,7 @@ def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: tor
         requests = serving.admit_all(2)
         serving.run(requests, [4, 3])
         serving.run(requests, [1, 1])
-        assert serving.page_zero_is_zero() == (guards is ALL_ON)
+        assert page_zero_is_zero(serving) == (guards is ALL_ON)
         return serving.out[2:8]
 
     assert not padded_rows(ALL_ON).any()

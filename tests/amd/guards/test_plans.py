@@ -17,7 +17,7 @@ from rocm_attn.guards.registry import Guards
 from tests.amd.guards.ways import in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
@@ -38,7 +38,7 @@ def test_a_plan_reads_nothing_that_a_captured_kernel_writes(graphs: bool, device
     serving, requests = across_a_bucket(device, ALL_ON, graphs)
     serving.check_step(requests, [1, 1])
     serving, requests = across_a_bucket(device, Guards().without("planner_inputs"), graphs)
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
 
 
 @both_ways
@@ -46,7 +46,7 @@ def test_a_longer_step_takes_another_graph(graphs: bool, device: torch.device) -
     serving, requests = across_a_bucket(device, ALL_ON, graphs)
     serving.check_step(requests, [1, 1])
     serving, requests = across_a_bucket(device, Guards().without("graph_key"), graphs)
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
 
 
 def sharing_memory(tensor: Tensor, others: Mapping[str, Tensor]) -> list[str]:
@@ -97,7 +97,7 @@ def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, d
     serving.check_step(requests, [1, 1, 1])
     assert serving.runtime.seals.tensors()["position_of_token"][:3].tolist() == [5, 4, 8]
     serving, requests = two_decodes(Guards().without("full_refresh"))
-    assert not serving.is_right(requests, [1, 1, 1])
+    assert not is_right(serving, requests, [1, 1, 1])
     # The first step's positions, and so its slots: the second step's tokens were stored over the first one's.
     assert serving.runtime.seals.tensors()["position_of_token"][:3].tolist() == [4, 3, 7]
     page = serving.runtime.table.pages_of(requests[0].row)[1]
@@ -123,6 +123,6 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
     serving, requests = moved(Guards().without("graph_epoch"))
     run_within_bounds(serving, requests, [1, 1])
     # A repetition of the previous step: the new token was stored to its slot.
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])

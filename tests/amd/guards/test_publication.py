@@ -21,7 +21,7 @@ from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.ways import PROVIDERS, in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 
 @in_each_way
@@ -39,7 +39,7 @@ def test_pages_reach_the_device_before_the_step_that_uses_them(
     serving, requests = across_a_page(ALL_ON)
     serving.check_step(requests, [1, 1])
     serving, requests = across_a_page(Guards().without("table_first").without("echo_check"))
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
     # The device knows only the first page; the entry of this step's page is still page 0, where the token was dropped.
     assert serving.runtime.table.full.entries[requests[0].row, 0] > 0
     assert serving.runtime.table.full.entries[requests[0].row, 1] == 0
@@ -84,7 +84,7 @@ def test_changes_survive_a_launch_that_fails(
     serving, family = tried_again(ALL_ON)
     serving.check_step(family, [1, 1])
     serving, family = tried_again(Guards().without("pending_changes"))
-    assert not serving.is_right(family, [1, 1])
+    assert not is_right(serving, family, [1, 1])
 
 
 @pytest.mark.parametrize("failing_call", [1, 2])
@@ -120,7 +120,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
     serving.check_step(forks, [1, 1])
     serving, forks = tried_again(Guards().without("copy_sources"))
     # K is copied before V: the overwritten part is the V of neither, or the K of the first alone.
-    assert serving.is_right(forks, [1, 1]) == (failing_call == 1)
+    assert is_right(serving, forks, [1, 1]) == (failing_call == 1)
 
 
 def published_lengths(guards: Guards, num_steps: int) -> list[int]:

@@ -15,7 +15,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
 from rocm_attn.step.step import Part
 from tests.amd.runtime.interrupts import interrupted_at
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def steps_of_all_sizes(serving: World, requests: list[Request]) -> bool:
     right = True
     for count in (1, 2, 1, 4, 2, 1, 5, 2, 4):
         serving.run(requests[:count], [1] * count)
-        right &= serving.is_right(requests[:count], [1] * count)
+        right &= is_right(serving, requests[:count], [1] * count)
     return right
 
 

@@ -14,7 +14,7 @@ from rocm_attn.guards.registry import Guards
 from tests.amd.guards.ways import in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
 from tests.amd.worlds.problems import providers
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 
 def neighbours(serving: World) -> list[Request]:
@@ -43,7 +43,7 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     assert serving.runtime.table.pages_of(second.row)[0] != lost
     serving.run([second], [1])
     # Four of its nine tokens are read from a page of the other request, to which nothing was stored.
-    assert not serving.is_right([second], [1])
+    assert not is_right(serving, [second], [1])
     assert serving.runtime.table.full.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
 
 
@@ -86,7 +86,7 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
     serving, family = parent_and_child(ALL_ON)
     serving.check_step(family, [1, 1])
     serving, family = parent_and_child(Guards().without("copy_on_write"))
-    assert not serving.is_right(family, [1, 1])
+    assert not is_right(serving, family, [1, 1])
     # The child's token was overwritten by the parent's.
     slot = serving.runtime.table.pages_of(family[1].row)[1], 2
     stored = serving.runtime.pool.layer(0).k[slot]
@@ -107,7 +107,7 @@ def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool,
     serving.run(requests, [1, 1], reserve=False)
     # Their new tokens went to page 0, which drops them: each attention has one extra key of zeros.
     assert torch.isfinite(serving.out[:2]).all()
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
 
 
 @in_each_way
@@ -127,7 +127,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
         serving.runtime.check_device()
     serving, requests = run(Guards().without("length_bounds"))
     # The second one's tokens are treated as the tokens after them.
-    assert not serving.is_right(requests, [2, 2])
+    assert not is_right(serving, requests, [2, 2])
 
 
 @pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check", "stored_tokens")], ids=["on", "off"])

@@ -17,7 +17,7 @@ from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.step import Part
 from tests.amd.guards.test_plans import sharing_memory
 from tests.amd.worlds.problems import indexer, layer, providers
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 # Sequences that graphs are padded to. Selections are of pages: three of a sequence's pages, the last one among them.
 PADDED = 4
@@ -133,7 +133,7 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
     world = late(Guards().without("fresh_selection"))
     request = world.admit()
     world.run([request], [12])
-    assert not world.is_right([request], [12])
+    assert not is_right(world, [request], [12])
 
 
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
@@ -156,7 +156,7 @@ def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
     with pytest.raises(WrongState, match="nothing was selected in this step"):
         second_step(ALL_ON)
     world, request = second_step(Guards().without("fresh_selection"))
-    assert not world.is_right([request], [1])
+    assert not is_right(world, [request], [1])
 
 
 def test_selections_share_no_memory_with_what_a_step_is_given(device: torch.device) -> None:

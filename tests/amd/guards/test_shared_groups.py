@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.prefixes import PrefixGroup
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.errors import BadBatch
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import StepOps
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
 from tests.amd.worlds.problems import providers
-from tests.amd.worlds.world import ALL_ON, Request, World
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -61,15 +61,21 @@ def groups_once(ops: StepOps) -> StepOps:
 def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, device: torch.device) -> None:
     def regrouped(guards: Guards) -> tuple[World, list[Request]]:
         serving, requests = family(device, provider, graphs, guards)
-        serving.run_shared(requests[:3], GROUPS[1])
-        serving.run_shared(requests[:3], [PrefixGroup(3, 12)])
+        run_shared(serving, requests[:3], GROUPS[1])
+        run_shared(serving, requests[:3], [PrefixGroup(3, 12)])
         return serving, requests[:3]
 
     (full_refresh,) = (guard for guard in GUARDS if guard.id == "full_refresh")
     serving, requests = regrouped(ALL_ON)
     serving.check_step(requests, [1, 1, 1])
     serving, requests = regrouped(full_refresh.put_in(ALL_ON, groups_once))
-    assert not serving.is_right(requests, [1, 1, 1])
+    assert not is_right(serving, requests, [1, 1, 1])
+
+
+def run_shared(serving: World, requests: Sequence[Request], groups: Sequence[PrefixGroup]) -> None:
+    """Runs one decode step by shared prefixes."""
+    new = [1] * len(requests)
+    serving.run_batch(requests, new, replace(serving.batch(requests, new), prefixes=SharedPrefixes(groups)))
 
 
 def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[World], None]) -> list[Tensor]:
@@ -79,9 +85,9 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[W
     for groups in (*GROUPS, GROUPS[0]):
         before(serving)
         members = requests[: sum(group.num_seqs for group in groups)]
-        serving.run_shared(members, groups)
+        run_shared(serving, members, groups)
         serving.check_step(members, [1] * len(members))
-        results += [tensor[: serving.num_padded].clone() for tensor in (serving.out, serving.lse)]
+        results += [tensor[: len(serving.places)].clone() for tensor in (serving.out, serving.lse)]
     assert serving.runner.counters.replays == (len(GROUPS) + 1 if graphs else 0)
     serving.runtime.check_device()
     return results
@@ -115,7 +121,7 @@ def test_what_rows_do_not_share_is_not_read_for_them(provider: str, device: torc
 
     serving, requests = strangers(ALL_ON)
     with pytest.raises(BadBatch, match="sequence 1 does not share"):
-        serving.run_shared(requests, [PrefixGroup(2, 8)])
+        run_shared(serving, requests, [PrefixGroup(2, 8)])
     serving, requests = strangers(Guards().without("batch_check"))
-    serving.run_shared(requests, [PrefixGroup(2, 8)])
-    assert not serving.is_right(requests, [1, 1])
+    run_shared(serving, requests, [PrefixGroup(2, 8)])
+    assert not is_right(serving, requests, [1, 1])

@@ -11,7 +11,14 @@ from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.kept_pages import KeptIds
 from tests.amd.guards.ways import in_each_way
-from tests.amd.worlds.world import ALL_ON, Request, World, take_back
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right, take_back
+
+
+def begin_over(serving: World, kept: Request, ids: KeptIds, kv_len: int) -> Request:
+    """Returns a request over kept pages with the first tokens of another one."""
+    request = kept.first(serving.runtime.table.kept.admit_over(ids, kv_len), kv_len)
+    serving.requests.append(request)
+    return request
 
 
 @in_each_way
@@ -40,7 +47,7 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
     serving.run([parent], [1])
     serving.check_step([parent], [1])
     serving.run([child], [1])
-    assert not serving.is_right([child], [1])
+    assert not is_right(serving, [child], [1])
 
 
 @in_each_way
@@ -51,10 +58,10 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
         (parent,) = serving.admit_all(1)
         serving.step([parent], [7])
         serving.step([parent], [1])
-        heir = serving.begin_over(parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
+        heir = begin_over(serving, parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         serving.free(heir)  # kept pages stay, without a row
         take_back(parent, 5)
-        heir = serving.begin_over(heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
+        heir = begin_over(serving, heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         return serving, parent, heir
 
     serving, parent, heir = parent_and_heir(ALL_ON)
@@ -70,7 +77,7 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
     serving.run([parent], [1])
     serving.check_step([parent], [1])
     serving.run([heir], [1])
-    assert not serving.is_right([heir], [1])
+    assert not is_right(serving, [heir], [1])
 
 
 @in_each_way
@@ -88,13 +95,13 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
 
     serving, first, ids = dropped(ALL_ON)
     with pytest.raises(WrongState, match="is not the id of a kept page: it was dropped already"):
-        serving.begin_over(first, ids, 8)
-    serving.step([serving.begin_over(first, serving.runtime.table.kept.keep(first.row, 0, 2), 8)], [1])
+        begin_over(serving, first, ids, 8)
+    serving.step([begin_over(serving, first, serving.runtime.table.kept.keep(first.row, 0, 2), 8)], [1])
 
     serving, first, ids = dropped(Guards().without("kept_ids"))
-    over = serving.begin_over(first, ids, 8)
+    over = begin_over(serving, first, ids, 8)
     serving.run([over], [1])
-    assert not serving.is_right([over], [1])
+    assert not is_right(serving, [over], [1])
 
 
 @in_each_way

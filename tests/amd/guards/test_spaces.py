@@ -12,7 +12,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.guards.ways import in_each_way
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
-from tests.amd.worlds.world import ALL_ON, Request, World, poison_free_pages
+from tests.amd.worlds.world import ALL_ON, Request, World, is_right, poison_free_pages
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
@@ -60,7 +60,7 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(
     serving, requests = serve(ALL_ON)
     serving.check_step(requests, [1, 1])
     serving, requests = serve(Guards().without("layer_space"))
-    assert not serving.is_right(requests, [1, 1])
+    assert not is_right(serving, requests, [1, 1])
     # It was written to the right place, which was not read.
     page = int(serving.runtime.table.pages_of(requests[0].row, Space.SWA)[1])
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 2], requests[0].k[0][6])
@@ -83,4 +83,4 @@ def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, grap
     serving.step(requests, [1, 6])
     # A graph's capture stages the step twice; the second time it is refused, because its pages are freed.
     serving, requests = serve(Guards().without("window_reach"), False)
-    assert not serving.is_right(requests, [6, 1])
+    assert not is_right(serving, requests, [6, 1])

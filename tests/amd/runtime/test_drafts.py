@@ -17,6 +17,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported, WrongState
 from tests.amd.worlds.drafting import DraftWorld
 from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import page_zero_is_zero
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
@@ -62,7 +63,7 @@ def test_drafts_see_their_prefix_their_ancestors_and_themselves(
         world.step_round(requests, Drafts(branches, steps))
         world.step(requests, [1, 2, 1])
     world.runtime.check_device()
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @pytest.mark.parametrize("branches", [1, 2])

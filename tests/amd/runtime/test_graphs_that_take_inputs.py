@@ -30,7 +30,7 @@ from rocm_attn.step.step import Part, Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.test_interrupts import Counted
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import Request, World
+from tests.amd.worlds.world import Request, World, is_right
 
 # Left out under the interpreter by day: the kernels are torch's, and the host stage runs it every time.
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -455,7 +455,7 @@ def test_a_count_that_is_not_lost_leaves_a_step_the_inputs_of_the_one_that_faile
         serving, (_, second, third) = _after_a_launch_that_failed(device, launches=True)
         patch.setattr(GraphRuns, "lose_count", lambda self: None)
         serving.run([third, second], [1, 1])
-        assert not serving.is_right([third, second], [1, 1])
+        assert not is_right(serving, [third, second], [1, 1])
 
 
 @each_end

@@ -20,7 +20,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.bounds import lengths_on_device, run_within_bounds
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import Request, World, poison_free_pages, take_back
+from tests.amd.worlds.world import Request, World, page_zero_is_zero, poison_free_pages, take_back
 
 pytestmark = pytest.mark.fast(interpreted=0)
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -112,7 +112,7 @@ def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
         assert_accounts(world)
         given_back += sum(not world.runtime.table.pages_of(r.row, Space.SWA).all() for r in world.requests)
     assert given_back >= num_steps // 4
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
     world.runtime.check_device()
 
 

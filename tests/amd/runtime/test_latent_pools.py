@@ -23,7 +23,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 serving = pytest.mark.parametrize("provider", providers())
 
@@ -55,7 +55,7 @@ def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: to
     world.step(requests, [4, 8, 2])
     world.step(requests, [1, 5, 11])
     world.step(requests, [9, 0, 3], pad_to=4)
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @serving

@@ -20,7 +20,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]
 GPT_OSS = [small_problem(window_left=5, has_sinks=True), small_problem(has_sinks=True)]
@@ -43,7 +43,7 @@ def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider
     for _ in range(3):
         world.step([new, old], [1, 1], pad_to=4)
     world.step([], [])
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:

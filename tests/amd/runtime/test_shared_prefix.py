@@ -21,7 +21,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import Request, World
+from tests.amd.worlds.world import Request, World, page_zero_is_zero
 
 each_provider = pytest.mark.parametrize("provider", providers())
 
@@ -60,7 +60,7 @@ def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provide
     for _ in range(2):
         decode(world, requests, [PrefixGroup(4, 12)], pad_to=6)
     world.runtime.check_device()
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @pytest.mark.fast(interpreted=0)

@@ -27,7 +27,7 @@ from rocm_attn.step.step import Part
 from tests.amd.host.test_stream_order import Streams
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import Request, World, take_back
+from tests.amd.worlds.world import Request, World, page_zero_is_zero, take_back
 
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -317,7 +317,7 @@ def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
     verify(world, requests)
     world.step(requests, [2, 3, 1])
     world.runtime.check_device()
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @each_provider

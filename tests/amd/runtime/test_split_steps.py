@@ -12,7 +12,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
 from rocm_attn.step.step import Part, Step
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import Request, World, padded_to
+from tests.amd.worlds.world import Request, World, padded_to, page_zero_is_zero
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
@@ -54,7 +54,7 @@ def split_step(
             run_half(world, step.parts[half], layer, requests[parts[half]], q_len[parts[half]])
     finally:
         world.runtime.end_step()
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
     return step
 
 

@@ -10,7 +10,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import CapacityExceeded, WrongState
 from tests.amd.worlds.problems import providers, small_problem
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
@@ -25,7 +25,7 @@ def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: in
     world.step(requests, [1, page_size, page_size + 1])
     for _ in range(3):
         world.step(requests, [1, 1, 1])
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @pytest.mark.fast(interpreted=0)
@@ -45,7 +45,7 @@ def test_a_step_without_sequences_runs(provider: str, device: torch.device) -> N
     world.step([request], [3])
     world.step([], [], pad_to=4)
     world.step([request], [1])
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @pytest.mark.fast(interpreted=0)
@@ -56,7 +56,7 @@ def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provide
     world.step(requests, [5, 1, 7], pad_to=PadTo(4, 16, 64))
     for count, q_len in ((3, [1, 1, 1]), (0, []), (1, [1]), (1, [6]), (3, [1, 0, 3])):
         world.step(requests[:count], q_len, pad_to=PadTo(4, 16, 64))
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 def test_a_shared_prefix_is_read_by_both_and_written_by_neither(provider: str, device: torch.device) -> None:

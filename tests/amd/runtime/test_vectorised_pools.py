@@ -17,7 +17,7 @@ from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
 from tests.amd.vectorised import linear_keys, linear_values
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 CPU = torch.device("cpu")
 VECTORISED = replace(small_problem(8, head_dim=24, v_head_dim=16), pool=PoolKind.VECTORIZED)
@@ -52,7 +52,7 @@ def test_every_kind_of_step_equals_dense_attention(page_size: int, window_left: 
     requests = [world.admit() for _ in range(3)]
     for q_len in ([1, page_size, page_size + 1], [1, 1, 1], [2, 9, 3], [1, 0, 4], [1, 1, 1]):
         world.step(requests, q_len, pad_to=4)
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 def test_layers_of_both_layouts_share_pages() -> None:
@@ -78,7 +78,7 @@ def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:
     requests = [world.admit(), world.admit()]
     for q_len in ([9, 3], *[[1, 1]] * 20, [3, 2], *[[1, 1]] * 20):
         world.step(requests, q_len)
-    assert world.page_zero_is_zero()
+    assert page_zero_is_zero(world)
 
 
 @pytest.mark.parametrize("guards", [Guards(), Guards().without("store_drops")], ids=["on", "off"])
@@ -87,7 +87,7 @@ def test_padded_tokens_are_never_stored(guards: Guards) -> None:
     requests = serving.admit_all(2)
     serving.run(requests, [4, 3])
     serving.run(requests, [1, 1])
-    assert serving.page_zero_is_zero() == (guards == Guards())
+    assert page_zero_is_zero(serving) == (guards == Guards())
 
 
 @pytest.mark.parametrize("guards", [Guards(), Guards().without("v_mask")], ids=["on", "off"])

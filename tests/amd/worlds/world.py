@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.padding import PadTo, token_places
-from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
+from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
@@ -23,7 +23,6 @@ from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.problem import ALL_KEYS, AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
@@ -230,11 +229,6 @@ class World:
     def lse(self) -> Tensor:
         return self.rows[0].lse
 
-    @property
-    def num_padded(self) -> int:
-        """Number of padded tokens of the last step, of both halves if it had two."""
-        return len(self.places)
-
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.runtime.device, self.problem.dtype)
 
@@ -263,10 +257,6 @@ class World:
 
     def fork(self, request: Request, kv_len: int) -> Request:
         return self._begun(request.first(self.runtime.table.fork(request.row, kv_len), kv_len))
-
-    def begin_over(self, kept: Request, ids: KeptIds, kv_len: int) -> Request:
-        """Returns a request over kept pages with the first tokens of another one."""
-        return self._begun(kept.first(self.runtime.table.kept.admit_over(ids, kv_len), kv_len))
 
     def batch(self, requests: Sequence[Request], q_len: Sequence[int], *, reserve: bool = True) -> StepBatch:
         """Returns a step in which each request gets q_len new tokens. reserve: true if pages are reserved for them"""
@@ -323,11 +313,6 @@ class World:
         """Runs a step of new tokens."""
         self.run_batch(requests, q_len, self.batch(requests, q_len, reserve=reserve), pad_to, halves=halves)
 
-    def run_shared(self, requests: Sequence[Request], groups: Sequence[PrefixGroup], pad_to: int | None = None) -> None:
-        """Runs one decode step by shared prefixes."""
-        new = [1] * len(requests)
-        self.run_batch(requests, new, replace(self.batch(requests, new), prefixes=SharedPrefixes(groups)), pad_to)
-
     def run_batch(
         self,
         requests: Sequence[Request],
@@ -341,8 +326,8 @@ class World:
         padding = self.runtime.padding
         shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         self.places, self._masked = token_places(batch, shape), Masked()
-        if not self.graphs and self.num_padded > len(self.out):
-            self.rows = [Rows.of(problem, self.num_padded, self.runtime.device) for problem in self.problems]
+        if not self.graphs and len(self.places) > len(self.out):
+            self.rows = [Rows.of(problem, len(self.places), self.runtime.device) for problem in self.problems]
         real = torch.from_numpy(self.places[: sum(q_len)]).to(self.runtime.device)
         self._draw(self.rows, real)
         self.runner.run(batch, pad_to if isinstance(pad_to, PadTo) else shape)
@@ -363,14 +348,14 @@ class World:
             rows.q.fill_(self.pad_q)
             q, k, v = (self.random(len(real), *side.shape[1:]) for side in (rows.q, rows.k, rows.v))
             is_latent = problem.pool is PoolKind.LATENT
-            q, k, v = self.held(problem, q, k, k[..., : problem.v_head_dim] if is_latent else v)
+            q, k, v = self._held(problem, q, k, k[..., : problem.v_head_dim] if is_latent else v)
             rows.q[real], rows.k[real], rows.v[real] = q, k, v
             if isinstance(problem.indexer, Indexer):
                 rows.index_q[real] = self._whole(rows.index_q[real], 2)
                 rows.index_k[real] = self._whole(rows.index_k[real], 2)
                 rows.weights[real] = self._whole(rows.weights[real], 3) / 4
 
-    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what a layer gets in place of these random rows: the same, but in a subclass."""
         return q, k, v
 
@@ -423,7 +408,7 @@ class World:
         k, v = (self.random(num_padded, kv_heads, dim) for dim in (problem.head_dim, problem.v_head_dim))
         for rows in (q, k, v):
             rows[step.num_tokens :] = NAN
-        return self.held(problem, q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v)
+        return self._held(problem, q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v)
 
     def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
         pages, problem = self.runtime.pool.layer(layer), self.problems[layer]
@@ -449,11 +434,7 @@ class World:
                 )
             else:
                 self._check_selected(layer, source, requests, q_len, used)
-        assert self.page_zero_is_zero()
-
-    def is_right(self, requests: Sequence[Request], q_len: Sequence[int]) -> bool:
-        """True if check_step passes."""
-        return passes(partial(self.check_step, requests, q_len))
+        assert page_zero_is_zero(self)
 
     def check(
         self,
@@ -478,7 +459,7 @@ class World:
             want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask, at)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
-            self.assert_close(out[rows], want, problem)
+            self._assert_close(out[rows], want, problem)
             if lse is not None:
                 assert_lse_close(lse[rows], want_lse, problem.dtype)
             first += new
@@ -486,7 +467,7 @@ class World:
         if lse is not None:
             assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
 
-    def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
+    def _assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
         """Checks that out is as close to the float64 reference as the problem's kernels must be."""
         assert_attention_close(out, want, problem.dtype)
 
@@ -509,14 +490,20 @@ class World:
                 seen, heads = cells[:, head if cells.shape[1] > 1 else 0], slice(head * ratio, (head + 1) * ratio)
                 k_of_head, v_of_head = (side[:, head : head + 1] for side in (k, v))
                 want, _ = attend_sequence(q[:, heads], k_of_head, v_of_head, one, visible=seen)
-                self.assert_close(out[:, heads], want, problem)
+                self._assert_close(out[:, heads], want, problem)
             first += new
         assert not rows.out[used[first:]].any()
 
-    def page_zero_is_zero(self) -> bool:
-        """True if the reserved page is still all zero, in every layer."""
-        layers = (self.runtime.pool.layer(layer) for layer in range(len(self.problems)))
-        return all(not pages.raw_k[0].any() and not pages.raw_v[0].any() for pages in layers)
+
+def is_right(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> bool:
+    """True if the last step equals the reference."""
+    return passes(partial(world.check_step, requests, q_len))
+
+
+def page_zero_is_zero(world: World) -> bool:
+    """True if the reserved page is still all zero, in every layer."""
+    layers = (world.runtime.pool.layer(layer) for layer in range(len(world.problems)))
+    return all(not pages.raw_k[0].any() and not pages.raw_v[0].any() for pages in layers)
 
 
 def passes(check: Callable[[], None]) -> bool:

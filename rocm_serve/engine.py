@@ -200,7 +200,7 @@ class Engine:
         number = self._num_submitted
         self._num_submitted += 1
         self.metrics.requests += 1
-        self.metrics.prompt_tokens += len(request.prompt_token_ids)
+        self.metrics.note_prompt(len(request.prompt_token_ids))
         stops = frozenset(request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids))
         sequence = Sequence(
             number=number,
@@ -275,7 +275,7 @@ class Engine:
         if output is not None:
             self._leaving = output, False
             self._drop_leaving()
-            self.metrics.note_end("cancelled", output.seconds)
+            self.metrics.note_end("cancelled", output.seconds, output.num_tokens)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
         self._done.pop(number, None)
@@ -648,7 +648,7 @@ class Engine:
         self._done[number] = output.completion()
         self._outputs.pop(number, None)
         assert output.reason is not None
-        self.metrics.note_end(output.reason, output.seconds)
+        self.metrics.note_end(output.reason, output.seconds, output.num_tokens)
 
     def _fail(self, number: int, error: str) -> None:
         """Notes that a request has failed. Its sequence has left the scheduler, or the request had ended before."""

@@ -104,6 +104,11 @@ class Completion:
                    grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
     error:         why it failed; empty if it did not. After a fault of the device the tokens may be wrong
     logprobs:      of each new token if the request asks for them, else none
+    cached_tokens: tokens of the prompt whose K and V were found in the prefix cache when the request was first admitted
+    queue_seconds: from taking the request to its first step; 0 if it had none
+    first_token_seconds: from taking it to its first token; 0 if it has none
+
+    Completions that differ only in the last three are equal.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -112,6 +117,9 @@ class Completion:
     finish_reason: FinishReason
     error: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = field(default=0, compare=False)
+    queue_seconds: float = field(default=0.0, compare=False)
+    first_token_seconds: float = field(default=0.0, compare=False)
 
 
 # A tuple: every token makes one, and a tuple takes a quarter of the time of a class with fields.
@@ -204,6 +212,7 @@ class Sequence:
     row:        of the request table; 0 while it waits
     is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
     times:      since the request was taken
+    num_cached: tokens of the prompt that were in the prefix cache when it was first admitted
     pending_at: its place among the picks of the step that was launched last, whose token the host has not read yet;
                 ALL_READ if there is none
     most_tokens: of prompt and text together: at this number the text ends
@@ -221,6 +230,7 @@ class Sequence:
     row: int = 0
     is_suspect: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
+    num_cached: int = 0
     pending_at: int = ALL_READ
     most_tokens: int = INT32_MAX
     parameters: SequenceParameters | None = None

@@ -48,6 +48,7 @@ class Inbox:
     completion: once it has ended
     error:      raised to its reader after the pieces: the request has failed, or the engine has ended
     on_late:    called when a request goes on while more than most_unread of its tokens were not read
+    num_tokens: that have come, read or not
     """
 
     completion: Completion | None = None
@@ -59,6 +60,7 @@ class Inbox:
     _text: str = ""
     _reader: asyncio.Future[None] | None = None
     _reads_end_only: bool = False
+    num_tokens: int = 0
 
     @property
     def has_ended(self) -> bool:
@@ -73,6 +75,7 @@ class Inbox:
     def add(self, update: Update) -> None:
         """Takes in an update of the request."""
         self._token_ids += update.token_ids
+        self.num_tokens += len(update.token_ids)
         self._logprobs += update.logprobs
         self._text += update.text
         self.completion = update.completion
@@ -159,6 +162,16 @@ class RequestStream:
     def has_ended(self) -> bool:
         """True if nothing more comes except unread pieces."""
         return self._inbox.has_ended or self._is_over
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens that have come, read or not."""
+        return self._inbox.num_tokens
+
+    @property
+    def ended_with(self) -> Completion | None:
+        """The completion of a request that has ended in the engine, failed ones included; else None."""
+        return self._inbox.completion
 
     def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
         """Calls a function in the event loop whenever the request goes on with more than most_unread unread tokens."""

@@ -15,7 +15,13 @@ class RequestTimes:
 
     taken: float = field(default_factory=time.perf_counter)
     first_step: float = 0.0
+    first_token: float = 0.0
     last_token: float = 0.0
+
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds from taking it to its first step; 0 if it had none."""
+        return self.first_step - self.taken if self.first_step else 0.0
 
     def begin(self, queue_seconds: Durations) -> None:
         """Records that it is in the next step. A request that begins again after a preemption has waited once."""
@@ -35,6 +41,7 @@ def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> 
         elif last:
             num_since[last] = 1
         else:
+            each.first_token = now
             metrics.first_token_seconds.note(now - each.taken)
     for last, num in num_since.items():
         metrics.token_gap_seconds.note(now - last, num)

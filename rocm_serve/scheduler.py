@@ -636,6 +636,8 @@ class Scheduler:
         page_size = self._table.page_size
         self._moving = sequence, self._table.next_row
         self._waiting.remove(sequence)
+        if not sequence.times.first_step:
+            sequence.num_cached = len(found) * page_size
         sequence.times.begin(self._metrics.queue_seconds)
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size

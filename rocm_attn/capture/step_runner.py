@@ -39,7 +39,7 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.gate import AGAIN, AnyPlan, RanStep
-from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.metrics import NO_REASON, Metrics, Reason
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
@@ -112,7 +112,7 @@ class StepRunner(Generic[Outputs]):
         self.graph_of_last: Graph[Outputs] | None = None
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()
-        self._graphs_off = ""
+        self._graphs_off = NO_REASON
         self._may_capture = runtime.guards.capture.may_capture
         self._seal_number = 0
         if recorder is not None:
@@ -301,7 +301,7 @@ class StepRunner(Generic[Outputs]):
         else:
             seals.reseal(capture_sizes, capture_tokens)
             seals.users.add(self)
-            self._recorder, self._graphs_off = self._given_recorder, ""
+            self._recorder, self._graphs_off = self._given_recorder, NO_REASON
             self._follow_seal()
 
     def check_addresses(self) -> None:
@@ -328,12 +328,13 @@ class StepRunner(Generic[Outputs]):
             # Set last, so that the next step repeats the work after an interrupt.
             self._seal_number = number
 
-    def _why_no_graphs(self) -> str:
+    def _why_no_graphs(self) -> Reason:
         if self._graphs_off or self._recorder is None or self._runtime.seals.number:
             return self._graphs_off
-        return (
+        return Reason(
             "the addresses that graphs read are not sealed, after unseal() or an interrupted reopen(); call "
-            "reopen() to make graphs possible again"
+            "reopen() to make graphs possible again",
+            "unsealed",
         )
 
     def _drop_graphs(self, recorder: Recorder) -> None:
@@ -497,7 +498,7 @@ class StepRunner(Generic[Outputs]):
             return raised
         failure = raised or verdict.wrong.get("failure", "")
         if failure:
-            self._switch_off(failure)
+            self._switch_off(Reason(failure, _word_of(verdict.wrong)))
         elif verdict.graph is not None:
             self._keep(verdict.graph, verdict)
         return ""
@@ -544,7 +545,7 @@ class StepRunner(Generic[Outputs]):
             if self._agrees:  # other ranks wait for the verdict; they make no more graphs either
                 reason = f"the check stopped with {type(error).__name__}: {error}"
                 self._agreed({"failure": reason, "over": reason}, num_left)
-                self._switch_off(reason)
+                self._switch_off(Reason(reason, "check"))
             raise
         return replace(verdict, wrong=self._agreed(verdict.wrong, num_left))
 
@@ -583,7 +584,7 @@ class StepRunner(Generic[Outputs]):
         num_bytes, check = graph.recording.bytes, verdict.summary
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, check))
 
-    def _switch_off(self, reason: str) -> None:
+    def _switch_off(self, reason: Reason) -> None:
         """Drops all graphs, and the sealed addresses too unless graphs of another runner read them."""
         assert self._recorder is not None
         _LOG.warning("graphs are switched off until reopen(): %s", reason)
@@ -596,3 +597,10 @@ class StepRunner(Generic[Outputs]):
 
 def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, (RecordingRefused, StaleRecording)) else f"{type(error).__name__}: {error}"
+
+
+def _word_of(wrong: Wrong) -> str:
+    """Returns the word of Metrics.graphs_off for the faults of a graph that may not serve."""
+    if "raised" in wrong:
+        return "forward"
+    return "differs" if "inexact" in wrong else "refused"

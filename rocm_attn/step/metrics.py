@@ -13,10 +13,14 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 # Upper bounds in seconds, 1-2-5 from 10 us to 500 s; longer durations are in the last bucket, which has no bound.
 BOUNDS = tuple(digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5))
+# Upper bounds of lengths, in tokens.
+LENGTH_BOUNDS = tuple(float(1 << power) for power in range(21))
+
+_Histogram = TypeVar("_Histogram", bound="Durations")
 
 
 @dataclass(slots=True)
@@ -26,10 +30,12 @@ class Durations:
     Counts of several servers, and of one server at several moments, can be added and subtracted. Noting one takes less
     than a microsecond, and no memory.
 
-    counts:  of each bucket of BOUNDS, bounds included, and of longer durations
+    counts:  of each bucket of `bounds`, bounds included, and of longer durations
     total:   seconds, of all together
     longest: seconds
     """
+
+    bounds: ClassVar[tuple[float, ...]] = BOUNDS
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     total: float = 0.0
@@ -37,7 +43,7 @@ class Durations:
 
     def note(self, seconds: float, times: int = 1) -> None:
         """Adds a duration, `times` times."""
-        self.counts[bisect_left(BOUNDS, seconds)] += times
+        self.counts[bisect_left(self.bounds, seconds)] += times
         self.total += seconds * times
         if seconds > self.longest:
             self.longest = seconds
@@ -50,15 +56,15 @@ class Durations:
     def quantile(self, share: float) -> float:
         """Seconds that this share of all did not exceed: the bound of a bucket, or the longest of all."""
         left = share * self.count
-        for bound, count in zip(BOUNDS, self.counts, strict=False):
+        for bound, count in zip(self.bounds, self.counts, strict=False):
             left -= count
             if left <= 0:
                 return min(bound, self.longest)
         return self.longest
 
-    def copy(self) -> Durations:
+    def copy(self: _Histogram) -> _Histogram:
         """Durations that do not change when these do."""
-        return Durations(list(self.counts), self.total, self.longest)
+        return type(self)(list(self.counts), self.total, self.longest)
 
     def as_dict(self) -> dict[str, float]:
         """The durations for JSON."""
@@ -78,24 +84,62 @@ class Durations:
         return f"p50 {_span(self.quantile(0.5))}, p99 {_span(self.quantile(0.99))}, longest {_span(self.longest)}"
 
 
-def _metric(kind: str, start: type, help: str, words: str) -> Any:
+@dataclass(slots=True)
+class Lengths(Durations):
+    """Counts of lengths in tokens, like Durations: buckets at the powers of two up to 2^20. A length may be zero."""
+
+    bounds: ClassVar[tuple[float, ...]] = LENGTH_BOUNDS
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LENGTH_BOUNDS) + 1))
+
+    def __str__(self) -> str:
+        return f"p50 {self.quantile(0.5):g}, p99 {self.quantile(0.99):g}, longest {self.longest:g} tokens"
+
+
+class Reason(str):
+    """A sentence, and the word that stands for it where sentences cannot: in the labels of metrics.
+
+    A label that changes with each sentence would leave a series behind for each of them.
+    """
+
+    word: str
+
+    def __new__(cls, sentence: str, word: str) -> Reason:
+        made = super().__new__(cls, sentence)
+        made.word = word
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.word
+
+
+NO_REASON = Reason("", "")
+
+
+def _metric(kind: str, start: type, help: str, words: str, labels: tuple[str, ...] = ()) -> Any:
     """A field that begins with start().
 
-    kind:  Prometheus' type of the metric
-    help:  description of the metric
-    words: its text, with {} for the value
+    kind:   Prometheus' type of the metric
+    help:   description of the metric
+    words:  its text, with {} for the value
+    labels: reasons that have a series from the beginning: a rate needs two values, so the first one would not be seen
     """
-    return field(default_factory=start, metadata={"help": help, "words": words, "kind": kind})
+    return field(default_factory=start, metadata={"help": help, "words": words, "kind": kind, "labels": labels})
 
 
 # Counters count since a runner was built; reasons are counters by reason; a gauge has its value at the moment of a
-# snapshot. A state is a sentence, empty if there is nothing to report.
+# snapshot. A state is a Reason, NO_REASON if there is nothing to report; `labels` are all the words that it may have.
 _counter = partial(_metric, "counter", int)
 _seconds = partial(_metric, "counter", float)
 _reasons = partial(_metric, "counter", dict)
 _gauge = partial(_metric, "gauge", int)
-_state = partial(_metric, "gauge", str)
 _durations = partial(_metric, "histogram", Durations)
+_lengths = partial(_metric, "histogram", Lengths)
+
+
+def _state(help: str, words: str, labels: tuple[str, ...]) -> Any:
+    metadata = {"help": help, "words": words, "kind": "gauge", "labels": labels}
+    return field(default=NO_REASON, metadata=metadata)
 
 
 @dataclass(slots=True)
@@ -119,8 +163,12 @@ class Metrics:
     preemptions: int = _counter("sequences that gave up their pages and were computed again", "{} preemptions")
     requests: int = _counter("requests accepted", "{} requests")
     requests_ended: dict[str, int] = _reasons(
-        'requests that have ended, by finish reason, or "cancelled" if their reader has left', "{} ended"
+        'requests that have ended, by finish reason, or "cancelled" if their reader has left',
+        "{} ended",
+        ("stop", "length", "abort", "error", "cancelled"),
     )
+    request_prompt_tokens: Lengths = _lengths("prompt tokens of an accepted request", "a prompt {}")
+    request_new_tokens: Lengths = _lengths("new tokens of a request that has ended", "an answer {}")
     aborts: int = _counter("requests aborted", "{} aborts")
     refusals: int = _counter("requests refused because too many were waiting", "{} requests refused")
     prefix_lookups: int = _counter(
@@ -155,7 +203,9 @@ class Metrics:
         "sampled steps after which row 0 of the table or page 0 of the sampled layer was not zero",
         "{} WROTE TO RESERVED MEMORY",
     )
-    finding: str = _state("last finding of the sampled check", "last finding: {}")
+    finding: Reason = _state(
+        "1 for the kind of the sampled check's last finding", "last finding: {}", ("rows", "attention", "reserved")
+    )
     running: int = _gauge("running requests, whose K and V are in the pool", "{} requests running")
     waiting: int = _gauge("requests that wait for room", "{} waiting")
     usable_pages: int = _gauge("pages of the pool, without the reserved one", "{} pages")
@@ -167,12 +217,22 @@ class Metrics:
     swa_pages_in_use: int = _gauge(
         "pages in use of the pool of layers with a window", "{} pages for layers with a window in use"
     )
-    graphs_off: str = _state("reason why graphs are switched off", "graphs off: {}")
+    graphs_off: Reason = _state(
+        "1 for the kind of reason why graphs are switched off",
+        "graphs off: {}",
+        ("differs", "refused", "forward", "check", "unsealed"),
+    )
 
-    def note_end(self, reason: str, seconds: float) -> None:
-        """Notes that a request has ended. seconds: since it was taken"""
+    def note_prompt(self, num_tokens: int) -> None:
+        """Notes the prompt of a request that was accepted."""
+        self.prompt_tokens += num_tokens
+        self.request_prompt_tokens.note(num_tokens)
+
+    def note_end(self, reason: str, seconds: float, num_tokens: int) -> None:
+        """Notes that a request has ended. seconds: since it was taken; num_tokens: new ones"""
         self.requests_ended[reason] = self.requests_ended.get(reason, 0) + 1
         self.request_seconds.note(seconds)
+        self.request_new_tokens.note(num_tokens)
 
     @property
     def padded_share(self) -> float:
@@ -196,7 +256,7 @@ class Metrics:
         """New tokens per step, over all its sequences, on average."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
-    def snapshot(self, **now: int | str) -> Metrics:
+    def snapshot(self, **now: int | Reason) -> Metrics:
         """A copy that never changes. now: the metrics that are read at this moment, by name"""
         values = self._values()
         owned = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Durations)}
@@ -220,9 +280,10 @@ class Metrics:
             if isinstance(value, Durations):
                 lines += histogram(name, value)
             elif isinstance(value, dict):
-                lines += [sample(name, count, reason=reason) for reason, count in sorted(value.items())]
-            elif isinstance(value, str):
-                lines.append(sample(name, int(bool(value)), reason=value))
+                counted = {**dict.fromkeys(each.metadata["labels"], 0), **value}
+                lines += [sample(name, count, reason=reason) for reason, count in sorted(counted.items())]
+            elif isinstance(value, Reason):
+                lines += [sample(name, int(value.word == word), reason=word) for word in each.metadata["labels"]]
             else:
                 lines.append(sample(name, value))
         return text_of(lines)
@@ -295,9 +356,9 @@ def sample(name: str, value: float, **labels: str) -> str:
 def histogram(name: str, value: Durations, **labels: str) -> list[str]:
     """Lines of durations: how many did not exceed each bound, their sum in seconds, and their number."""
     lines, below = [], 0
-    for bound, count in zip((*BOUNDS, float("inf")), value.counts, strict=True):
+    for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
         below += count
-        le = "+Inf" if bound == float("inf") else format(bound, "g")
+        le = "+Inf" if bound == float("inf") else format(bound, ".10g")
         lines.append(sample(f"{name}_bucket", below, **labels, le=le))
     return [*lines, sample(f"{name}_sum", value.total, **labels), sample(f"{name}_count", below, **labels)]
 

@@ -26,7 +26,7 @@ from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.metrics import Metrics, Reason
 from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
@@ -146,7 +146,7 @@ class SampledCheck(Generic[Outputs]):
         written = what_was_written(self._runtime.table, self._runtime.pool, [layer])
         if written:
             self._runner.metrics.reserved_written += 1
-            self._note(written)
+            self._note(written, "reserved")
 
     def _compare(self, batch: StepBatch, pad_to: PadTo | None, outputs: Outputs, layer: int) -> None:
         self._tap.expect(layer)
@@ -159,14 +159,15 @@ class SampledCheck(Generic[Outputs]):
         self._runner.metrics.rows_differ += bool(wrong_rows)
         for path, rows in wrong_rows.items():
             what = f"rows {rows[:8]}{f' of {path}' if path else ''} of a step of {batch.num_seqs} sequences"
-            self._note(f"{what} differ from the eager run's")
+            self._note(f"{what} differ from the eager run's", "rows")
         wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
         if wrong_seqs:
             self._runner.metrics.attention_differs += 1
-            self._note(f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference")
+            differs = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference"
+            self._note(differs, "attention")
 
-    def _note(self, finding: str) -> None:
-        self._runner.metrics.finding = finding
+    def _note(self, finding: str, word: str) -> None:
+        self._runner.metrics.finding = Reason(finding, word)
         logging.getLogger(__name__).warning("sampled check: %s", finding)
 
     def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:

@@ -64,6 +64,7 @@ def test_a_wrong_graph_is_refused_and_serving_goes_on_eagerly(
     runner = StepRunner(tiny.runtime, forward, recorder)
     outs = serve(runner, tiny.runtime)
     assert "the graph of decode of 4 sequences differs from the eager run" in runner.counters.graphs_off
+    assert runner.counters.graphs_off.word == "differs"
     assert (runner.counters.replays, runner.counters.captures) == (0, 0)
     assert runner.capture_report().graphs_off == runner.counters.graphs_off
     assert same(outs, eager_outputs(device, provider, PLANTED[planted]))

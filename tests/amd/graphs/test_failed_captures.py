@@ -65,6 +65,7 @@ def test_recording_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_
     runner = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full")))
     assert same(serve(runner, tiny.runtime), eager())
     assert runner.counters.graphs_off == "OutOfMemoryError: the pool is full"
+    assert runner.counters.graphs_off.word == "refused"
     assert runner.counters.replays == 0
 
 
@@ -74,6 +75,7 @@ def test_a_forward_that_raises_in_two_captures_switches_graphs_off_and_serving_g
     runner = StepRunner(tiny.runtime, tiny.forward, Fails(error))
     assert same(serve(runner, tiny.runtime, UNTIL_TRIED_AGAIN), eager_of(long_model(), UNTIL_TRIED_AGAIN))
     assert runner.counters.graphs_off == f"{type(error).__name__}: {error}"
+    assert runner.counters.graphs_off.word == "forward"
     assert runner.counters.replays == 0
 
 

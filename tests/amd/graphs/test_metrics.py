@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from dataclasses import FrozenInstanceError, fields
 
@@ -12,7 +13,7 @@ import torch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.step.metrics import BOUNDS, Durations, Metrics
+from rocm_attn.step.metrics import NO_REASON, Durations, Metrics, Reason
 from tests.amd.graphs.small_models import Tiny
 
 CPU = torch.device("cpu")
@@ -28,7 +29,8 @@ def numbered() -> Metrics:
         elif isinstance(start, dict):
             start[f"reason {number}"] = number
         else:
-            setattr(metrics, metric.name, f"reason {number}" if isinstance(start, str) else number)
+            words = metric.metadata["labels"]
+            setattr(metrics, metric.name, Reason(f"reason {number}", words[-1]) if isinstance(start, str) else number)
     return metrics
 
 
@@ -53,19 +55,50 @@ def test_prometheus_reads_every_metric_with_its_help_and_type() -> None:
         if isinstance(value, Durations):
             assert of_type.split()[3] == "histogram"
             assert samples[-3:] == [f'{name}_bucket{{le="+Inf"}} 1', f"{name}_sum {float(number)}", f"{name}_count 1"]
-            assert samples[len(BOUNDS) - 1] == f'{name}_bucket{{le="500"}} 0'
+            last = value.bounds[-1]
+            assert samples[len(value.bounds) - 1] == f'{name}_bucket{{le="{last:.10g}"}} {int(number <= last)}'
         elif isinstance(value, str):
-            assert (of_type.split()[3], samples) == ("gauge", [f'{name}{{reason="reason {number}"}} 1'])
+            words = metric.metadata["labels"]
+            expected = [f'{name}{{reason="{word}"}} {int(word == words[-1])}' for word in words]
+            assert (of_type.split()[3], samples) == ("gauge", expected)
         elif isinstance(value, dict):
-            assert samples == [f'{name}{{reason="reason {number}"}} {number}']
+            assert f'{name}{{reason="reason {number}"}} {number}' in samples
+            assert len(samples) == 1 + len(metric.metadata["labels"])
         else:
             assert samples == [f"{name} {number}"]
             assert name.endswith("_total") == (of_type.split()[3] == "counter")
 
 
 def test_a_reason_of_any_text_stays_on_its_line() -> None:
-    text = Metrics(graphs_off='it said "no"\nand \\').snapshot().as_prometheus()
-    assert 'rocm_attn_graphs_off{reason="it said \\"no\\"\\nand \\\\"} 1\n' in text
+    text = Metrics(fallbacks={'it said "no"\nand \\': 1}).snapshot().as_prometheus()
+    assert 'rocm_attn_fallbacks_total{reason="it said \\"no\\"\\nand \\\\"} 1\n' in text
+
+
+def test_the_series_of_a_state_are_the_same_whatever_its_sentence_says() -> None:
+    def series(reason: Reason) -> list[str]:
+        lines = Metrics(graphs_off=reason).snapshot().as_prometheus().splitlines()
+        return [line for line in lines if line.startswith("rocm_attn_graphs_off{")]
+
+    off, other, on = (
+        series(each) for each in (Reason("rows 1, 2 differ", "differs"), Reason("row 7", "differs"), NO_REASON)
+    )
+    assert off == other
+    assert [line.rpartition(" ")[0] for line in off] == [line.rpartition(" ")[0] for line in on]
+    assert 'rocm_attn_graphs_off{reason="differs"} 1' in off
+    assert sum(line.endswith(" 1") for line in off) == 1
+    assert not any(line.endswith(" 1") for line in on)
+
+
+def test_a_reason_keeps_its_word_on_the_way_from_another_process() -> None:
+    metrics = Metrics(graphs_off=Reason("memory ran out", "refused")).snapshot()
+    again = pickle.loads(pickle.dumps(metrics))
+    assert (again.graphs_off, again.graphs_off.word) == ("memory ran out", "refused")
+
+
+def test_every_way_in_which_a_request_ends_has_a_series_before_the_first() -> None:
+    text = Metrics().as_prometheus()
+    for reason in ("stop", "length", "abort", "error", "cancelled"):
+        assert f'rocm_attn_requests_ended_total{{reason="{reason}"}} 0\n' in text
 
 
 def test_durations_count_sum_and_know_their_quantiles() -> None:

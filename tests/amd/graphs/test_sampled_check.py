@@ -87,6 +87,7 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
     # Recorded for three sequences: wrong for the two steps of two and the step of one.
     assert (counters.samples, counters.rows_differ, counters.attention_differs) == (len(SERVED), 3, 0)
     assert "rows [0, 1] of a step of 2 sequences" in counters.finding
+    assert counters.finding.word == "rows"
 
 
 @pytest.mark.parametrize("wrong_layer", [0, 1])
@@ -101,6 +102,7 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     assert 0 < counters.attention_differs < len(SERVED)
     assert counters.rows_differ == 0
     assert f"layer {wrong_layer} of sequences" in counters.finding
+    assert counters.finding.word == "attention"
 
 
 @pytest.mark.parametrize(("scale_value", "differs"), [(1.0, False), (1.1, True)])
@@ -168,6 +170,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     assert counters.reserved_written == 4 if reserved.startswith("row") else 0 < counters.reserved_written <= 4
     if not counters.rows_differ and not counters.attention_differs:
         assert counters.finding == f"{reserved} must stay zero and was written"
+        assert counters.finding.word == "reserved"
     with pytest.raises(DeviceFault, match=f"{reserved} must stay zero and was written; padded sequences read it"):
         tiny.runtime.check_device()
 

@@ -23,7 +23,7 @@ def counted() -> tuple[Metrics, HttpMetrics]:
     for metric in fields(metrics):
         if isinstance(getattr(metrics, metric.name), dict):
             getattr(metrics, metric.name)[HOSTILE] = 7
-    metrics.note_end("stop", 0.25)
+    metrics.note_end("stop", 0.25, 3)
     http.note("/v1/models/{model}", 200, 0.003)
     http.note("/v1/completions", 500, 2.0)
     http.note("/v1/completions", 200, 4.0)

@@ -97,8 +97,6 @@ class Output:
         assert self.reason is not None, "it has ended"
         new = self.sequence.new_token_ids[: self.num_tokens]
         prompt, times = self.sequence.request.prompt_token_ids, self.sequence.times
-        # The times of a step are noted after its tokens: a request that ends with its first token gets it now.
-        first_token = (times.first_token or time.perf_counter()) - times.taken if new else 0.0
         return Completion(
             prompt,
             new,
@@ -108,7 +106,6 @@ class Output:
             tuple(self.logprobs),
             self.sequence.num_cached,
             times.queue_seconds,
-            first_token,
         )
 
     def _begin(self) -> None:

@@ -106,9 +106,8 @@ class Completion:
     logprobs:      of each new token if the request asks for them, else none
     cached_tokens: tokens of the prompt whose K and V were found in the prefix cache when the request was first admitted
     queue_seconds: from taking the request to its first step; 0 if it had none
-    first_token_seconds: from taking it to its first token; 0 if it has none
 
-    Completions that differ only in the last three are equal.
+    Completions that differ only in the last two are equal.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -119,7 +118,6 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = field(default=0, compare=False)
     queue_seconds: float = field(default=0.0, compare=False)
-    first_token_seconds: float = field(default=0.0, compare=False)
 
 
 # A tuple: every token makes one, and a tuple takes a quarter of the time of a class with fields.

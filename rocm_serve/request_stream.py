@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -49,6 +50,7 @@ class Inbox:
     error:      raised to its reader after the pieces: the request has failed, or the engine has ended
     on_late:    called when a request goes on while more than most_unread of its tokens were not read
     num_tokens: that have come, read or not
+    first_token_at: when the first of them came, in seconds of time.perf_counter(); 0 if none did
     """
 
     completion: Completion | None = None
@@ -61,6 +63,7 @@ class Inbox:
     _reader: asyncio.Future[None] | None = None
     _reads_end_only: bool = False
     num_tokens: int = 0
+    first_token_at: float = 0.0
 
     @property
     def has_ended(self) -> bool:
@@ -75,7 +78,9 @@ class Inbox:
     def add(self, update: Update) -> None:
         """Takes in an update of the request."""
         self._token_ids += update.token_ids
-        self.num_tokens += len(update.token_ids)
+        if update.token_ids:
+            self.num_tokens += len(update.token_ids)
+            self.first_token_at = self.first_token_at or time.perf_counter()
         self._logprobs += update.logprobs
         self._text += update.text
         self.completion = update.completion
@@ -167,6 +172,11 @@ class RequestStream:
     def num_tokens(self) -> int:
         """New tokens that have come, read or not."""
         return self._inbox.num_tokens
+
+    @property
+    def first_token_at(self) -> float:
+        """Time at which its first token came, in seconds of time.perf_counter(); 0 if none did."""
+        return self._inbox.first_token_at
 
     @property
     def ended_with(self) -> Completion | None:

@@ -15,7 +15,6 @@ class RequestTimes:
 
     taken: float = field(default_factory=time.perf_counter)
     first_step: float = 0.0
-    first_token: float = 0.0
     last_token: float = 0.0
 
     @property
@@ -41,7 +40,6 @@ def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> 
         elif last:
             num_since[last] = 1
         else:
-            each.first_token = now
             metrics.first_token_seconds.note(now - each.taken)
     for last, num in num_since.items():
         metrics.token_gap_seconds.note(now - last, num)

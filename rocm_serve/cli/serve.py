@@ -25,6 +25,7 @@ from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.traces import NO_TRACES, otlp_traces
 from rocm_serve.text.tokenizer import Tokenizer
 
 
@@ -32,10 +33,11 @@ def run(options: argparse.Namespace) -> None:
     """Serves until a signal comes. Raises RocmAttnError; EngineEnded if the engine has ended by itself."""
     settings = ServerOptions(**{name: getattr(options, name) for name in SERVER})
     keys = keys_from(settings, os.environ)
+    name = settings.served_model_name or options.model
+    traces = otlp_traces(name) if settings.traces else NO_TRACES
     with bind(settings) as bound, _engine(options) as (engine, tokenizer):
-        name = settings.served_model_name or options.model
         model = ServedModel(name, tokenizer, engine.limits, settings)
-        asyncio.run(serve(engine, model, keys, bound, _announce))
+        asyncio.run(serve(engine, model, keys, bound, _announce, traces))
 
 
 def _announce(line: str) -> None:

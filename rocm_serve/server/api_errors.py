@@ -5,6 +5,7 @@ from __future__ import annotations
 from rocm_attn.errors import BadModel, BadRequest, FitsLater, RocmAttnError
 from rocm_serve.async_engine import EngineEnded
 from rocm_serve.request_stream import RequestFailed
+from rocm_serve.server.record import note_error, request_id
 
 # A client that has gone reads no answer. The status is for the counts, and is nginx's.
 CLIENT_GONE = 499
@@ -28,10 +29,14 @@ class ApiError(Exception):
         super().__init__(message)
 
     def body(self) -> dict[str, object]:
-        """Returns the body in the form that OpenAI's clients read."""
+        """Returns the body in the form that OpenAI's clients read, and the request's id."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param or None, "code": self.code}
-        return {"error": error}
+        return {"error": {**error, "request_id": request_id() or None}}
+
+    def note(self) -> None:
+        """Notes it as the error of the current request. Call it where it is sent."""
+        note_error(self.status, self.code, str(self))
 
     def headers(self) -> dict[str, str]:
         """Returns the headers that go with the body."""

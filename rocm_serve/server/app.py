@@ -23,8 +23,10 @@ from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import EventStream, error_response
 from rocm_serve.server.gate import JOB, ServerGate
 from rocm_serve.server.generation import Generations
+from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
-from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.observed import Observed, Observers
+from rocm_serve.server.record import note_choices, note_error, request_id
 from rocm_serve.server.replies import ChatReplies, CompletionReplies, Replies, Usage
 from rocm_serve.server.schema import (
     LEAST_DEADLINE_SECONDS,
@@ -42,31 +44,35 @@ DEADLINE_HEADER = "x-request-timeout"
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def build_app(generations: Generations, model: ServedModel, keys: ApiKeys) -> ASGIApp:
+def build_app(generations: Generations, model: ServedModel, observers: Observers) -> ASGIApp:
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None)
-    _add_status(app, generations, model)
+    _add_status(app, generations, model, observers.health)
     _add_generation(app, generations, model)
     _add_errors(app, generations)
     _document(app)
-    return ServerGate(app, generations, keys, model.options)
+    return Observed(ServerGate(app, generations, observers.keys, model.options), observers)
 
 
-def _add_status(app: FastAPI, generations: Generations, model: ServedModel) -> None:
-    scrape = Scrape(generations)
+def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health) -> None:
+    scrape = Scrape(generations, model.name, health)
 
     @app.get("/health")
-    async def health() -> Response:
-        """Returns 200 if the engine serves, and 503 if it has ended; the process ends soon then."""
+    async def of_health() -> Response:
+        """Returns 200 if the server is well, and 503 if the engine has ended or the server fails; see health.py."""
         generations.front.check()
+        if health.trouble:
+            return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Returns 200 if new requests are taken, and 503 while the server shuts down."""
+        """Returns 200 if requests should be sent here, and 503 while the server shuts down or is not well."""
         generations.front.check()
         if generations.jobs.is_draining:
             return JSONResponse({"status": "draining"}, 503)
+        if health.trouble:
+            return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
         return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
@@ -138,11 +144,14 @@ async def _answer(
     body: GenerationBody,
     replies: Replies,
 ) -> Response:
-    generation, num_choices = await generations.begin(job, requests), body.n or 1
+    num_choices = body.n or 1
+    note_choices(num_choices)
+    generation = await generations.begin(job, requests)
     if body.stream:
         return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
     completions = await generation.completions()
-    usage = Usage.of(requests, num_choices, sum(len(each.token_ids) for each in completions))
+    num_tokens = sum(len(each.token_ids) for each in completions)
+    usage = Usage.of(requests, num_choices, num_tokens, generation.cached_tokens(num_choices))
     if requests[0].logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
     # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
@@ -171,7 +180,8 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
 
     @app.exception_handler(Exception)
     async def of_mistake(request: Request, error: Exception) -> Response:
-        logging.getLogger(__name__).error("an internal error", exc_info=error)
+        logging.getLogger(__name__).error("an internal error in request %s", request_id(), exc_info=error)
+        note_error(500, "internal_error", f"{type(error).__name__}, whose traceback is in the log")
         return error_response(
             ApiError(500, "an internal error of the server; its log has the details", code="internal_error")
         )

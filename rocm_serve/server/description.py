@@ -23,7 +23,12 @@ def _or_null(schema: Json) -> Json:
 
 
 _CARD = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = _object(
+    prompt_tokens=_COUNT,
+    completion_tokens=_COUNT,
+    total_tokens=_COUNT,
+    prompt_tokens_details=_object(cached_tokens=_COUNT),
+)
 _CHOICE: Json = {
     "index": _COUNT,
     "finish_reason": {"enum": ["stop", "length", "tool_calls", "error", "abort"]},
@@ -40,12 +45,17 @@ def _answer(kind: str, **of_choice: Json) -> Json:
     return _object(id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=choices, usage=_USAGE)
 
 
-_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)))
+_ERROR = _object(
+    error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT), request_id=_or_null(_TEXT))
+)
 
 # Path -> the schema of its JSON.
 _ANSWERS: dict[str, Json] = {
-    "/health": _object(status={"const": "ok"}),
-    "/ready": _object(status={"enum": ["ready", "draining"]}),
+    "/health": _object(status={"enum": ["ok", "failing"]}),
+    "/health/truth": {
+        **_object(verdict={"enum": ["right", "wrong", "not checked"]}, reason=_TEXT, age_seconds={"type": "number"}),
+    },
+    "/ready": _object(status={"enum": ["ready", "draining", "failing"]}),
     "/v1/models": _object(object={"const": "list"}, data=_list_of(_CARD)),
     "/v1/models/{name}": _CARD,
     "/v1/completions": _answer("text_completion", text=_TEXT),
@@ -56,6 +66,12 @@ _TEXTS = {
     "/metrics": "text/plain",
     "/v1/completions": "text/event-stream",
     "/v1/chat/completions": "text/event-stream",
+}
+# Paths whose JSON is the same with status 503, and the meaning of that.
+_UNWELL = {
+    "/health": "requests fail, or the truth probe has found a wrong output",
+    "/health/truth": "the outputs are wrong",
+    "/ready": "the server ends, or is not well",
 }
 
 
@@ -70,6 +86,6 @@ def with_answers(description: Json) -> Json:
             operation["responses"].pop("422", None)
             operation["responses"]["200"]["content"] = content
             operation["responses"]["default"] = error
-            if path == "/ready":
-                operation["responses"]["503"] = {"description": "the server ends", "content": content}
+            if path in _UNWELL:
+                operation["responses"]["503"] = {"description": _UNWELL[path], "content": content}
     return description

@@ -87,7 +87,12 @@ class EventStream(Response):
                 await events.send(chunks)
         self._generation.note(num_tokens)
         if self._has_usage:
-            usage = Usage.of(self._generation.requests, self._num_choices, num_tokens)
+            usage = Usage.of(
+                self._generation.requests,
+                self._num_choices,
+                num_tokens,
+                self._generation.cached_tokens(self._num_choices),
+            )
             await events.send(as_event(replies.counts(usage)))
 
 
@@ -119,6 +124,7 @@ class _Events:
         if error.status == CLIENT_GONE:
             return
         if self._has_begun:
+            error.note()
             await self.send(as_event(error.body()))
             await self.end()
         else:
@@ -138,6 +144,7 @@ class _Events:
 
 def error_response(error: ApiError) -> JSONResponse:
     """Returns an error as a separate answer."""
+    error.note()
     return JSONResponse(error.body(), error.status, error.headers())
 
 

@@ -21,7 +21,7 @@ from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-_ROUTES = GENERATING | {"/v1/models", "/health", "/ready", "/metrics", "/openapi.json"}
+_ROUTES = GENERATING | {"/v1/models", "/health", "/health/truth", "/ready", "/metrics", "/openapi.json"}
 _OF_A_MODEL = "/v1/models/"
 # Code of an error -> the reason for a refusal in http_metrics.py.
 _REFUSED_FOR = {
@@ -54,7 +54,7 @@ class ServerGate:
         finally:
             counts.open -= 1
             counts.disconnects += not answer.is_whole or answer.status == CLIENT_GONE
-            counts.note(_route(scope["path"]), answer.status, time.perf_counter() - started)
+            counts.note(route_of(scope["path"]), answer.status, time.perf_counter() - started)
 
     async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
         """Passes a request on. Raises ApiError for requests that the application must not see."""
@@ -155,7 +155,7 @@ class _Replay:
         return {"type": "http.disconnect"}
 
 
-def _route(path: str) -> str:
+def route_of(path: str) -> str:
     """Returns the route of a path for HttpMetrics.note. Unknown paths are "other", so clients cannot add names."""
     if path.startswith(_OF_A_MODEL):
         return f"{_OF_A_MODEL}{{name}}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from rocm_serve.server.constraint_checks import ConstraintChecks
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Job, Jobs
 from rocm_serve.server.pacing import Pacing
+from rocm_serve.server.record import note_streams
 from rocm_serve.text.constraint import Constraint
 
 
@@ -32,6 +34,14 @@ class Generation:
         completions = [await stream.completion() for stream in self.streams]
         self.note(sum(len(each.token_ids) for each in completions))
         return completions
+
+    def cached_tokens(self, num_choices: int) -> int:
+        """Returns the tokens of all prompts, each counted once, that were found in the prefix cache.
+
+        num_choices: answers to each prompt; all have ended
+        """
+        ended = [stream.ended_with for stream in self.streams[::num_choices]]
+        return sum(each.cached_tokens for each in ended if each is not None)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk]]:
         """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().
@@ -90,15 +100,19 @@ class Generations:
             streams = self.front.streams(requests)
         except RocmAttnError as error:
             raise self.as_answer(error) from error
+        note_streams(requests, streams)
         job.own(streams, requests)
         return Generation(job, requests, streams, self._pacing)
 
     async def _check(self, constraint: Constraint) -> None:
+        began = time.perf_counter()
         try:
             await self._checks.check(constraint)
         except FitsLater:
             self.counts.refused["constraints"] += 1
             raise
+        finally:
+            self.counts.constraint_seconds.note(time.perf_counter() - began)
 
     def refusal(self) -> ApiError:
         """Returns the answer to a request that comes when every place is taken."""

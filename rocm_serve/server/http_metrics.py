@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,10 @@ class HttpMetrics:
     late_readers: requests that were ended because their client did not read
     age_seconds: age of the engine's counts that are reported with these
     refused:     requests that were refused before the engine saw them, by reason: a few fixed ones, such as "queue"
+    max_requests: most requests that run or wait
+    constraint_seconds: time that requests have waited for their constraints to be tried
+    build:       label -> value: the versions that serve, and the model's name
+    failing:     1 while /health answers 503 and the engine serves
     """
 
     open: int = 0
@@ -34,8 +39,14 @@ class HttpMetrics:
     late_readers: int = 0
     age_seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
+    max_requests: int = 0
+    constraint_seconds: Durations = field(default_factory=Durations)
+    build: Mapping[str, str] = field(default_factory=dict)
+    failing: bool = False
     _answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     _seconds: dict[str, Durations] = field(default_factory=dict)
+    _requests_of_key: Counter[str] = field(default_factory=Counter)
+    _tokens_of_key: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, route: str, status: int, seconds: float) -> None:
         """Counts an answer that has ended, the last byte of a stream included.
@@ -50,6 +61,19 @@ class HttpMetrics:
             self._answers.update({(route, alarming): 0 for alarming in _ALARMING})
         self._answers[route, str(status)] += 1
         self._seconds.setdefault(route, Durations()).note(seconds)
+
+    def know_keys(self, names: Iterable[str]) -> None:
+        """Gives each key its series: a rate needs two values, so the first request would not be seen."""
+        for key in names:
+            self._requests_of_key[key] += 0
+            self._tokens_of_key.update({(key, kind): 0 for kind in ("prompt", "cached", "completion")})
+
+    def note_key(self, key: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
+        """Counts a request for text that has ended. key: its key's name, one of a fixed set"""
+        self._requests_of_key[key] += 1
+        self._tokens_of_key[key, "prompt"] += prompt_tokens
+        self._tokens_of_key[key, "cached"] += cached_tokens
+        self._tokens_of_key[key, "completion"] += completion_tokens
 
     def as_prometheus(self, prefix: str = "rocm_attn") -> str:
         """Returns Prometheus' text format, to follow Metrics.as_prometheus(). prefix: of all names but the process's"""
@@ -66,12 +90,31 @@ class HttpMetrics:
         name = f"{prefix}_http_refused_total"
         lines += heading(name, "requests refused before they reached the engine, by reason", "counter")
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]
+        lines += self._keys_as_lines(f"{prefix}_http")
+        name = f"{prefix}_http_constraint_seconds"
+        lines += heading(name, "time that a request waited for its constraint to be tried", "histogram")
+        lines += histogram(name, self.constraint_seconds)
+        name, help = f"{prefix}_http_max_requests", "most prompts that may run or wait; --max-requests"
+        lines += [*heading(name, help, "gauge"), sample(name, self.max_requests)]
+        name, help = f"{prefix}_build_info", "1, with the versions that serve and the name of the model"
+        lines += [*heading(name, help, "gauge"), sample(name, 1, **self.build)]
+        name, help = f"{prefix}_failing", "1 while /health tells that nothing should be sent to this server"
+        lines += [*heading(name, help, "gauge"), sample(name, int(self.failing))]
         name, help = f"{prefix}_draining", "1 while the server is shutting down and accepts no more requests"
         lines += [*heading(name, help, "gauge"), sample(name, int(self.draining))]
         name = f"{prefix}_metrics_age_seconds"
         lines += heading(name, "age of the engine's counts, which are late while a step takes long", "gauge")
         lines.append(sample(name, round(self.age_seconds, 3)))
         return text_of([*lines, *_process()])
+
+    def _keys_as_lines(self, prefix: str) -> list[str]:
+        name = f"{prefix}_key_requests_total"
+        lines = heading(name, "requests for text that have ended, by the name of their API key", "counter")
+        lines += [sample(name, count, key=key) for key, count in sorted(self._requests_of_key.items())]
+        name = f"{prefix}_key_tokens_total"
+        lines += heading(name, "their tokens: of prompts, of these found in the prefix cache, and new ones", "counter")
+        lines += [sample(name, count, key=key, kind=kind) for (key, kind), count in sorted(self._tokens_of_key.items())]
+        return lines
 
     def _answers_as_lines(self, prefix: str) -> list[str]:
         name = f"{prefix}_requests_total"

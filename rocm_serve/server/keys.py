@@ -1,10 +1,11 @@
-"""ApiKeys: the clients that are served, and the cached prefixes that each may use."""
+"""ApiKeys: the clients that are served, their names, and the cached prefixes that each may use."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +14,45 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.server.options import ServerOptions
 
+# The name of clients where there are no keys.
+ANONYMOUS = "anonymous"
 _SHORTEST = 8
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Keys as their SHA-256, so that no key is printed by mistake. If empty, everybody is served."""
+    """Keys as their SHA-256, so that no key is printed by mistake. If empty, everybody is served.
+
+    names: of the keys, for logs and counts: the word before a key, or key-1 for the first, if it has none
+    """
 
     digests: tuple[bytes, ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, keys: list[str]) -> ApiKeys:
-        """Makes the keys. Raises BadSetting for a key that no header can carry, or that is easy to guess."""
-        for number, key in enumerate(keys, 1):
+        """Makes the keys, each given alone or after its name and a space.
+
+        Raises BadSetting for a key that no header can carry, or that is easy to guess, and for a name that no label
+        should have, or that two keys have.
+        """
+        name_of: dict[bytes, str] = {}
+        for number, given in enumerate(keys, 1):
+            name, _, key = given.rpartition(" ")
+            name = name.strip() or f"key-{number}"
             if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
                 raise BadSetting(
                     f"API key {number} cannot be used; a key has at least {_SHORTEST} printable ASCII characters and "
-                    "no space"
+                    "no space, and may come after a name and a space"
                 )
-        return cls(tuple(dict.fromkeys(_digest(key.encode()) for key in keys)))
+            if not _NAME.fullmatch(name) or name == ANONYMOUS or name in name_of.values():
+                raise BadSetting(
+                    f"API key {number} cannot have its name; a name has up to 64 letters, digits, dots, dashes and "
+                    f"underscores, is not {ANONYMOUS}, and no other key has it"
+                )
+            name_of.setdefault(_digest(key.encode()), name)
+        return cls(tuple(name_of), tuple(name_of.values()))
 
     def salt_of(self, authorization: bytes | None) -> str | None:
         """Returns the salt of the cached prefixes of a header's sender, "" if there are no keys, None if no key fits.
@@ -40,12 +61,23 @@ class ApiKeys:
         """
         if not self.digests:
             return ""
+        found = self._place_of(authorization)
+        return self.digests[found].hex() if found is not None else None
+
+    def name_of(self, authorization: bytes | None) -> str:
+        """Returns the name of a header's key, ANONYMOUS if there are no keys, "" if no key fits."""
+        if not self.digests:
+            return ANONYMOUS
+        found = self._place_of(authorization)
+        return self.names[found] if found is not None else ""
+
+    def _place_of(self, authorization: bytes | None) -> int | None:
         scheme, _, key = (authorization or b"").partition(b" ")
         given, found = _digest(key.strip()), None
-        for digest in self.digests:
+        for place, digest in enumerate(self.digests):
             if hmac.compare_digest(given, digest):
-                found = digest
-        return found.hex() if found is not None and scheme.lower() == b"bearer" else None
+                found = place
+        return found if scheme.lower() == b"bearer" else None
 
 
 def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys:

@@ -96,7 +96,19 @@ class ServerOptions:
     drain_seconds: float = option(
         30.0, "time after SIGTERM in which running requests may finish before they are aborted", unit="SECONDS"
     )
-    access_log: bool = option(False, "write a line per request to stderr: time, client, request, status")
+    access_log: bool = option(
+        False, "write a line of JSON per request to stderr; requests that the server failed to serve always have one"
+    )
+    traces: bool = option(
+        False,
+        "send OpenTelemetry traces of requests; OTEL_EXPORTER_OTLP_ENDPOINT says where to, and needs the extra otel",
+    )
+    unhealthy_after: int = option(
+        5, "requests that fail in a row after which /health and /ready answer 503", unit="REQUESTS", least=1
+    )
+    truth_seconds: float = option(
+        60.0, "least time between two runs of the truth probe by /health/truth", unit="SECONDS", least=0
+    )
 
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(ServerOptions).items():
@@ -105,7 +117,7 @@ class ServerOptions:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
         if self.port > 65535:
             raise BadSetting(f"port is {self.port}; it must be at most 65535")
-        for name in ("head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):
+        for name in ("truth_seconds", "head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
         self._check_tls()

@@ -18,22 +18,24 @@ from rocm_serve.server.emitted_tokens import EmittedTokens, Json
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: those of each prompt once, and those of every answer."""
+    """Tokens of a request: those of each prompt once, those of every answer, and prompt tokens found in the cache."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @classmethod
-    def of(cls, requests: Sequence[Request], num_choices: int, completion_tokens: int) -> Usage:
+    def of(cls, requests: Sequence[Request], num_choices: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
         """Counts the tokens of a request. num_choices: answers per prompt, whose requests are next to each other"""
         prompts = requests[::num_choices]
-        return cls(sum(len(request.prompt_token_ids) for request in prompts), completion_tokens)
+        return cls(sum(len(request.prompt_token_ids) for request in prompts), completion_tokens, cached_tokens)
 
     def as_dict(self) -> Json:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

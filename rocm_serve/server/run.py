@@ -22,10 +22,13 @@ from rocm_serve.server.app import build_app
 from rocm_serve.server.connections import bounded_protocol
 from rocm_serve.server.constraint_checks import ConstraintChecks
 from rocm_serve.server.generation import Generations
+from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
-from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.keys import ANONYMOUS, ApiKeys
+from rocm_serve.server.observed import LOGGER, Observers
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.traces import NO_TRACES, Traces
 
 # Seconds that clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
@@ -33,16 +36,18 @@ _BACKLOG = 2048
 # Seconds that a connection may be idle. Clients and gateways keep one for less (OpenAI's for 5 seconds, others for up
 # to 60). So they close it, and no request comes on a connection that the server closes at that moment.
 _IDLE_SECONDS = 75
-# Uvicorn's loggers. Its log_level sets one level for all of them. That would hide either a line per request, which is
-# INFO, or all that the server logs about itself.
+# Uvicorn's log_level sets one level for its loggers, which is not that of the lines of requests. Those are JSON.
 _LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "line"}},
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}, "json": {"format": "%(message)s"}},
+    "handlers": {
+        "stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "line"},
+        "requests": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "json"},
+    },
     "loggers": {
         "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
+        LOGGER: {"handlers": ["requests"], "level": "INFO", "propagate": False},
     },
 }
 # The limit of a kernel's timeout, a signed integer of 32 bits.
@@ -91,13 +96,14 @@ async def serve(
     keys: ApiKeys,
     bound: socket.socket,
     announce: Callable[[str], None],
+    traces: Traces = NO_TRACES,
 ) -> None:
     """Serves until a signal ends it, in the main thread, or the engine ends. Raises EngineEnded.
 
     announce: called with a line when the server begins, and when it ends
     """
     async with AsyncEngine(engine, max_requests=model.options.max_requests) as front:
-        server = Server(front, model, keys, announce)
+        server = Server(front, model, keys, announce, traces)
         await server.serve(sockets=[bound])
         front.check()
 
@@ -105,21 +111,34 @@ async def serve(
 class Server(uvicorn.Server):
     """A server that drains. At the first SIGTERM or SIGINT it finishes its requests; the second ends it at once."""
 
-    def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        front: AsyncEngine,
+        model: ServedModel,
+        keys: ApiKeys,
+        announce: Callable[[str], None],
+        traces: Traces = NO_TRACES,
+    ) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
         self._checks = ConstraintChecks(model.trial_of_constraints)
         self.generations = Generations(front, self.jobs, self._checks, model.options.max_unread_tokens)
+        counts = self.generations.counts
+        counts.max_requests = model.options.max_requests
+        counts.know_keys(keys.names or (ANONYMOUS,))
+        self._traces = traces
+        self.health = Health(model.options.unhealthy_after)
+        observers = Observers(model.name, model.options.access_log, keys, counts, self.health, traces)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
         super().__init__(
             uvicorn.Config(
-                build_app(self.generations, model, keys),
+                build_app(self.generations, model, observers),
                 lifespan="off",
                 ws="none",
                 log_config=_LOGGING,
-                access_log=model.options.access_log,
+                access_log=False,
                 backlog=_BACKLOG,
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
@@ -195,3 +214,4 @@ class Server(uvicorn.Server):
             watcher.cancel()
         self._checks.close()
         await super().shutdown(sockets)
+        await asyncio.to_thread(self._traces.close)

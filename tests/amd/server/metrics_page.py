@@ -10,6 +10,7 @@ import re
 import yaml
 
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.server.build import build_facts
 from rocm_serve.server.http_metrics import HttpMetrics
 from tests.amd.house.source_tree import ROOT
 from tests.amd.server.scraped import families_of
@@ -21,11 +22,12 @@ _MARKS = "<!-- {name}: python -m tests.amd.server.metrics_page writes it -->\n",
 
 def scrape() -> str:
     """Returns the text of /metrics in a state in which every label has a value."""
-    http = HttpMetrics()
+    http = HttpMetrics(build={**build_facts("gfx942"), "model_name": "a model"})
     http.note("/v1/completions", 200, 1.0)
     http.refused["queue"] += 1
-    metrics = Metrics(fallbacks={"a reason": 1}, graphs_off="a reason", finding="a finding")
-    metrics.note_end("stop", 1.0)
+    http.know_keys(["a key"])
+    metrics = Metrics(fallbacks={"a reason": 1})
+    metrics.note_end("stop", 1.0, 3)
     return metrics.as_prometheus() + http.as_prometheus()
 
 

@@ -31,7 +31,7 @@ class Reply:
         """The body of an error answer, which must have OpenAI's form and nothing else."""
         content = self.json
         assert list(content) == ["error"]
-        assert list(content["error"]) == ["message", "type", "param", "code"]
+        assert list(content["error"]) == ["message", "type", "param", "code", "request_id"]
         assert content["error"]["message"]
         found: dict[str, Any] = content["error"]
         return found

@@ -22,6 +22,7 @@ from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import Server, bind, url_of
 from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.traces import NO_TRACES, Traces
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.async_engines import is_empty
@@ -114,7 +115,12 @@ class Running:
 
 @contextmanager
 def running(
-    engine: Engine, *, tokenizer: Tokenizer | None = None, keys: Sequence[str] = (), **options: Any
+    engine: Engine,
+    *,
+    tokenizer: Tokenizer | None = None,
+    keys: Sequence[str] = (),
+    traces: Traces = NO_TRACES,
+    **options: Any,
 ) -> Iterator[Running]:
     """A server on its own port; it has ended afterwards.
 
@@ -128,7 +134,7 @@ def running(
     async def main() -> None:
         with bind(settings) as bound:
             async with AsyncEngine(engine, max_requests=settings.max_requests) as front:
-                server = Server(front, model, ApiKeys.of(list(keys)), announce)
+                server = Server(front, model, ApiKeys.of(list(keys)), announce, traces)
                 loop, thread = asyncio.get_running_loop(), threading.current_thread()
                 found.append(Running(url_of(bound, settings), engine, front, server, loop, lines, thread))
                 await server.serve(sockets=[bound])

@@ -57,7 +57,7 @@ def test_names_follow_the_conventions() -> None:
         for each in family.samples:
             assert each.name.endswith("_total") == (family.type == "counter"), each.name
         if family.type == "histogram":
-            assert family.name.endswith("_seconds")
+            assert family.name.endswith(("_seconds", "_tokens"))
         assert not family.name.endswith(("_ms", "_us", "_percent", "_mb"))
 
 

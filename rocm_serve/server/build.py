@@ -1,0 +1,61 @@
+"""The versions that a server runs, for the labels of rocm_attn_build_info."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import rocm_serve
+from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
+
+# Label -> the distributions that may bring it, the first one that is installed.
+_DISTRIBUTIONS = {
+    "version": ("rocm-attn",),
+    "torch": ("torch",),
+    "triton": TRITON_DISTRIBUTIONS,
+    "aiter": ("amd-aiter",),
+}
+
+
+def build_facts(arch: str) -> dict[str, str]:
+    """Returns label -> value; a value that is not known is empty. arch: of the device, such as gfx942"""
+    return {
+        **{label: _version(names) for label, names in _DISTRIBUTIONS.items()},
+        "commit": _commit(),
+        "arch": arch,
+    }
+
+
+def _version(names: tuple[str, ...]) -> str:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _commit() -> str:
+    """Returns the commit that was installed by its URL, or the one that is checked out where the package lies."""
+    try:
+        installed = importlib.metadata.distribution("rocm-serve").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    commit = json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", "")
+    return str(commit) or _checked_out(Path(rocm_serve.__file__).parents[1] / ".git")
+
+
+def _checked_out(git: Path) -> str:
+    """Returns the commit of a checkout's HEAD; empty if it cannot be read. git: the folder .git"""
+    try:
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        if (git / name).exists():
+            return (git / name).read_text().strip()
+        packed = (line.split() for line in (git / "packed-refs").read_text().splitlines())
+        return next((line[0] for line in packed if line[1:] == [name]), "")
+    except OSError:
+        return ""

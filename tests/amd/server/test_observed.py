@@ -1,0 +1,240 @@
+"""What an operator sees of requests: ids, lines of the log, causes of errors, health, and counts of keys."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadSetting
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.server.keys import ANONYMOUS, ApiKeys
+from rocm_serve.server.observed import LOGGER
+from tests.amd.runner.async_engines import engine
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
+from tests.amd.server.raw import CHAT, Client, post, requested, send
+from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.scraped import families_of, value_of
+
+SECRETS = ["team-a sk-aaaaaaaaaaaa", "sk-bbbbbbbbbbbb"]
+FAILING = requested(prompt=f"w{NAN_TOKEN}")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return with_nan_token(tiny_model(tokenizer=word_tokenizer()))
+
+
+class Lines(logging.Handler):
+    """The lines of requests, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put(record.getMessage())
+
+    def next(self) -> Any:
+        """Waits for the next line, and returns its JSON."""
+        text = self._lines.get()
+        assert "\n" not in text
+        return json.loads(text)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._lines.empty()
+
+
+@contextmanager
+def logged(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Running, Lines]]:
+    """A server, and its lines of requests."""
+    lines = Lines()
+    with running(engine(loaded), **options) as server:
+        logging.getLogger(LOGGER).addHandler(lines)
+        try:
+            yield server, lines
+        finally:
+            logging.getLogger(LOGGER).removeHandler(lines)
+
+
+def test_an_id_that_is_given_comes_back_and_another_one_is_made(loaded: LoadedModel) -> None:
+    with running(engine(loaded)) as server:
+        given = post(server, requested(), X_Request_Id="trace/7:a.b-c_d=+@")
+        assert given.headers["x-request-id"] == "trace/7:a.b-c_d=+@"
+        ids = {send(server, "GET", path).headers["x-request-id"] for path in ("/health", "/metrics", "/nowhere")}
+        ids.add(post(server, requested(stream=True)).headers["x-request-id"])
+        assert len(ids) == 4
+        for bad in ("x" * 129, "two words", 'a"b', "\xe9", ""):
+            made = post(server, requested(), X_Request_Id=bad).headers["x-request-id"]
+            assert made.startswith("req-")
+            assert made not in ids
+
+
+def test_an_error_names_the_request_wherever_it_is_made(loaded: LoadedModel) -> None:
+    with running(engine(loaded), keys=SECRETS) as server:
+        for body, secret in ((b"{", "sk-bbbbbbbbbbbb"), (FAILING, "sk-bbbbbbbbbbbb"), (requested(), "wrong-key")):
+            reply = post(server, body, X_Request_Id="mine", Authorization=f"Bearer {secret}")
+            assert (reply.error["request_id"], reply.headers["x-request-id"]) == ("mine", "mine")
+        # In a stream that has begun, the error is an event.
+        body = requested(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True)
+        stream = post(server, body, X_Request_Id="mine", Authorization="Bearer sk-bbbbbbbbbbbb")
+        assert stream.status in (200, 500)
+        assert b'"request_id":"mine"' in stream.body
+
+
+def test_a_request_is_one_line_that_has_its_counts_and_neither_its_prompt_nor_its_key(loaded: LoadedModel) -> None:
+    with logged(loaded, keys=SECRETS, access_log=True) as (server, lines):
+        body = requested(prompt="w9 w12 w33 w9 w12 w33 w14 w15 w16", n=2, max_tokens=3)
+        for secret in ("sk-aaaaaaaaaaaa", "sk-bbbbbbbbbbbb"):
+            usage = post(server, body, Authorization=f"Bearer {secret}", X_Request_Id="one").json["usage"]
+        line, other = lines.next(), lines.next()
+        assert (line["key"], other["key"]) == ("team-a", "key-2")
+        assert {name: line[name] for name in ("id", "method", "route", "status", "model", "client")} == {
+            "id": "one",
+            "method": "POST",
+            "route": "/v1/completions",
+            "status": 200,
+            "model": NAME,
+            "client": "127.0.0.1",
+        }
+        counts = [line[f"{kind}_tokens"] for kind in ("prompt", "completion")]
+        assert counts == [usage["prompt_tokens"], usage["completion_tokens"]] == [9, 6]
+        assert 0 < line["first_token_seconds"] < line["seconds"]
+        assert "error" not in line
+        text = json.dumps([line, other])
+        assert "w33" not in text
+        assert "sk-" not in text
+
+
+def test_cached_tokens_are_in_the_usage_and_in_the_line(loaded: LoadedModel) -> None:
+    body = requested(prompt="w9 w12 w33 w9 w12 w33 w14 w15 w16", max_tokens=2)
+    with logged(loaded, access_log=True) as (server, lines):
+        first, second = (post(server, body).json["usage"] for _ in range(2))
+        assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert second["prompt_tokens_details"] == {"cached_tokens": 8}  # two pages of four; the last token is computed
+        assert (lines.next()["cached_tokens"], lines.next()["cached_tokens"]) == (0, 8)
+        streamed = post(server, {**body, "stream": True, "stream_options": {"include_usage": True}})
+        assert b'"prompt_tokens_details":{"cached_tokens":8}' in streamed.body
+
+
+def test_words_of_clients_cannot_make_a_line_long_or_two_lines(loaded: LoadedModel) -> None:
+    with logged(loaded, access_log=True) as (server, lines):
+        send(server, "X" * 4000, "/" + "y" * 4000)
+        line = lines.next()
+        assert (line["method"], line["route"], line["status"]) == ("X" * 16, "other", 404)
+        assert len(json.dumps(line)) < 1000
+
+
+def test_a_server_error_is_logged_with_its_cause_without_an_access_log(loaded: LoadedModel) -> None:
+    with logged(loaded) as (server, lines):
+        post(server, requested())
+        post(server, b"{")
+        post(server, FAILING, X_Request_Id="bad")
+        line = lines.next()
+        assert (line["id"], line["status"], line["error"]) == ("bad", 500, "request_failed")
+        assert "no token can be sampled" in line["cause"]
+        post(server, requested(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True), X_Request_Id="stream")
+        line = lines.next()
+        assert (line["id"], line["error"]) == ("stream", "request_failed")
+        assert lines.is_empty
+
+
+def test_a_client_that_leaves_is_logged_with_the_tokens_that_it_cost(loaded: LoadedModel) -> None:
+    with logged(loaded, access_log=True) as (server, lines):
+        client = Client(server, requested(prompt="w9", max_tokens=1000, ignore_eos=True, stream=True))
+        client.read_until(b"data: ")
+        client.leave()
+        line = lines.next()
+        assert line["status"] == 200
+        assert 1 <= line["completion_tokens"] < 1000
+
+
+def test_health_tells_when_requests_fail_and_when_one_is_served_again(loaded: LoadedModel) -> None:
+    with running(engine(loaded), unhealthy_after=3) as server:
+        for _ in range(2):
+            assert post(server, FAILING).status == 500
+        assert send(server, "GET", "/health").status == 200
+        post(server, requested())  # a success between
+        for place in range(3):
+            assert send(server, "GET", "/health").status == 200, place
+            post(server, {**FAILING, "stream": place == 1})
+        for path in ("/health", "/ready"):
+            reply = send(server, "GET", path)
+            assert (reply.status, reply.json["status"]) == (503, "failing")
+            assert "the last 3 requests have failed" in reply.json["reason"]
+            assert "no token can be sampled" in reply.json["reason"]
+        found = families_of(send(server, "GET", "/metrics").body.decode())
+        assert value_of(found, "rocm_attn_failing") == 1
+        post(server, b"{")  # an answer that says nothing about the server
+        assert send(server, "GET", "/health").status == 503
+        assert post(server, requested()).status == 200
+        assert send(server, "GET", "/health").json == {"status": "ok"}
+        assert send(server, "GET", "/ready").status == 200
+
+
+def test_deadlines_of_clients_do_not_make_a_server_ill(loaded: LoadedModel) -> None:
+    with running(engine(loaded), unhealthy_after=1) as server:
+        reply = post(server, requested(max_tokens=1000, ignore_eos=True, timeout=0.01))
+        assert reply.status == 504
+        assert send(server, "GET", "/health").status == 200
+
+
+def test_each_key_has_its_counts_from_the_beginning(loaded: LoadedModel) -> None:
+    with running(engine(loaded), keys=SECRETS) as server:
+        prompt = "w9 w12 w33 w9 w12 w33"
+        for _ in range(2):
+            post(server, requested(prompt=prompt, max_tokens=3), Authorization="Bearer sk-aaaaaaaaaaaa")
+        post(server, requested(), Authorization="Bearer nobodys-key")
+        server.jobs_are_done()
+        found = families_of(send(server, "GET", "/metrics").body.decode())
+        requests = {key: value_of(found, "rocm_attn_http_key_requests_total", key=key) for key in ("team-a", "key-2")}
+        assert requests == {"team-a": 2, "key-2": 0}
+        tokens = "rocm_attn_http_key_tokens_total"
+        kinds = ("prompt", "cached", "completion")
+        assert [value_of(found, tokens, key="team-a", kind=kind) for kind in kinds] == [12, 4, 6]
+        assert [value_of(found, tokens, key="key-2", kind=kind) for kind in kinds] == [0, 0, 0]
+        assert {each.labels["key"] for each in found["rocm_attn_http_key_requests"].samples} == set(requests)
+
+
+def test_the_scrape_says_what_serves_and_how_much_is_let_in(loaded: LoadedModel) -> None:
+    with running(engine(loaded), max_requests=7) as server:
+        post(server, requested(prompt="w9 w12 w33", max_tokens=4))
+        found = families_of(send(server, "GET", "/metrics").body.decode())
+        (build,) = found["rocm_attn_build_info"].samples
+        assert (build.value, build.labels["model_name"], build.labels["arch"]) == (1, NAME, "cpu")
+        assert set(build.labels) == {"version", "commit", "torch", "triton", "aiter", "arch", "model_name"}
+        assert build.labels["torch"]
+        assert value_of(found, "rocm_attn_http_max_requests") == 7
+        for name, length, shorter in (("prompt", "4", "2"), ("new", "4", "2")):
+            bucket = f"rocm_attn_request_{name}_tokens_bucket"
+            assert (value_of(found, bucket, le=length), value_of(found, bucket, le=shorter)) == (1, 0)
+
+
+def test_a_conversation_has_its_line_too(loaded: LoadedModel) -> None:
+    with logged(loaded, access_log=True) as (server, lines):
+        post(server, {"model": NAME, "messages": [{"role": "user", "content": "w9"}], "max_tokens": 2}, CHAT)
+        line = lines.next()
+        assert (line["route"], line["key"], line["completion_tokens"]) == (CHAT, ANONYMOUS, 2)
+
+
+def test_a_key_may_have_a_name_which_no_other_has() -> None:
+    keys = ApiKeys.of(["a sk-aaaaaaaa", "sk-bbbbbbbb"])
+    assert keys.names == ("a", "key-2")
+    assert keys.name_of(b"Bearer sk-aaaaaaaa") == "a"
+    assert keys.name_of(b"Bearer sk-bbbbbbbb") == "key-2"
+    assert keys.name_of(b"Bearer a") == keys.name_of(b"Basic sk-aaaaaaaa") == keys.name_of(None) == ""
+    assert ApiKeys().name_of(None) == ANONYMOUS
+    for bad in (
+        ["a sk-aaaaaaaa", "a sk-bbbbbbbb"],
+        ['a" sk-aaaaaaaa'],
+        [f"{'a' * 65} sk-aaaaaaaa"],
+        ["anonymous sk-a12345678"],
+    ):
+        with pytest.raises(BadSetting, match="cannot have its name"):
+            ApiKeys.of(bad)

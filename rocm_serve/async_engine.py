@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
 from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
 from rocm_attn.step.metrics import Metrics
+from rocm_attn.truth.live import TruthVerdict
 from rocm_serve.engine_thread import EngineThread, ServingEngine, Update
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Request
@@ -161,6 +163,10 @@ class AsyncEngine:
     async def report(self) -> Report:
         """Like Engine.report, read while steps run: the report may hold only some counts of the last step."""
         return await asyncio.to_thread(self._engine.report)
+
+    async def truth(self, seed: int) -> TruthVerdict:
+        """Like Engine.probe_truth, between two steps. Raises EngineEnded."""
+        return await self.between_steps(partial(self._engine.probe_truth, seed))
 
     async def metrics(self) -> Metrics:
         """The metrics of report(), and the number of requests that were refused."""

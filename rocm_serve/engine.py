@@ -14,6 +14,7 @@ from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
+from rocm_attn.truth.live import LiveTruth, TruthVerdict
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_serve.appended import AppendedTokens
 from rocm_serve.engine_runtime import model_over, runtime_for
@@ -333,6 +334,19 @@ class Engine:
                 raise
         events, self._events = self._events, []
         return Events(events)
+
+    def probe_truth(self, seed: int) -> TruthVerdict:
+        """Sends needles through the layers, between two steps and in a row that no request has; see truth/live.py.
+
+        No request is changed. Faults that the device has to report of earlier steps fail their requests first.
+        """
+        self.settle()
+        try:
+            self._check_device()
+        except DeviceFault as fault:
+            self._take_in(fault)
+        chunk = self.options.chunk_on(self.runtime.device.type)
+        return LiveTruth(self.runtime, self._scheduler.make_room, chunk).run(seed)
 
     def completion(self, number: int) -> Completion:
         """Returns the completion of a finished request; the engine forgets it."""

@@ -223,6 +223,7 @@ class _Sizing:
                 swa_pages=pages.swa,
                 max_num_seqs=self.options.max_batch_size,
                 max_kv_len=max_kv_len,
+                max_num_rows=self.options.max_batch_size + 1,  # one for Engine.probe_truth, however many run
                 provider=self.options.provider,
                 verify_tokens=self.forms.verify_tokens,
                 prompt_tokens=self.forms.prompt_tokens,

@@ -262,6 +262,18 @@ class Scheduler:
             if sequence.row != RESERVED_ROW:
                 sequence.num_stored, sequence.pending_at = len(sequence.token_ids), place
 
+    def make_room(self, kv_len: int, q_len: int) -> bool:
+        """Makes room for a row of kv_len tokens, in steps of up to q_len; returns whether there is room.
+
+        The prefix cache alone gives pages back for it.
+        """
+        needed = [self._most_pages(kv_len, q_len, pages) + 1 for pages in self._table.spaces]
+        for space, (pages, num) in enumerate(zip(self._table.spaces, needed, strict=True)):
+            if pages.num_free_pages < num:
+                self._cache.make_room(space, num)
+        self._count_cached_pages()
+        return all(pages.num_free_pages >= num for pages, num in zip(self._table.spaces, needed, strict=True))
+
     def reserve_ahead(self, rows: Int32Array, kv_len: Int32Array) -> bool:
         """Makes room for kv_len tokens if there are pages and no sequence waits; returns whether there is room.
 

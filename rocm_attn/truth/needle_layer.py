@@ -10,7 +10,15 @@ from torch import Tensor
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.truth.needles import Haystack, IndexHaystack, NeedleQueries, Pointed, check_indexer, sharpness_of
+from rocm_attn.truth.needles import (
+    Haystack,
+    IndexHaystack,
+    NeedleQueries,
+    Pointed,
+    Sizes,
+    check_indexer,
+    sharpness_of,
+)
 
 # A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
 _NOT_ITS_VALUE = 0.5
@@ -73,6 +81,7 @@ class NeedleLayer:
     kv_len:     tokens of each sequence at the end
     num_tokens: padded tokens of the largest step
     earlier:    the layer before it whose selection it may share
+    sizes:      of its keys and values; 1 if they are not given
     Raises BadProblem.
     """
 
@@ -83,12 +92,13 @@ class NeedleLayer:
         num_tokens: int,
         generator: torch.Generator,
         earlier: NeedleLayer | None,
+        sizes: Sizes | None = None,
     ) -> None:
         self.problem = problem
         self._generator = generator
         self._sharpness = sharpness_of(problem, max(kv_len))
         self._tolerance = tolerance(problem)
-        self._haystacks = [Haystack.random(problem, length, generator) for length in kv_len]
+        self._haystacks = [Haystack.random(problem, length, generator, sizes) for length in kv_len]
         self._requested: list[NeedleQueries] = []
         self._pointed: list[Pointed] = []
         self._source = earlier

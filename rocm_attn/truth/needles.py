@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,29 +105,49 @@ def _too_few(indexing: Indexing) -> float:
     return 4 * indexing.top + 4 if is_one else math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Haystack:
-    """The keys and values of one sequence in one layer, all of them needles.
+class Sizes(NamedTuple):
+    """How large the elements of keys and values are, float32 [kv_heads, 1] each.
 
-    k: [kv_len, kv_heads, head_dim], each row sqrt(head_dim) long
-    v: [kv_len, kv_heads, v_head_dim]; in a latent layer the first part of k
+    Pages of eight bits with a fixed scale hold only elements that are not much larger than it.
     """
 
     k: Tensor
     v: Tensor
 
     @classmethod
-    def random(cls, problem: Problem, kv_len: int, generator: torch.Generator) -> Haystack:
-        """Makes keys and values of the problem's dtype, on the generator's device."""
+    def ones(cls, problem: Problem, device: torch.device) -> Sizes:
+        """Returns the size 1 for all heads."""
+        one = torch.ones(problem.num_kv_heads, 1, device=device)
+        return cls(one, one)
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack:
+    """The keys and values of one sequence in one layer, all of them needles.
+
+    k: [kv_len, kv_heads, head_dim], each row sqrt(head_dim) times its head's size long
+    v: [kv_len, kv_heads, v_head_dim]; in a latent layer the first part of k
+    k_size: float32 [kv_heads, 1]
+    """
+
+    k: Tensor
+    v: Tensor
+    k_size: Tensor
+
+    @classmethod
+    def random(cls, problem: Problem, kv_len: int, generator: torch.Generator, sizes: Sizes | None = None) -> Haystack:
+        """Makes keys and values of the problem's dtype, on the generator's device. sizes: 1 if they are not given"""
         dtype, device = problem.dtype, generator.device
 
         def rows(dim: int) -> Tensor:
             return torch.randn(kv_len, problem.num_kv_heads, dim, generator=generator, device=device)
 
         k = rows(problem.head_dim)
-        k = (k * (math.sqrt(problem.head_dim) / k.norm(dim=-1, keepdim=True))).to(dtype)
+        k_size, v_size = sizes or Sizes.ones(problem, device)
+        k = (k * (k_size * math.sqrt(problem.head_dim) / k.norm(dim=-1, keepdim=True))).to(dtype)
         is_latent = problem.pool is PoolKind.LATENT
-        return cls(k, k[..., : problem.v_head_dim] if is_latent else rows(problem.v_head_dim).to(dtype))
+        v = k[..., : problem.v_head_dim] if is_latent else (rows(problem.v_head_dim) * v_size).to(dtype)
+        return cls(k, v, k_size)
 
     @property
     def kv_len(self) -> int:
@@ -136,7 +157,8 @@ class Haystack:
     def queries(self, requested: NeedleQueries, problem: Problem, sharpness: float) -> Tensor:
         """Returns [n, q_heads, head_dim] of the problem's dtype: each query has the direction of its key."""
         length = sharpness / (problem.scale * math.sqrt(problem.head_dim))
-        return (self.k[requested.key, requested.kv_heads(problem)].float() * length).to(problem.dtype)
+        heads = requested.kv_heads(problem)
+        return (self.k[requested.key, heads].float() * (length / self.k_size[heads] ** 2)).to(problem.dtype)
 
     def distance(self, requested: NeedleQueries, out: Tensor, problem: Problem) -> Tensor:
         """Returns float32 [n, q_heads]: |out - v| / |v|, v being the value of the key; inf if out is NaN or infinite.

@@ -10,6 +10,7 @@ import torch
 
 from rocm_attn.capture.graphs import CaptureReport, Progress
 from rocm_attn.errors import BadSetting
+from rocm_attn.truth.live import TruthVerdict
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.messages import ModelLoader, RankSetup
 from rocm_serve.parallel.processes import RankProcesses
@@ -119,6 +120,11 @@ class RankedEngine:
         events: list[Event] = self._processes.call("step") if self._processes.has_work else []
         unheard, self._processes.unheard = self._processes.unheard, []
         return [*(event for method, value in unheard if method == "in step()" for event in value), *events]
+
+    def probe_truth(self, seed: int) -> TruthVerdict:
+        """Like Engine.probe_truth, on every rank."""
+        verdict: TruthVerdict = self._processes.call("probe_truth", seed)
+        return verdict
 
     def completion(self, number: int) -> Completion:
         """Like Engine.completion."""

@@ -38,6 +38,7 @@ from rocm_serve.server.schema import (
 )
 from rocm_serve.server.scrape import Scrape
 from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.truth import TruthProbe
 
 # The header with which a client sets a deadline, in seconds. The body's field timeout does the same.
 DEADLINE_HEADER = "x-request-timeout"
@@ -56,6 +57,7 @@ def build_app(generations: Generations, model: ServedModel, observers: Observers
 
 def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health) -> None:
     scrape = Scrape(generations, model.name, health)
+    truth = TruthProbe(generations.front, health, model.options.truth_seconds)
 
     @app.get("/health")
     async def of_health() -> Response:
@@ -64,6 +66,13 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         if health.trouble:
             return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
         return JSONResponse({"status": "ok"})
+
+    @app.get("/health/truth")
+    async def of_truth() -> Response:
+        """Returns the truth probe's verdict on each layer, with 503 if any is wrong."""
+        verdict, age = await truth.verdict()
+        content = {**verdict.as_dict(), "age_seconds": round(age, 3)}
+        return JSONResponse(content, 503 if verdict.word == "wrong" else 200)
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -64,5 +64,5 @@ def all_pages_are_free(served: Engine) -> bool:
     """True if no page, row or work is left, except cached prefixes, which are forgotten here."""
     served.forget_prefixes()
     table = served.runtime.table
-    has_all_rows = table.num_free_rows == served.options.max_batch_size
+    has_all_rows = table.num_free_rows == len(table.full.entries_host) - 1  # row 0 is reserved
     return has_all_rows and all(s.num_free_pages == s.num_usable_pages for s in table.spaces) and not served.has_work

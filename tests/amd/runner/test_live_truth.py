@@ -1,0 +1,226 @@
+"""The truth probe of an engine: it finds what is wrong while requests are served, and changes nothing of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.problem import KVEncoding
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.torch_ref import TorchDecode, TorchExtend
+from rocm_attn.step.kv_scales import KVScales
+from rocm_attn.truth.live import TruthVerdict
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.request import Request
+from tests.amd.runner.serving import all_pages_are_free, some_requests
+from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.wide_model import HEAD, load_wide, wide_model
+
+OPTIONS = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=4, chunk=32, graphs=False, max_kv_len=400, num_pages=500
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wide_model()
+
+
+def engine(loaded: LoadedModel, **changes: Any) -> Engine:
+    return Engine(loaded, replace(OPTIONS, **changes))
+
+
+def seen_by(kernel: type, change: Callable[[AttendArgs], AttendArgs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a kernel read other arguments than it is given."""
+    attend = kernel.attend  # type: ignore[attr-defined]
+
+    def wrong(self: Any, args: AttendArgs, step: Any, bounds: StepBounds) -> None:
+        attend(self, change(args), step, bounds)
+
+    monkeypatch.setattr(kernel, "attend", wrong)
+
+
+def in_layer(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArgs]:
+    """Makes one layer take its second page for its first one."""
+
+    def change(args: AttendArgs) -> AttendArgs:
+        if args.pages.k.data_ptr() != served.runtime.pool.layer(layer).k.data_ptr():
+            return args
+        table = args.table.clone()
+        table[:, 0] = table[:, 1]
+        return args._replace(table=table)
+
+    return change
+
+
+def in_last_page(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArgs]:
+    """Makes one layer take its page before the last one for the last one."""
+
+    def change(args: AttendArgs) -> AttendArgs:
+        if args.pages.k.data_ptr() != served.runtime.pool.layer(layer).k.data_ptr():
+            return args
+        table = args.table.clone()
+        for row in table:
+            held = row.nonzero().flatten()
+            if len(held) > 1:
+                row[held[-1]] = row[held[-2]]
+        return args._replace(table=table)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"steps_ahead": 1},
+        {"speculative": "ngram", "draft_tokens": 3},
+        {"speculative": "ngram", "draft_tokens": 3, "graphs": True, "capture_after": 0},
+        {"prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
+    changes: dict[str, Any], loaded: LoadedModel
+) -> None:
+    requests = some_requests(6, 12)
+    expected = engine(loaded, **changes).generate(requests)
+    served = engine(loaded, **changes)
+    numbers = [served.submit(request) for request in requests]
+    seed = 0
+    while served.has_work:
+        served.step()
+        verdict = served.probe_truth(seed)
+        assert (verdict.word, verdict.sentence) == ("right", "")
+        seed += 1
+    assert [served.completion(number) for number in numbers] == expected
+    assert seed > 6
+    assert all_pages_are_free(served)
+
+
+def test_it_runs_beside_as_many_requests_as_there_may_be(loaded: LoadedModel) -> None:
+    served = engine(loaded)
+    for _ in range(6):
+        served.submit(Request((5, 6, 8), 60, ignore_eos=True))
+    for _ in range(3):
+        served.step()
+    assert served.report().metrics.running == 4
+    assert served.probe_truth(0).word == "right"
+
+
+@pytest.mark.parametrize(("kernel", "kind"), [(TorchDecode, "decode"), (TorchExtend, "prompt")])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_reads_a_wrong_page_is_named_and_the_other_is_right(
+    layer: int, kernel: type, kind: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(loaded)
+    seen_by(kernel, in_layer(served, layer), monkeypatch)
+    verdict = served.probe_truth(0)
+    assert (verdict.word, list(verdict.wrong)) == ("wrong", [layer])
+    assert f"in a {kind} step" in verdict.wrong[layer]
+    assert f"1 of 2 layers wrong; layer {layer}: key " in verdict.sentence
+    words = [each["verdict"] for each in verdict.as_dict()["layers"]]  # type: ignore[attr-defined]
+    assert words == ["wrong" if place == layer else "right" for place in range(2)]
+    assert all_pages_are_free(served)
+
+
+def test_a_model_with_windows_is_checked_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine(wide_model(replace(HEAD, window_left=20)))
+    verdict = served.probe_truth(0)
+    assert verdict.word == "right", verdict.sentence
+    seen_by(TorchDecode, in_last_page(served, 1), monkeypatch)
+    assert list(served.probe_truth(1).wrong) == [1]
+    assert all_pages_are_free(served)
+
+
+def test_sinks_of_a_usual_size_hide_no_needle_and_large_ones_leave_a_layer_unchecked() -> None:
+    served = engine(wide_model(replace(HEAD, has_sinks=True)))
+    weights = served.runtime.head_weights
+    for value, word in ((5.0, "right"), (40.0, "not checked")):
+        for layer in range(2):
+            weights.set(layer, replace(weights.of(layer), sinks=torch.full((4,), value)))
+        verdict = served.probe_truth(0)
+        assert (verdict.word, "sinks" in verdict.sentence) == (word, word == "not checked")
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 40.0])
+@pytest.mark.parametrize("scales", ["layer", "head"])
+def test_pages_of_eight_bits_are_checked_at_the_models_own_scales(
+    scales: str, size: float, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(loaded, kv_dtype="fp8_e4m3fn", kv_scales=scales)
+    for layer in range(2):
+        shape = served.runtime.pool.layer(layer).format.scale_shape
+        own = KVScales(torch.full(shape, size), torch.full(shape, size / 3), made_for=KVEncoding.E4M3FN)
+        served.runtime.set_kv_scales(layer, own)
+    verdict = served.probe_truth(0)
+    assert verdict.word == "right", verdict.sentence
+    seen_by(TorchDecode, in_layer(served, 1), monkeypatch)
+    assert list(served.probe_truth(1).wrong) == [1]
+
+
+def test_heads_that_are_too_small_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Engine(tiny_model(), replace(OPTIONS, max_kv_len=64))
+    verdict = served.probe_truth(0)
+    assert (verdict.word, verdict.num_keys) == ("not checked", 0)
+    assert "rows of 8 elements do not tell" in verdict.sentence
+
+
+def test_pages_of_the_prefix_cache_are_given_back_for_it_and_those_of_requests_are_not(loaded: LoadedModel) -> None:
+    served = engine(loaded, num_pages=101)
+    served.generate([Request(tuple(range(8, 48)) * 9, 4)])
+    assert served.runtime.table.fewest_free_pages < 20
+    assert served.probe_truth(0).word == "right"
+    served.submit(Request(tuple(range(8, 48)) * 9, 30))
+    for _ in range(14):
+        served.step()
+    verdict = served.probe_truth(0)
+    assert (verdict.word, "pages are free" in verdict.sentence) == ("not checked", True)
+    assert served.report().metrics.preemptions == 0
+
+
+def test_a_fault_of_the_device_in_it_is_its_verdict_and_no_request_fails(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(loaded)
+    expected = engine(loaded).generate([Request((5, 6, 8), 12)])
+    number = served.submit(Request((5, 6, 8), 12))
+    served.step()
+
+    def bad(args: AttendArgs) -> AttendArgs:
+        raise DeviceFault("step 2: a page was not there", 2)
+
+    with monkeypatch.context() as patch:
+        seen_by(TorchDecode, bad, patch)
+        verdict = served.probe_truth(0)
+    assert (verdict.word, verdict.is_fault) == ("wrong", True)
+    assert "a page was not there" in verdict.sentence
+    while served.has_work:
+        served.step()
+    assert [served.completion(number)] == expected
+    assert all_pages_are_free(served)
+
+
+def test_ranks_find_it_together() -> None:
+    with RankedEngine(load_wide, OPTIONS, num_ranks=2) as served:
+        expected = served.generate([Request((5, 6, 8), 6)])
+        verdict = served.probe_truth(0)
+        assert (verdict.word, verdict.num_layers) == ("right", 2)
+        assert served.generate([Request((5, 6, 8), 6)]) == expected
+
+
+def test_a_layer_that_another_rank_found_wrong_is_wrong() -> None:
+    verdict = TruthVerdict({1: "a key was not found"}, {0: "its slopes take the weight"}, "", False, 3, 9)
+    assert verdict.word == "wrong"
+    assert [each["verdict"] for each in verdict.as_dict()["layers"]] == ["not checked", "wrong", "right"]  # type: ignore[attr-defined]
+    only = TruthVerdict({}, {0: "its slopes take the weight"}, "", False, 1, 0)
+    assert (only.word, only.sentence) == ("not checked", "its slopes take the weight")

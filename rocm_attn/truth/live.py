@@ -66,15 +66,14 @@ class TruthVerdict:
 
     def as_dict(self) -> dict[str, object]:
         """The verdict for JSON, with a word for each layer."""
-        layers = [
-            {"layer": layer, "verdict": "wrong", "reason": self.wrong[layer]}
-            if layer in self.wrong
-            else {"layer": layer, "verdict": "not checked", "reason": self.not_checked[layer] or self.reason}
-            if layer in self.not_checked or self.reason
-            else {"layer": layer, "verdict": "right"}
-            for layer in range(self.num_layers)
-        ]
+        layers = [{"layer": layer, **self._of_layer(layer)} for layer in range(self.num_layers)]
         return {"verdict": self.word, "reason": self.sentence, "keys": self.num_keys, "layers": layers}
+
+    def _of_layer(self, layer: int) -> dict[str, str]:
+        if layer in self.wrong:
+            return {"verdict": "wrong", "reason": self.wrong[layer]}
+        blind = self.not_checked.get(layer, self.reason)
+        return {"verdict": "not checked", "reason": blind} if blind else {"verdict": "right"}
 
 
 class LiveTruth:

@@ -26,7 +26,7 @@ from tests.amd.runner.tiny_model import tiny_model
 from tests.amd.runner.wide_model import HEAD, load_wide, wide_model
 
 OPTIONS = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=4, chunk=32, graphs=False, max_kv_len=400, num_pages=500
+    provider="torch", page_size=4, max_batch_size=4, chunk=256, graphs=False, max_kv_len=400, num_pages=500
 )
 
 
@@ -82,10 +82,10 @@ def in_last_page(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArg
     "changes",
     [
         {},
-        {"steps_ahead": 1},
-        {"speculative": "ngram", "draft_tokens": 3},
+        {"chunk": 32, "steps_ahead": 1},
+        pytest.param({"speculative": "ngram", "draft_tokens": 3}, marks=pytest.mark.nightly),
         {"speculative": "ngram", "draft_tokens": 3, "graphs": True, "capture_after": 0},
-        {"prefix_caching": False},
+        pytest.param({"prefix_caching": False}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -102,8 +102,11 @@ def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
         verdict = served.probe_truth(seed)
         assert (verdict.word, verdict.sentence) == ("right", "")
         seed += 1
+        for _ in range(seed % 3):  # so that steps follow each other too
+            if served.has_work:
+                served.step()
     assert [served.completion(number) for number in numbers] == expected
-    assert seed > 6
+    assert seed > 3
     assert all_pages_are_free(served)
 
 

@@ -109,8 +109,8 @@ class Reason(str):
         made.word = word
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:
-        return str(self), self.word
+    def __reduce__(self) -> tuple[object, ...]:
+        return Reason, (str(self), self.word)
 
 
 NO_REASON = Reason("", "")

@@ -45,10 +45,11 @@ DEADLINE_HEADER = "x-request-timeout"
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def build_app(generations: Generations, model: ServedModel, observers: Observers) -> ASGIApp:
+def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None)
     _add_status(app, generations, model, observers.health)
+    _add_truth(app, truth)
     _add_generation(app, generations, model)
     _add_errors(app, generations)
     _document(app)
@@ -57,7 +58,6 @@ def build_app(generations: Generations, model: ServedModel, observers: Observers
 
 def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health) -> None:
     scrape = Scrape(generations, model.name, health)
-    truth = TruthProbe(generations.front, health, model.options.truth_seconds)
 
     @app.get("/health")
     async def of_health() -> Response:
@@ -66,13 +66,6 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         if health.trouble:
             return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
         return JSONResponse({"status": "ok"})
-
-    @app.get("/health/truth")
-    async def of_truth() -> Response:
-        """Returns the truth probe's verdict on each layer, with 503 if any is wrong."""
-        verdict, age = await truth.verdict()
-        content = {**verdict.as_dict(), "age_seconds": round(age, 3)}
-        return JSONResponse(content, 503 if verdict.word == "wrong" else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -99,6 +92,15 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         """Returns the model of this name."""
         model.require(name)
         return JSONResponse(model.card)
+
+
+def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
+    @app.get("/health/truth")
+    async def of_truth() -> Response:
+        """Returns the truth probe's verdict on each layer, with 503 if any is wrong."""
+        verdict, age = await truth.verdict()
+        content = {**verdict.as_dict(), "age_seconds": round(age, 3)}
+        return JSONResponse(content, 503 if verdict.word == "wrong" else 200)
 
 
 def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:

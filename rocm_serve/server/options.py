@@ -110,6 +110,13 @@ class ServerOptions:
         60.0, "least time between two runs of the truth probe by /health/truth", unit="SECONDS", least=0
     )
 
+    truth_every: float = option(
+        0.0,
+        "time between runs of the truth probe, which delay tokens by a few steps; 0: only /health/truth runs it",
+        unit="SECONDS",
+        least=0,
+    )
+
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(ServerOptions).items():
             value = getattr(self, name)

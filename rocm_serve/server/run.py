@@ -29,6 +29,7 @@ from rocm_serve.server.observed import LOGGER, Observers
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import NO_TRACES, Traces
+from rocm_serve.server.truth import TruthProbe
 
 # Seconds that clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
@@ -128,13 +129,14 @@ class Server(uvicorn.Server):
         counts.know_keys(keys.names or (ANONYMOUS,))
         self._traces = traces
         self.health = Health(model.options.unhealthy_after)
+        self._truth = TruthProbe(front, self.health, model.options.truth_seconds)
         observers = Observers(model.name, model.options.access_log, keys, counts, self.health, traces)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
         super().__init__(
             uvicorn.Config(
-                build_app(self.generations, model, observers),
+                build_app(self.generations, model, observers, self._truth),
                 lifespan="off",
                 ws="none",
                 log_config=_LOGGING,
@@ -171,7 +173,10 @@ class Server(uvicorn.Server):
                 raise _cannot_listen(self._options, error) from error
         await super().startup(sockets)
         self._announce(f"listening on {url_of(sockets[0], self._options)}")
-        self._watchers = [asyncio.ensure_future(self._drain()), asyncio.ensure_future(self._watch_engine())]
+        watching = [self._drain(), self._watch_engine()]
+        if self._options.truth_every:
+            watching.append(self._truth.run_every(self._options.truth_every))
+        self._watchers = [asyncio.ensure_future(each) for each in watching]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal. Runs in the main thread, between any two instructions."""

@@ -37,6 +37,12 @@ class TruthProbe:
         verdict = await asyncio.shield(self._run)
         return verdict, self._loop.time() - self._began
 
+    async def run_every(self, seconds: float) -> None:
+        """Runs the probe again and again, until the engine ends."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self.verdict()
+
     async def _probe(self) -> TruthVerdict:
         verdict = await self._front.truth(next(self._seeds))
         if verdict.word == "wrong":

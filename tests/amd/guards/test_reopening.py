@@ -13,6 +13,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
+from rocm_attn.step.metrics import Reason
 from rocm_attn.step.step import Part
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
@@ -226,5 +227,5 @@ def test_the_last_runner_that_is_refused_gives_up_the_sealed_addresses() -> None
     refused(serving)
     serving.step(requests[:2], [1, 1])
     assert serving.runtime.seals.number
-    first._switch_off("as if it were refused")
+    first._switch_off(Reason("as if it were refused", "refused"))
     assert not serving.runtime.seals.number

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rocm_attn.truth.live import TruthVerdict
+from rocm_serve.cli.serve import _make_ready
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from tests.amd.runner.serving import BASE
@@ -101,6 +102,32 @@ def test_clients_that_ask_often_cost_one_run(loaded: LoadedModel, monkeypatch: p
             client.join()
         assert seeds == [0]
         assert send(server, "GET", "/health/truth").json["age_seconds"] >= 0
+
+
+def test_it_runs_by_itself_where_that_is_asked_for(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine(loaded)
+    has_run = threading.Event()
+
+    def probe(seed: int) -> TruthVerdict:
+        if seed > 1:
+            has_run.set()
+        return WRONG
+
+    monkeypatch.setattr(served, "probe_truth", probe)
+    with running(served, truth_every=0.01, truth_seconds=1e-9) as server:
+        has_run.wait()
+        assert send(server, "GET", "/health").status == 503
+
+
+def test_a_server_on_a_gpu_says_before_it_listens_that_its_layers_are_wrong(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = engine(loaded)
+    saying(served, WRONG, RIGHT, monkeypatch=monkeypatch)
+    _make_ready(served, "cuda")
+    assert "1 of 2 layers wrong; layer 1: key 7 was not found" in capsys.readouterr().err
+    _make_ready(served, "cuda")
+    assert "wrong" not in capsys.readouterr().err
 
 
 def test_a_client_that_leaves_does_not_end_the_run_of_the_others(loaded: LoadedModel) -> None:

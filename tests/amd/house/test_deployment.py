@@ -118,8 +118,8 @@ def test_the_pod_is_reported_what_the_server_knows_and_has_the_time_to_drain() -
     assert options.api_key_file is not None
     assert [port["containerPort"] for port in container["ports"]] == [options.port]
     readiness = container["readinessProbe"]
-    assert container["startupProbe"]["httpGet"]["path"] == container["livenessProbe"]["httpGet"]["path"] == "/health"
-    assert readiness["httpGet"]["path"] == "/ready"
+    probes = [container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")]
+    assert probes == ["/health/truth", "/health", "/ready"]
 
 
 def test_every_place_that_is_written_to_is_a_volume_and_the_rest_is_closed() -> None:

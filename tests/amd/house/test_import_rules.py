@@ -51,7 +51,7 @@ LIBRARIES = {
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work when everything else cannot be imported
     "rocm_attn.models": {"gguf", "numpy", "torch"},
-    SERVER: {"fastapi", "pydantic", "starlette", "uvicorn"},
+    SERVER: {"fastapi", "opentelemetry", "pydantic", "starlette", "uvicorn"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_lab.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
     "rocm_lab.simulator": {"numpy", "torch", "triton"},
@@ -123,7 +123,7 @@ def level_of(module: str) -> str:
 
 def test_only_modules_of_http_import_fastapi() -> None:
     """Other modules of the server work with any framework; and --help reads the server's options."""
-    http = {"app", "connections", "event_stream", "gate", "run"}
+    http = {"app", "connections", "event_stream", "gate", "observed", "run"}
     for source in sources():
         if belongs_to(source.module, SERVER) and source.path.stem not in http:
             found = {name.module.partition(".")[0] for name in source.imports()}

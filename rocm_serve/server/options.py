@@ -31,7 +31,7 @@ class ServerOptions:
     )
     api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
-        "file with one API key per line; empty lines and lines with # are skipped; clients send a key as a bearer "
+        "file with one API key per line, alone or after its name and a space; empty lines and lines with # are skipped; clients send a key as a bearer "
         "token",
         kind=Path,
         unit="FILE",

@@ -35,6 +35,7 @@ FROM_VLLM = {
     "--speculative-config": ("--speculative", "--draft-tokens", "--topk"),
     "--max-logprobs": ("--max-logprobs",),
     "--enable-log-requests": ("--access-log",),
+    "--otlp-traces-endpoint": ("--traces",),
 }
 WITHOUT = {
     "--trust-remote-code": "no code of a model's folder is ever run",

@@ -31,8 +31,8 @@ class ServerOptions:
     )
     api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
-        "file with one API key per line, alone or after its name and a space; empty lines and lines with # are skipped; clients send a key as a bearer "
-        "token",
+        "file with one API key per line, alone or after its name and a space; empty lines and lines with # are "
+        "skipped; clients send a key as a bearer token",
         kind=Path,
         unit="FILE",
         default_is="the keys in ROCM_ATTN_API_KEYS, separated by commas; without any, everybody is served",

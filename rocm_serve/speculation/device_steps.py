@@ -81,7 +81,8 @@ def speculative_bytes(options: EngineOptions, max_kv_len: int) -> int:
     if options.speculative == OFF or looks_up_trees(options):
         return 0
     graphs = MOST_GRAPHS * DRIVER_BYTES if options.graphs else 0
-    return graphs + 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+    rows = options.max_batch_size + 2  # with row 0, and the one of the truth probe
+    return graphs + 2 * 4 * rows * (max_kv_len + 2 + options.draft_tokens)
 
 
 def looks_up_trees(options: EngineOptions) -> bool:

@@ -117,7 +117,6 @@ def test_the_pod_is_reported_what_the_server_knows_and_has_the_time_to_drain() -
     assert options.tp == container["resources"]["limits"]["amd.com/gpu"]
     assert options.api_key_file is not None
     assert [port["containerPort"] for port in container["ports"]] == [options.port]
-    readiness = container["readinessProbe"]
     probes = [container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")]
     assert probes == ["/health/truth", "/health", "/ready"]
 

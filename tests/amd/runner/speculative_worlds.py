@@ -206,7 +206,7 @@ class Run:
         drafter = self.engine._speculation._drafter
         if isinstance(drafter, ModelDrafter | EagleDrafter):
             drafter.draft([], frozenset())
-            assert drafter.table.num_free_rows == self.world.options.max_batch_size
+            assert drafter.table.num_free_rows == len(drafter.table.full.entries_host) - 1
             assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
 
     def _note(self, events: Many[Event]) -> None:

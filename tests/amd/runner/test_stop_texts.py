@@ -21,6 +21,7 @@ from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.speculation import Picks
 from rocm_serve.text.stop_texts import StopTexts
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
+from tests.amd.runner.serving import all_pages_are_free
 from tests.amd.runner.tiny_model import tiny_model
 from tests.amd.runner.with_parameters import BASE, PROMPT, character_model, drawn
 
@@ -98,9 +99,7 @@ def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, 
         assert tokenizer is not None
         assert stop in tokenizer.decode(done.token_ids)
         assert stop not in tokenizer.decode(done.token_ids[:-1])
-    engine.forget_prefixes()
-    table = engine.runtime.table
-    assert (table.full.num_free_pages, table.num_free_rows) == (table.full.num_usable_pages, BASE.max_batch_size)
+    assert all_pages_are_free(engine)
 
 
 @pytest.mark.parametrize("topk", [1, 2])

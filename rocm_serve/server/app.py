@@ -64,7 +64,7 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         """Returns 200 if the server is well, and 503 if the engine has ended or the server fails; see health.py."""
         generations.front.check()
         if health.trouble:
-            return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
+            return _failing(health)
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
@@ -72,9 +72,10 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         """Returns 200 if requests should be sent here, and 503 while the server shuts down or is not well."""
         generations.front.check()
         if generations.jobs.is_draining:
+            note_error(503, "draining", "the server is shutting down")
             return JSONResponse({"status": "draining"}, 503)
         if health.trouble:
-            return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
+            return _failing(health)
         return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
@@ -94,13 +95,21 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         return JSONResponse(model.card)
 
 
+def _failing(health: Health) -> Response:
+    note_error(503, "failing", health.trouble)
+    return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
+
+
 def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
     @app.get("/health/truth")
     async def of_truth() -> Response:
         """Returns the truth probe's verdict on each layer, with 503 if any is wrong."""
         verdict, age = await truth.verdict()
         content = {**verdict.as_dict(), "age_seconds": round(age, 3)}
-        return JSONResponse(content, 503 if verdict.word == "wrong" else 200)
+        if verdict.word == "wrong":
+            note_error(503, "wrong", verdict.sentence)
+            return JSONResponse(content, 503)
+        return JSONResponse(content)
 
 
 def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:

@@ -143,6 +143,13 @@ def test_a_server_error_is_logged_with_its_cause_without_an_access_log(loaded: L
         line = lines.next()
         assert (line["id"], line["error"]) == ("stream", "request_failed")
         assert lines.is_empty
+    with logged(loaded, unhealthy_after=1) as (server, lines):
+        post(server, FAILING)
+        lines.next()
+        send(server, "GET", "/health")
+        line = lines.next()
+        assert (line["route"], line["status"], line["error"]) == ("/health", 503, "failing")
+        assert "the last 1 requests have failed" in line["cause"]
 
 
 def test_a_client_that_leaves_is_logged_with_the_tokens_that_it_cost(loaded: LoadedModel) -> None:

@@ -137,7 +137,8 @@ def test_a_layer_that_reads_a_wrong_page_is_named_and_the_other_is_right(
 
 
 def test_a_model_with_windows_is_checked_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = engine(wide_model(replace(HEAD, window_left=20)))
+    # Its pool has room for the window and a step, and not for all of the probe's tokens.
+    served = engine(wide_model(replace(HEAD, window_left=20)), chunk=64, swa_pages=30)
     verdict = served.probe_truth(0)
     assert verdict.word == "right", verdict.sentence
     seen_by(TorchDecode, in_last_page(served, 1), monkeypatch)
@@ -210,6 +211,27 @@ def test_a_fault_of_the_device_in_it_is_its_verdict_and_no_request_fails(
     while served.has_work:
         served.step()
     assert [served.completion(number)] == expected
+    assert all_pages_are_free(served)
+
+
+def test_a_fault_of_an_earlier_step_fails_its_requests_before_the_probe_runs(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(loaded)
+    number = served.submit(Request((5, 6, 8), 12))
+    served.step()
+    check, step = served.runtime.check_device, served.runtime.faults.step_number
+
+    def once() -> None:
+        monkeypatch.setattr(served.runtime, "check_device", check)
+        raise DeviceFault("step 1: a page was not there", step)
+
+    monkeypatch.setattr(served.runtime, "check_device", once)
+    assert served.probe_truth(0).word == "right"
+    while served.has_work:
+        served.step()
+    done = served.completion(number)
+    assert (done.finish_reason, "a page was not there" in done.error) == ("error", True)
     assert all_pages_are_free(served)
 
 

@@ -40,9 +40,11 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.put(record.getMessage())
 
-    def next(self) -> Any:
-        """Waits for the next line, and returns its JSON."""
-        text = self._lines.get()
+    def next(self, server: Running) -> Any:
+        """Returns the JSON of the next line, once all answers have ended. Raises queue.Empty if there is none."""
+        server.between_loops(lambda: None)
+        server.jobs_are_done()
+        text = self._lines.get_nowait()
         assert "\n" not in text
         return json.loads(text)
 
@@ -93,7 +95,7 @@ def test_a_request_is_one_line_that_has_its_counts_and_neither_its_prompt_nor_it
         body = requested(prompt="w9 w12 w33 w9 w12 w33 w14 w15 w16", n=2, max_tokens=3)
         for secret in ("sk-aaaaaaaaaaaa", "sk-bbbbbbbbbbbb"):
             usage = post(server, body, Authorization=f"Bearer {secret}", X_Request_Id="one").json["usage"]
-        line, other = lines.next(), lines.next()
+        line, other = lines.next(server), lines.next(server)
         assert (line["key"], other["key"]) == ("team-a", "key-2")
         assert {name: line[name] for name in ("id", "method", "route", "status", "model", "client")} == {
             "id": "one",
@@ -118,7 +120,7 @@ def test_cached_tokens_are_in_the_usage_and_in_the_line(loaded: LoadedModel) -> 
         first, second = (post(server, body).json["usage"] for _ in range(2))
         assert first["prompt_tokens_details"] == {"cached_tokens": 0}
         assert second["prompt_tokens_details"] == {"cached_tokens": 8}  # two pages of four; the last token is computed
-        assert (lines.next()["cached_tokens"], lines.next()["cached_tokens"]) == (0, 8)
+        assert (lines.next(server)["cached_tokens"], lines.next(server)["cached_tokens"]) == (0, 8)
         streamed = post(server, {**body, "stream": True, "stream_options": {"include_usage": True}})
         assert b'"prompt_tokens_details":{"cached_tokens":8}' in streamed.body
 
@@ -126,7 +128,7 @@ def test_cached_tokens_are_in_the_usage_and_in_the_line(loaded: LoadedModel) -> 
 def test_words_of_clients_cannot_make_a_line_long_or_two_lines(loaded: LoadedModel) -> None:
     with logged(loaded, access_log=True) as (server, lines):
         send(server, "X" * 4000, "/" + "y" * 4000)
-        line = lines.next()
+        line = lines.next(server)
         assert (line["method"], line["route"], line["status"]) == ("X" * 16, "other", 404)
         assert len(json.dumps(line)) < 1000
 
@@ -136,18 +138,18 @@ def test_a_server_error_is_logged_with_its_cause_without_an_access_log(loaded: L
         post(server, requested())
         post(server, b"{")
         post(server, FAILING, X_Request_Id="bad")
-        line = lines.next()
+        line = lines.next(server)
         assert (line["id"], line["status"], line["error"]) == ("bad", 500, "request_failed")
         assert "no token can be sampled" in line["cause"]
         post(server, requested(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True), X_Request_Id="stream")
-        line = lines.next()
+        line = lines.next(server)
         assert (line["id"], line["error"]) == ("stream", "request_failed")
         assert lines.is_empty
     with logged(loaded, unhealthy_after=1) as (server, lines):
         post(server, FAILING)
-        lines.next()
+        lines.next(server)
         send(server, "GET", "/health")
-        line = lines.next()
+        line = lines.next(server)
         assert (line["route"], line["status"], line["error"]) == ("/health", 503, "failing")
         assert "the last 1 requests have failed" in line["cause"]
 
@@ -157,7 +159,7 @@ def test_a_client_that_leaves_is_logged_with_the_tokens_that_it_cost(loaded: Loa
         client = Client(server, requested(prompt="w9", max_tokens=1000, ignore_eos=True, stream=True))
         client.read_until(b"data: ")
         client.leave()
-        line = lines.next()
+        line = lines.next(server)
         assert line["status"] == 200
         assert 1 <= line["completion_tokens"] < 1000
 
@@ -226,7 +228,7 @@ def test_the_scrape_says_what_serves_and_how_much_is_let_in(loaded: LoadedModel)
 def test_a_conversation_has_its_line_too(loaded: LoadedModel) -> None:
     with logged(loaded, access_log=True) as (server, lines):
         post(server, {"model": NAME, "messages": [{"role": "user", "content": "w9"}], "max_tokens": 2}, CHAT)
-        line = lines.next()
+        line = lines.next(server)
         assert (line["route"], line["key"], line["completion_tokens"]) == (CHAT, ANONYMOUS, 2)
 
 

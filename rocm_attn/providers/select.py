@@ -17,6 +17,7 @@ from rocm_attn.providers import torch_sparse, triton_sparse
 from rocm_attn.providers.aiter import selected as aiter_selected
 from rocm_attn.providers.aiter.entries import ENTRIES as AITER_ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel, PoolSize, StepOps
+from rocm_attn.providers.cpu import CPU
 from rocm_attn.providers.sparse import IndexerEntry, NoSparseKernel, SelectedKeysEntry, SparseKernels, choose_sparse
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
@@ -25,6 +26,7 @@ from rocm_attn.providers.triton import TRITON
 ENTRIES: Mapping[str, Sequence[KernelEntry]] = {
     "aiter": AITER_ENTRIES,
     "triton": TRITON.entries,
+    "cpu": CPU.entries,
     "torch": TORCH.entries,
 }
 
@@ -41,9 +43,9 @@ SELECTED_ENTRIES: Mapping[str, Sequence[SelectedKeysEntry]] = {
 }
 
 # The providers that "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve
-# silently, and far too slowly.
+# silently, and far too slowly. On a CPU it serves all that the kernels for CPUs do not.
 _AUTO_ON_GPU = ("aiter", "triton")
-_AUTO_ON_CPU = ("torch",)
+_AUTO_ON_CPU = ("cpu", "torch")
 
 # Kernel name -> why it may not be used here, apart from its row.
 Unavailable = Mapping[str, str]
@@ -169,7 +171,8 @@ def ops_for(selections: Sequence[Selection], device: torch.device) -> StepOps:
 
     They are Triton's, for AITER's kernels as well. Torch's twins serve torch's kernels, and others if Triton has no
     device to run on and none of the kernels is Triton's. They also serve all kernels on torch's meta device, whose
-    tensors have no memory: nothing is launched there, and Triton need not be installed.
+    tensors have no memory: nothing is launched there, and Triton need not be installed. With a kernel for CPUs, those
+    of the store are for CPUs too.
     """
     names = {
         kernel.entry.provider
@@ -178,6 +181,8 @@ def ops_for(selections: Sequence[Selection], device: torch.device) -> StepOps:
         # Kernels for shared prefixes serve only steps that bring them.
         if kind.extra is not Extra.PREFIXES
     }
+    if "cpu" in names and device.type == "cpu":
+        return CPU.ops()
     if "torch" in names or device.type == "meta" or (device.type == "cpu" and "triton" not in names):
         return TORCH.ops()
     return TRITON.ops()

@@ -1,0 +1,143 @@
+"""The store for CPUs: norms and rope of new rows, and their writes to the pages.
+
+A CPU may look at values. So new rows are written by one copy where all are finite and have a slot, and whatever else may
+come is left to the twins in kernels/refs. A recorder notes a call as one launch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.launch import run_as_launch
+from rocm_attn.kernels.refs import cache, rope
+
+
+def store_kv(
+    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
+) -> None:
+    """Does the same as refs.cache.store_kv."""
+    run_as_launch(_store_kv, k, v, slot_of_token, counts, pages, null_page=null_page)
+
+
+def rope_store(
+    given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool = True
+) -> None:
+    """Does the same as refs.rope.rope_store."""
+    run_as_launch(_rope_store, given, tokens, work, pages, null_page=null_page)
+
+
+def rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
+    """Does the same as refs.rope.rope_queries."""
+    run_as_launch(_rope_queries, q, q_out, positions, work)
+
+
+def _store_kv(
+    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+) -> None:
+    if torch.is_grad_enabled():
+        # If a K with gradients joined the pages to its graph, they would keep the graph alive for good.
+        with torch.no_grad():
+            _store_kv(k, v, slot_of_token, counts, pages, null_page=null_page)
+        return
+    form, num_tokens = pages.format, int(counts[1])
+    sides = (pages.raw_k, k), (pages.raw_v, v)
+    is_plain = form.kind is PoolKind.SPLIT and all(
+        side.dtype == rows.dtype and side.is_contiguous() for side, rows in sides
+    )
+    if is_plain and 0 < num_tokens <= len(k):
+        slot = slot_of_token[:num_tokens]
+        if int(slot.min()) >= (form.page_size if null_page else 0) and _is_finite(k) and _is_finite(v):
+            slot = slot.long()
+            for side, rows in sides:
+                side.flatten(0, 1).index_copy_(0, slot, rows[:num_tokens])
+            return
+    cache.store_kv(k, v, slot_of_token, counts, pages, null_page=null_page)
+
+
+def _is_finite(rows: Tensor) -> bool:
+    """True only if every element is finite: a sum with one that is not is none. A sum may overflow without one."""
+    return math.isfinite(rows.sum(dtype=torch.float32).item())
+
+
+def _rope_store(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool) -> None:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _rope_store(given, tokens, work, pages, null_page=null_page)
+        return
+    if pages.format.kind is PoolKind.LATENT or not _is_turned_fast(work.rope):
+        rope.rope_store(given, tokens, work, pages, null_page=null_page)
+        return
+    q, k, v, q_out = given
+    if work.q_norm is None and work.k_norm is None and _are_adjacent(q, k):
+        # One pass over the rows of both.
+        both = q.as_strided((len(q), q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+        turned = _carried(both, tokens.positions, work.rope, None)
+        q_out.copy_(turned[:, : q.shape[1]])
+        k = turned[:, q.shape[1] :]
+    else:
+        k = _carried(k, tokens.positions, work.rope, work.k_norm)
+        q_out.copy_(_carried(q, tokens.positions, work.rope, work.q_norm))
+    v = _carried(v, tokens.positions, None, work.v_norm)
+    _store_kv(k, v, tokens.slot_of_token, tokens.counts, pages, null_page=null_page)
+
+
+def _rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
+    if _is_turned_fast(work.rope):
+        q_out.copy_(_carried(q, positions, work.rope, work.q_norm))
+    else:
+        rope.rope_queries(q, q_out, positions, work)
+
+
+def _is_turned_fast(table: RopeTable | None) -> bool:
+    return table is None or table.pairs is RopePairs.HALVES
+
+
+def _are_adjacent(q: Tensor, k: Tensor) -> bool:
+    """True if the rows of k follow those of q in one buffer."""
+    end = q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize
+    return k.data_ptr() == end and q.stride() == k.stride() and q.shape[2] == k.shape[2]
+
+
+def _carried(x: Tensor, positions: Tensor, table: RopeTable | None, norm: RowNorm | None) -> Tensor:
+    """x [T, heads, dim], normalised and turned; x itself if there is nothing to do."""
+    if table is None and norm is None:
+        return x
+    rows = x.float()
+    if norm is not None:
+        weight = norm.weight.float()
+        rows = F.rms_norm(rows, weight.shape, weight + norm.offset if norm.offset else weight, norm.eps)
+    if table is not None:
+        rows = _turned(rows, positions, table)
+    return rows.to(x.dtype)
+
+
+def _turned(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
+    """x [T, heads, dim], float32, with halves of the rows at one of its ends turned."""
+    half, dim = table.dim // 2, x.shape[2]
+    begin = dim - table.dim if table.at_end else 0
+    cos, sin = _lines(positions, table)[:, None].chunk(2, 2)
+    near, far = x[..., begin : begin + half], x[..., begin + half : begin + table.dim]
+    turned = torch.empty(x.shape, dtype=x.dtype)
+    torch.mul(near, cos, out=turned[..., begin : begin + half]).addcmul_(far, sin, value=-1)
+    torch.mul(far, cos, out=turned[..., begin + half : begin + table.dim]).addcmul_(near, sin)
+    if table.dim < dim:
+        still = slice(0, begin) if table.at_end else slice(table.dim, dim)
+        turned[..., still] = x[..., still]
+    return turned
+
+
+def _lines(positions: Tensor, table: RopeTable) -> Tensor:
+    """Float32 [T, dim]: the table's lines; NaN for a position without one."""
+    try:
+        return table.cos_sin.index_select(0, positions).float()
+    except IndexError:
+        in_table = (positions >= 0) & (positions < table.num_positions)
+        lines = table.cos_sin.index_select(0, torch.where(in_table, positions, 0)).float()
+        return torch.where(in_table[:, None], lines, float("nan"))

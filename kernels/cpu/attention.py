@@ -11,12 +11,13 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_pr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs import attention as refs
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -26,14 +27,33 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # Elements of K and V, and of masks, that are held at the same time: 64 MiB of float32.
 _GROUP_ELEMENTS = 1 << 24
 _SHORTEST_TILE, _LONGEST_TILE = 16, 256
+# The first words of a schedule: the sequences served, the keys of each, the tokens without keys, and whether the tokens
+# served are all of the step's.
+_HEAD = 4
 
 
-def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
+def decode_words(num_seqs: int, max_kv_len: int) -> int:
+    """int32 words for find_keys(): num_seqs sequences of up to max_kv_len keys."""
+    return _HEAD + num_seqs * (1 + 3 * max_kv_len)
+
+
+def find_keys(queries: Queries, words: Tensor, *, page_size: int, table_width: int, window_left: int) -> None:
+    """Finds the keys of a decode step, for all of its layers.
+
+    words: int32, as many as decode_words() says, written; table_width: of the block table
+    """
+    run_as_launch(_find_keys, queries, words, page_size, table_width, window_left)
+
+
+def paged_decode(args: AttendArgs, block_table: Tensor, *, scores: Scores) -> None:
     """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
 
     Like refs.attention.paged_decode. A token without a key gets 0 and LSE -inf.
+
+    args:        with a schedule that find_keys() has written
+    block_table: int32 [S, table_width], contiguous: the pages of each sequence
     """
-    run_as_launch(_decode, args, scores)
+    run_as_launch(_decode, args, block_table, scores)
 
 
 def paged_extend(args: AttendArgs, *, scores: Scores) -> None:
@@ -42,6 +62,31 @@ def paged_extend(args: AttendArgs, *, scores: Scores) -> None:
     Like refs.attention.paged_extend.
     """
     run_as_launch(_extend, args, scores)
+
+
+class _Keys(NamedTuple):
+    """The keys of a decode step's R sequences with a new token and a key, N each, as views of the schedule's words.
+
+    token:  int32 [R], each sequence's new token
+    blind:  int32 [n], tokens of sequences without a key
+    place:  int32 [R * N], of each key's page in the block table, flattened
+    offset: int32 [R * N], of each key in its page; after a sequence's last key, that key again
+    bias:   float32 [R, 1, 1, N], -inf after a sequence's last key
+    """
+
+    token: Tensor
+    blind: Tensor
+    place: Tensor
+    offset: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, words: Tensor, num_seqs: int, num_keys: int, num_blind: int) -> _Keys:
+        """The keys in the words that find_keys() writes."""
+        n = num_seqs * num_keys
+        sizes = _HEAD, num_seqs, num_blind, n, n, n
+        _, token, blind, place, offset, bias, _ = words.split((*sizes, len(words) - sum(sizes)))
+        return cls(token, blind, place, offset, bias.view(torch.float32).view(num_seqs, 1, 1, num_keys))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,36 +118,57 @@ class _Tiles:
         return _Tiles(self.q[some], self.row[some], pages, self.kv_index[some], begin, last, int((last - begin).max()))
 
 
-def _decode(args: AttendArgs, scores: Scores) -> None:
-    queries = args.queries
-    q_len = queries.q_indptr.diff()
-    is_one = q_len == 1
-    kv_len, row, first_page = queries.kv_len.long(), queries.row_of_seq, queries.first_page
-    has_keys = is_one & (kv_len > 0)
-    num_served, num_all = int(has_keys.sum()), int(is_one.sum())
-    token = None
-    if num_served < len(kv_len) or num_served < args.q.shape[0]:
-        if num_served < num_all:
-            blind = queries.q_indptr[:-1][is_one & ~has_keys].long()
-            args.out[blind] = 0
-            if args.lse is not None:
-                args.lse[blind] = float("-inf")
-        if num_served == 0:
-            return
-        seq = has_keys.nonzero().flatten()
-        token = queries.q_indptr[:-1][seq].long()
-        kv_len, row = kv_len[seq], row[seq]
-        first_page = None if first_page is None else first_page[seq]
-    q = args.q if token is None else args.q[token]
-    begin = (kv_len - 1 - scores.window_left).clamp(min=0) if scores.windowed else torch.zeros_like(kv_len)
-    num_keys = int((kv_len - begin).max())
-    out, lse = _attend(args, _Tiles(q[:, None], row, first_page, kv_len[:, None] - 1, begin, kv_len, num_keys), scores)
-    if token is None:
-        args.out.copy_(out[:, 0])
+def _find_keys(queries: Queries, words: Tensor, page_size: int, table_width: int, window_left: int) -> None:
+    kv_len, first = queries.kv_len.long(), queries.q_indptr[:-1]
+    is_one = queries.q_indptr.diff() == 1
+    seq = (is_one & (kv_len > 0)).nonzero().flatten()
+    blind = first[is_one & (kv_len <= 0)]
+    token, end = first[seq], kv_len[seq]
+    begin = torch.zeros_like(end) if window_left == UNLIMITED_WINDOW else (end - 1 - window_left).clamp(min=0)
+    num_keys = int((end - begin).max()) if len(seq) else 0
+    is_whole = len(seq) == queries.num_tokens and torch.equal(token, torch.arange(len(seq), dtype=token.dtype))
+    words[:_HEAD] = torch.tensor([len(seq), num_keys, len(blind), is_whole])
+    keys = _Keys.of(words, len(seq), num_keys, len(blind))
+    key = begin[:, None] + torch.arange(num_keys)
+    keys.bias.copy_(torch.where(key < end[:, None], 0.0, float("-inf"))[:, None, None])
+    key = torch.minimum(key, end[:, None] - 1)
+    keys.token.copy_(token)
+    keys.blind.copy_(blind)
+    keys.place.copy_((seq[:, None] * table_width + (key // page_size).clamp(max=table_width - 1)).flatten())
+    keys.offset.copy_((key % page_size).flatten())
+
+
+def _decode(args: AttendArgs, block_table: Tensor, scores: Scores) -> None:
+    num_seqs, num_keys, num_blind, is_whole = args.schedule[:_HEAD].tolist()
+    keys = _Keys.of(args.schedule, num_seqs, num_keys, num_blind)
+    if num_blind:
+        args.out[keys.blind] = 0
+        if args.lse is not None:
+            args.lse[keys.blind] = float("-inf")
+    if not num_seqs:
+        return
+    pages, (num_kv_heads, ratio) = args.pages, args.heads
+    slot = torch.add(keys.offset, block_table.view(-1).index_select(0, keys.place), alpha=pages.format.page_size)
+    k, v = _rows(pages.raw_k, slot, num_seqs), _rows(pages.raw_v, slot, num_seqs)
+    q = args.q if is_whole else args.q.index_select(0, keys.token)
+    q = q.float().view(num_seqs, num_kv_heads, ratio, -1)
+    out, lse = _fused(q, k, v, attn_mask=keys.bias, scale=scores.scale)
+    if args.sinks is not None:
+        sinks = args.sinks.view(num_kv_heads, ratio)
+        out = out * torch.sigmoid(lse - sinks)[..., None]
+        lse = torch.logaddexp(lse, sinks)
+    if is_whole:
+        args.out.view_as(out).copy_(out)
     else:
-        args.out[token] = out[:, 0].to(args.out.dtype)
+        args.out[keys.token] = out.flatten(1, 2).to(args.out.dtype)
     if args.lse is not None:
-        args.lse[slice(None) if token is None else token] = lse[:, 0]
+        args.lse[keys.token] = lse.flatten(1)
+
+
+def _rows(side: Tensor, slot: Tensor, num_tiles: int) -> Tensor:
+    """Float32 rows of slots [tiles * keys] of K pages or V pages, [tiles, kv_heads, keys, dim]."""
+    rows = side.flatten(0, 1).index_select(0, slot)
+    return rows.view(num_tiles, -1, *rows.shape[1:]).transpose(1, 2).float()
 
 
 def _extend(args: AttendArgs, scores: Scores) -> None:
@@ -161,13 +227,13 @@ def _attend(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tensor, Te
 
 def _attend_group(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tensor, Tensor]:
     """Does the same as `_attend`, for tiles whose keys are held at the same time."""
-    num_tiles, tile_len = tiles.q.shape[:2]
+    tile_len = tiles.q.shape[1]
     num_kv_heads, ratio = args.heads
     key = tiles.begin[:, None] + torch.arange(tiles.num_keys)
     k, v = _gathered(args, tiles, key)
     # The query heads of a KV head are rows of one product: [tiles, kv_heads, ratio * tile_len, head_dim].
     q = tiles.q.float().unflatten(2, (num_kv_heads, ratio)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    bias = _bias(args, tiles, key, scores)
+    bias = _bias(tiles, key, ratio, scores)
     out, lse = _fused(q, k, v, attn_mask=bias, scale=scores.scale)
     out = out.unflatten(2, (ratio, tile_len)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     lse = lse.unflatten(2, (ratio, tile_len)).permute(0, 3, 1, 2).flatten(2, 3)
@@ -188,22 +254,14 @@ def _gathered(args: AttendArgs, tiles: _Tiles, key: Tensor) -> tuple[Tensor, Ten
     page = table[tiles.row[:, None], page_no.clamp_(max=table.shape[1] - 1)]
     # A table that is wrong has set the error word, and the step is not used; it may not stop the other sequences here.
     slot = (page.long().clamp_(0, len(pages.raw_k) - 1) * page_size + key % page_size).flatten()
-    k, v = (
-        side.flatten(0, 1).index_select(0, slot).unflatten(0, key.shape).transpose(1, 2).float()
-        for side in (pages.raw_k, pages.raw_v)
-    )
-    return k, v
+    return _rows(pages.raw_k, slot, len(key)), _rows(pages.raw_v, slot, len(key))
 
 
-def _bias(args: AttendArgs, tiles: _Tiles, key: Tensor, scores: Scores) -> Tensor:
-    """Float32 [tiles, 1 or kv_heads, ratio * tile_len or 1, keys]: -inf for a key that a row does not see."""
-    num_kv_heads, ratio = args.heads
+def _bias(tiles: _Tiles, key: Tensor, ratio: int, scores: Scores) -> Tensor:
+    """Float32 [tiles, 1, ratio * tile_len, keys]: -inf for a key that a row does not see."""
     key, kv_index = key[:, None], tiles.kv_index[:, :, None]
     hidden = key > kv_index if scores.causal else key >= tiles.end[:, None, None]
     if scores.windowed:
         hidden = hidden | (key < kv_index - scores.window_left)
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
-    if args.slopes is not None:
-        slopes = args.slopes.view(num_kv_heads, ratio, 1, 1)
-        return (bias[:, None] + slopes * (key - kv_index)[:, None, None]).flatten(2, 3)
-    return bias if tiles.kv_index.shape[1] == 1 else bias.repeat(1, 1, ratio, 1)
+    return bias.repeat(1, 1, ratio, 1)

@@ -1,7 +1,7 @@
 """The store for CPUs: norms and rope of new rows, and their writes to the pages.
 
-A CPU may look at values. So new rows are written by one copy where all are finite and have a slot, and whatever else may
-come is left to the twins in kernels/refs. A recorder notes a call as one launch.
+A CPU may look at values. So new rows are written by one copy where all are finite and have a slot, and the twins in
+kernels/refs do the rest. A recorder notes a call as one launch.
 """
 
 from __future__ import annotations
@@ -47,23 +47,21 @@ def _store_kv(
             _store_kv(k, v, slot_of_token, counts, pages, null_page=null_page)
         return
     form, num_tokens = pages.format, int(counts[1])
-    sides = (pages.raw_k, k), (pages.raw_v, v)
-    is_plain = form.kind is PoolKind.SPLIT and all(
-        side.dtype == rows.dtype and side.is_contiguous() for side, rows in sides
-    )
-    if is_plain and 0 < num_tokens <= len(k):
-        slot = slot_of_token[:num_tokens]
-        if int(slot.min()) >= (form.page_size if null_page else 0) and _is_finite(k) and _is_finite(v):
-            slot = slot.long()
-            for side, rows in sides:
-                side.flatten(0, 1).index_copy_(0, slot, rows[:num_tokens])
+    is_plain = form.kind is PoolKind.SPLIT and pages.raw_k.dtype == k.dtype == v.dtype == pages.raw_v.dtype
+    if is_plain and pages.raw_k.is_contiguous() and pages.raw_v.is_contiguous() and 0 < num_tokens <= k.shape[0]:
+        if num_tokens < k.shape[0]:
+            k, v, slot_of_token = k[:num_tokens], v[:num_tokens], slot_of_token[:num_tokens]
+        if int(slot_of_token.min()) >= (form.page_size if null_page else 0) and _are_finite(k, v):
+            slot = slot_of_token.long()
+            pages.raw_k.flatten(0, 1).index_copy_(0, slot, k)
+            pages.raw_v.flatten(0, 1).index_copy_(0, slot, v)
             return
     cache.store_kv(k, v, slot_of_token, counts, pages, null_page=null_page)
 
 
-def _is_finite(rows: Tensor) -> bool:
+def _are_finite(k: Tensor, v: Tensor) -> bool:
     """True only if every element is finite: a sum with one that is not is none. A sum may overflow without one."""
-    return math.isfinite(rows.sum(dtype=torch.float32).item())
+    return math.isfinite((k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)).item())
 
 
 def _rope_store(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool) -> None:
@@ -120,16 +118,16 @@ def _carried(x: Tensor, positions: Tensor, table: RopeTable | None, norm: RowNor
 
 def _turned(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
     """x [T, heads, dim], float32, with halves of the rows at one of its ends turned."""
-    half, dim = table.dim // 2, x.shape[2]
-    begin = dim - table.dim if table.at_end else 0
-    cos, sin = _lines(positions, table)[:, None].chunk(2, 2)
-    near, far = x[..., begin : begin + half], x[..., begin + half : begin + table.dim]
+    cos, sin = _lines(positions, table).unsqueeze(1).chunk(2, 2)
     turned = torch.empty(x.shape, dtype=x.dtype)
-    torch.mul(near, cos, out=turned[..., begin : begin + half]).addcmul_(far, sin, value=-1)
-    torch.mul(far, cos, out=turned[..., begin + half : begin + table.dim]).addcmul_(near, sin)
-    if table.dim < dim:
-        still = slice(0, begin) if table.at_end else slice(table.dim, dim)
-        turned[..., still] = x[..., still]
+    pairs, turned_pairs = x, turned
+    if table.dim < x.shape[2]:
+        turned.copy_(x)
+        begin = x.shape[2] - table.dim if table.at_end else 0
+        pairs, turned_pairs = x.narrow(2, begin, table.dim), turned.narrow(2, begin, table.dim)
+    (near, far), (turned_near, turned_far) = pairs.chunk(2, 2), turned_pairs.chunk(2, 2)
+    torch.mul(near, cos, out=turned_near).addcmul_(far, sin, value=-1)
+    torch.mul(far, cos, out=turned_far).addcmul_(near, sin)
     return turned
 
 

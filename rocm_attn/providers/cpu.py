@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
-from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cpu import attention, store
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import (
@@ -43,59 +44,78 @@ _LIMITS = Limits(
     soft_cap=False,
     sinks=True,
     dims_alike=True,
-    alibi=True,
     non_causal=True,
     short_kv=True,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _CpuKernel:
-    """Base of the kernels for CPUs. Their memory is torch's own."""
+class KeysOfDecode:
+    """The keys of a decode step's sequences, found once for all layers.
+
+    max_kv_len: of the pool
+    """
+
+    page_size: int
+    window_left: int
+    max_kv_len: int
+
+    def words(self, shape: PaddedShape) -> int:
+        return attention.decode_words(shape.num_seqs, self.max_kv_len)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        width = step.block_table.shape[1]
+        attention.find_keys(queries, words, page_size=self.page_size, table_width=width, window_left=self.window_left)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDecode:
+    """One new token in each sequence."""
 
     problem: Problem
-    scores: Scores = field(init=False, repr=False)
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
+    schedule: KeysOfDecode
+    scores: Scores
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scores", scores_of(self.problem))
+    def describe(self) -> str:
+        return f"cpu.decode({self.problem})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """0: it needs no workspace."""
         return 0
 
-
-@dataclass(frozen=True, slots=True)
-class CpuDecode(_CpuKernel):
-    """One new token in each sequence."""
-
-    def describe(self) -> str:
-        return f"cpu.decode({self.problem})"
-
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        attention.paged_decode(args, scores=self.scores)
+        attention.paged_decode(args, step.block_table, scores=self.scores)
 
 
 @dataclass(frozen=True, slots=True)
-class CpuExtend(_CpuKernel):
+class CpuExtend:
     """Any number of new tokens in each sequence, one included."""
+
+    problem: Problem
+    scores: Scores
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"cpu.extend({self.problem})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """0: it needs no workspace."""
+        return 0
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         attention.paged_extend(args, scores=self.scores)
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CpuDecode:
-    return CpuDecode(problem)
+    keys = KeysOfDecode(problem.page_size, problem.window_left, pool.max_kv_len)
+    return CpuDecode(problem, keys, scores_of(problem))
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> CpuExtend:
-    return CpuExtend(problem)
+    return CpuExtend(problem, scores_of(problem))
 
 
-def _entry(name: str, kind: StepKind, bind: Bind) -> KernelEntry:
+def _entry(name: str, kind: StepKind, bind: Bind, *needs: Need) -> KernelEntry:
     return KernelEntry(
         provider="cpu",
         name=name,
@@ -105,7 +125,7 @@ def _entry(name: str, kind: StepKind, bind: Bind) -> KernelEntry:
         masks_v=True,
         graph_safe=True,
         batch_invariant=False,
-        needs=frozenset(),
+        needs=frozenset(needs),
         bakes=frozenset[Baked](),
         needs_host_lengths=False,
         bind=bind,
@@ -119,7 +139,7 @@ def _ops() -> StepOps:
 CPU = Provider(
     name="cpu",
     entries=(
-        _entry("cpu.decode", StepKind.DECODE, _bind_decode),
+        _entry("cpu.decode", StepKind.DECODE, _bind_decode, Need.BLOCK_TABLE),
         _entry("cpu.extend", StepKind.EXTEND, _bind_extend),
         _entry("cpu.extend", StepKind.MIXED, _bind_extend),
     ),

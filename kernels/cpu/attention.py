@@ -258,10 +258,11 @@ def _gathered(args: AttendArgs, tiles: _Tiles, key: Tensor) -> tuple[Tensor, Ten
 
 
 def _bias(tiles: _Tiles, key: Tensor, ratio: int, scores: Scores) -> Tensor:
-    """Float32 [tiles, 1, ratio * tile_len, keys]: -inf for a key that a row does not see."""
+    """Float32 [tiles, 1, ratio * tile_len or 1, keys]: -inf for a key that a row does not see."""
     key, kv_index = key[:, None], tiles.kv_index[:, :, None]
     hidden = key > kv_index if scores.causal else key >= tiles.end[:, None, None]
     if scores.windowed:
         hidden = hidden | (key < kv_index - scores.window_left)
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
-    return bias.repeat(1, 1, ratio, 1)
+    # Rows of a layer that is not causal see the same keys.
+    return bias.repeat(1, 1, ratio, 1) if scores.causal else bias

@@ -27,9 +27,9 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # Elements of K and V, and of masks, that are held at the same time: 64 MiB of float32.
 _GROUP_ELEMENTS = 1 << 24
 _SHORTEST_TILE, _LONGEST_TILE = 16, 256
-# The first words of a schedule: the sequences served, the keys of each, the tokens without keys, and whether the tokens
-# served are all of the step's.
-_HEAD = 4
+# The first words of a schedule: the sequences served, the keys of each, the tokens without keys, whether the tokens
+# served are all of the step's, and whether all sequences have as many keys.
+_HEAD = 5
 
 
 def decode_words(num_seqs: int, max_kv_len: int) -> int:
@@ -67,26 +67,25 @@ def paged_extend(args: AttendArgs, *, scores: Scores) -> None:
 class _Keys(NamedTuple):
     """The keys of a decode step's R sequences with a new token and a key, N each, as views of the schedule's words.
 
-    token:  int32 [R], each sequence's new token
-    blind:  int32 [n], tokens of sequences without a key
     place:  int32 [R * N], of each key's page in the block table, flattened
     offset: int32 [R * N], of each key in its page; after a sequence's last key, that key again
-    bias:   float32 [R, 1, 1, N], -inf after a sequence's last key
+    bias:   int32 [R * N], bits of float32: -inf after a sequence's last key
     """
 
-    token: Tensor
-    blind: Tensor
     place: Tensor
     offset: Tensor
     bias: Tensor
 
     @classmethod
-    def of(cls, words: Tensor, num_seqs: int, num_keys: int, num_blind: int) -> _Keys:
-        """The keys in the words that find_keys() writes."""
-        n = num_seqs * num_keys
-        sizes = _HEAD, num_seqs, num_blind, n, n, n
-        _, token, blind, place, offset, bias, _ = words.split((*sizes, len(words) - sum(sizes)))
-        return cls(token, blind, place, offset, bias.view(torch.float32).view(num_seqs, 1, 1, num_keys))
+    def of(cls, words: Tensor, num_keys: int) -> _Keys:
+        """num_keys: R * N"""
+        return cls(*words.narrow(0, _HEAD, 3 * num_keys).view(3, num_keys).unbind())
+
+
+def _tokens(words: Tensor, num_keys: int, num: int, num_blind: int) -> tuple[Tensor, Tensor]:
+    """int32 [R] and [num_blind]: the new tokens of sequences with a key and of those without one; see `_Keys`."""
+    token, blind = words.narrow(0, _HEAD + 3 * num_keys, num + num_blind).split((num, num_blind))
+    return token, blind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,42 +126,45 @@ def _find_keys(queries: Queries, words: Tensor, page_size: int, table_width: int
     begin = torch.zeros_like(end) if window_left == UNLIMITED_WINDOW else (end - 1 - window_left).clamp(min=0)
     num_keys = int((end - begin).max()) if len(seq) else 0
     is_whole = len(seq) == queries.num_tokens and torch.equal(token, torch.arange(len(seq), dtype=token.dtype))
-    words[:_HEAD] = torch.tensor([len(seq), num_keys, len(blind), is_whole])
-    keys = _Keys.of(words, len(seq), num_keys, len(blind))
     key = begin[:, None] + torch.arange(num_keys)
-    keys.bias.copy_(torch.where(key < end[:, None], 0.0, float("-inf"))[:, None, None])
+    is_key = key < end[:, None]
+    words[:_HEAD] = torch.tensor([len(seq), num_keys, len(blind), is_whole, is_key.all()])
+    keys = _Keys.of(words, key.numel())
+    keys.bias.view(torch.float32).copy_(torch.where(is_key, 0.0, float("-inf")).flatten())
     key = torch.minimum(key, end[:, None] - 1)
-    keys.token.copy_(token)
-    keys.blind.copy_(blind)
+    for kept, found in zip(_tokens(words, key.numel(), len(token), len(blind)), (token, blind), strict=True):
+        kept.copy_(found)
     keys.place.copy_((seq[:, None] * table_width + (key // page_size).clamp(max=table_width - 1)).flatten())
     keys.offset.copy_((key % page_size).flatten())
 
 
 def _decode(args: AttendArgs, block_table: Tensor, scores: Scores) -> None:
-    num_seqs, num_keys, num_blind, is_whole = args.schedule[:_HEAD].tolist()
-    keys = _Keys.of(args.schedule, num_seqs, num_keys, num_blind)
+    num_seqs, num_keys, num_blind, is_whole, is_even = args.schedule.narrow(0, 0, _HEAD).tolist()
+    token, blind = _tokens(args.schedule, num_seqs * num_keys, num_seqs, num_blind) if not is_whole else (None, None)
     if num_blind:
-        args.out[keys.blind] = 0
+        args.out[blind] = 0
         if args.lse is not None:
-            args.lse[keys.blind] = float("-inf")
+            args.lse[blind] = float("-inf")
     if not num_seqs:
         return
+    keys = _Keys.of(args.schedule, num_seqs * num_keys)
+    bias = None if is_even else keys.bias.view(torch.float32).view(num_seqs, 1, 1, num_keys)
     pages, (num_kv_heads, ratio) = args.pages, args.heads
     slot = torch.add(keys.offset, block_table.view(-1).index_select(0, keys.place), alpha=pages.format.page_size)
     k, v = _rows(pages.raw_k, slot, num_seqs), _rows(pages.raw_v, slot, num_seqs)
-    q = args.q if is_whole else args.q.index_select(0, keys.token)
+    q = args.q if token is None else args.q.index_select(0, token)
     q = q.float().view(num_seqs, num_kv_heads, ratio, -1)
-    out, lse = _fused(q, k, v, attn_mask=keys.bias, scale=scores.scale)
+    out, lse = _fused(q, k, v, attn_mask=bias, scale=scores.scale)
     if args.sinks is not None:
         sinks = args.sinks.view(num_kv_heads, ratio)
         out = out * torch.sigmoid(lse - sinks)[..., None]
         lse = torch.logaddexp(lse, sinks)
-    if is_whole:
+    if token is None:
         args.out.view_as(out).copy_(out)
     else:
-        args.out[keys.token] = out.flatten(1, 2).to(args.out.dtype)
+        args.out[token] = out.flatten(1, 2).to(args.out.dtype)
     if args.lse is not None:
-        args.lse[keys.token] = lse.flatten(1)
+        args.lse[slice(None) if token is None else token] = lse.flatten(1)
 
 
 def _rows(side: Tensor, slot: Tensor, num_tiles: int) -> Tensor:

@@ -61,14 +61,26 @@ class TensorReader:
     device: torch.device
 
     def join(self, *pieces: TensorPart) -> Tensor:
-        """The pieces joined along the first dimension. Raises BadModel if one is not finite."""
+        """The pieces joined along the first dimension. Raises BadModel if one is not finite.
+
+        A CPU's float32 matrix lies column by column: its BLAS multiplies a few rows by one in half the time.
+        """
         shapes = [piece.shape(self.shapes[piece.name]) for piece in pieces]
         num_rows = sum(shape[0] for shape in shapes)
-        joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        if self.device.type == "cpu" and self.dtype == torch.float32 and len(shapes[0]) == 2:
+            joined = torch.empty((shapes[0][1], num_rows), dtype=self.dtype).t()
+        else:
+            joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for piece, target in zip(pieces, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
             self._copy(target, piece)
         self._check(joined, *pieces)
         return joined
+
+    def table(self, piece: TensorPart) -> Tensor:
+        """One piece, row by row, for look-ups of rows. Raises BadModel if it is not finite."""
+        tensor = torch.empty(piece.shape(self.shapes[piece.name]), dtype=self.dtype, device=self.device)
+        self.copy_into(tensor, piece)
+        return tensor
 
     def in_float32(self, piece: TensorPart) -> Tensor:
         """One piece in float32. Raises BadModel if it is not finite."""

@@ -19,12 +19,12 @@ _INTRODUCTION = """\
 The known kernels and their limits. `rocm-attn kernels` prints this page; a test checks that it is current.
 `rocm-attn explain CONFIG.json --arch gfx942` lists the kernels that would serve a model, and why the others would not.
 
-The first kernel that serves a kind of step is used; with the provider `auto`, AITER's come before Triton's. A prefill
-step is an extend step in which no sequence has a token in the cache; without a kernel of its own it runs as an extend
-step. A verify step has up to four new tokens in each sequence, and a masked step its own mask; layers without a kernel
-for one run it as a mixed step. A shared step decodes sequences that share prefixes; layers that cannot share them run
-it as a decode step. One table has sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal;
-another has the encodings of K and V.
+The first kernel that serves a kind of step is used; with the provider `auto`, AITER's come before Triton's, and on a
+CPU those for CPUs before PyTorch's. A prefill step is an extend step in which no sequence has a token in the cache;
+without a kernel of its own it runs as an extend step. A verify step has up to four new tokens in each sequence, and a
+masked step its own mask; layers without a kernel for one run it as a mixed step. A shared step decodes sequences that
+share prefixes; layers that cannot share them run it as a decode step. One table has sliding windows, soft caps, sinks,
+ALiBi slopes and attention that is not causal; another has the encodings of K and V.
 
 Vectorised pages hold K and V in another order, which some of AITER's kernels read, and torch's reference; a function
 that reads both orders has two entries. `--pool auto --page-size auto` chooses layout and page size before a pool is
@@ -51,7 +51,7 @@ _MEANING = """\
 - A padded sequence has the least KV length.
 """
 
-_TITLES = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
+_TITLES = {"aiter": "AITER", "triton": "Triton", "cpu": "CPU", "torch": "PyTorch"}
 
 
 def markdown() -> str:

@@ -195,7 +195,7 @@ def load_weights(
     reader = TensorReader(source, expected_shapes(config), dtype, device)
     rows, vocab = shard.span(config.vocab_size), config.vocab_size
     held = ShardRange(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
-    embedding = reader.join(TensorPart("model.embed_tokens.weight", (held,)))
+    embedding = reader.table(TensorPart("model.embed_tokens.weight", (held,)))
     return ModelWeights(
         embedding=embedding,
         layers=tuple(_layer(reader, config, number, shard) for number in range(config.num_layers)),
@@ -264,7 +264,7 @@ def _own_input(reader: TensorReader, prefix: str) -> OwnInput:
 
 def _own_inputs(reader: TensorReader) -> OwnInputWeights:
     return OwnInputWeights(
-        embedding=reader.join(TensorPart("model.embed_tokens_per_layer.weight")),
+        embedding=reader.table(TensorPart("model.embed_tokens_per_layer.weight")),
         projection=reader.join(TensorPart("model.per_layer_model_projection.weight")),
         norm=reader.join(TensorPart("model.per_layer_projection_norm.weight")),
     )

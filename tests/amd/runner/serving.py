@@ -14,7 +14,7 @@ from rocm_serve.request import Completion, Event, Request
 from tests.amd.runner.tiny_model import CONFIG
 
 BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+    provider="auto", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
 )
 
 

@@ -274,7 +274,6 @@ DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
     "named_shapes_h200": _named_shapes,
     "random_shapes_h200": _random_shapes,
     "tensor_parallel_h200": _ranks,
-    "runner_cpu": lambda result: {"results": _named(result["results"])},
     "mixed_load_cpu": _mixed_load,
 }
 

@@ -195,7 +195,10 @@ def load_weights(
     reader = TensorReader(source, expected_shapes(config), dtype, device)
     rows, vocab = shard.span(config.vocab_size), config.vocab_size
     held = ShardRange(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
-    embedding = reader.table(TensorPart("model.embed_tokens.weight", (held,)))
+    # If it is the head too, it lies as matrices do: the head takes far longer than the look-ups.
+    embedding = (reader.join if config.tied_embeddings else reader.table)(
+        TensorPart("model.embed_tokens.weight", (held,))
+    )
     return ModelWeights(
         embedding=embedding,
         layers=tuple(_layer(reader, config, number, shard) for number in range(config.num_layers)),

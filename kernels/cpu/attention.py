@@ -84,7 +84,7 @@ class _Keys(NamedTuple):
 
 def _tokens(words: Tensor, num_keys: int, num: int, num_blind: int) -> tuple[Tensor, Tensor]:
     """int32 [R] and [num_blind]: the new tokens of sequences with a key and of those without one; see `_Keys`."""
-    token, blind = torch.split(words.narrow(0, _HEAD + 3 * num_keys, num + num_blind), (num, num_blind))
+    token, blind = torch.split(words.narrow(0, _HEAD + 3 * num_keys, num + num_blind), [num, num_blind])
     return token, blind
 
 

@@ -77,7 +77,7 @@ def test_rows_are_turned_and_normalised_like_the_twins(
     form: str, pairs: RopePairs, adjacent: bool, dtype: torch.dtype
 ) -> None:
     given = rows_of(6 + 2 * HEADS, dtype)
-    q, k, v = torch.split(given, (6, HEADS, HEADS), 1)
+    q, k, v = torch.split(given, [6, HEADS, HEADS], 1)
     if not adjacent:
         q, k = q.clone(), k.clone()
     positions = torch.tensor([0, 3, 31, 7, 0], dtype=torch.int32)

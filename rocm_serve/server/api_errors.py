@@ -47,7 +47,7 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         if self.status == 504:
             headers["x-should-retry"] = "false"  # OpenAI's clients would ask for the same work again
-        if self.status in (408, 413) or self.code == "draining":
+        if self.status in (408, 413) or self.code in ("draining", "ambiguous_length"):
             headers["connection"] = "close"
         return headers
 

@@ -47,7 +47,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
     """Builds the ASGI application of a server."""
-    app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None)
+    app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_status(app, generations, model, observers.health)
     _add_truth(app, truth)
     _add_generation(app, generations, model)

@@ -1,51 +1,113 @@
-"""Connections: bounds on their number, and on the time that each may take to send a request's head.
+"""Connections: bounds on their number, in total and by client, and on the time and bytes of a request's head.
 
-uvicorn bounds neither. A connection that sends nothing, or a head byte by byte, would stay for ever.
+uvicorn does not bound their number and time. A connection that sends nothing, or a head byte by byte, would stay for
+ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from collections import Counter
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from rocm_serve.server.api_errors import ApiError
+from rocm_serve.server.half_closed import HalfClosed, can_be_told
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.waiting import client_at
+
+# Bytes of a request's head: h11's own limit.
+MOST_HEAD_BYTES = 16 * 1024
+# After a head that is refused, a client may go on sending for this long, and this many bytes. They are not kept. A
+# connection that is closed at once is reset by them, and the client would lose the answer.
+_SECONDS_IN_VAIN, _BYTES_IN_VAIN = 5.0, 16 * 2**20
+_TOO_LARGE = 431
 
 
-def bounded_protocol(options: ServerOptions, counts: HttpMetrics) -> type[asyncio.Protocol]:
+def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> type[asyncio.Protocol]:
     """Returns uvicorn's protocol with the bounds of these options, in the form that uvicorn.Config takes.
 
+    most:   connections at a time
     counts: gets one refusal per connection that is closed, under "connections" or "head"
     """
+    by_client: Counter[str] = Counter()
+    most_of_one = max(1, int(most * options.client_share))
 
     class Bounded(H11Protocol):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             self._head_timer: asyncio.TimerHandle | None = None
+            self._is_refused, self._num_in_vain = False, 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > options.max_connections:
+            self._client = client_at(self.client[0]) if self.client is not None else ""
+            by_client[self._client] += 1
+            if len(self.connections) > most or by_client[self._client] > most_of_one:
                 counts.refused["connections"] += 1
                 transport.close()
             else:
                 self._watch_head()
 
         def data_received(self, data: bytes) -> None:
+            if self._is_refused:
+                self._num_in_vain += len(data)
+                if self._num_in_vain > _BYTES_IN_VAIN:
+                    self.transport.abort()
+                return
             super().data_received(data)
             self._watch_head()
 
+        def eof_received(self) -> bool | None:  # type: ignore[override]
+            """Returns True to keep a connection whose client waits for the answer to a request that it has sent."""
+            cycle = self.cycle
+            if cycle is None or cycle.more_body or cycle.response_started or not can_be_told(self.transport):
+                return None
+            if self.conn.their_http_version != b"1.1":  # older ones know no interim answer
+                return None
+            cycle.keep_alive = False  # nothing more can be asked
+            HalfClosed(self.transport, self._send_interim, self.transport.abort)
+            return True
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_head()
+            by_client[self._client] -= 1
+            if not by_client[self._client]:
+                del by_client[self._client]
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuses a head that is no HTTP, or too long. The caller handles h11's error."""
+            error = _refusal(sys.exc_info()[1])
+            counts.refused["head"] += 1
+            headers = [("content-type", "application/json"), ("connection", "close")]
+            answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            for event in (answer, h11.Data(data=json.dumps(error.body()).encode()), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            if is_answering or not self.transport.can_write_eof():
+                self.transport.close()
+                return
+            self._is_refused = True
+            self.transport.write_eof()
+            self.loop.call_later(_SECONDS_IN_VAIN, self.transport.abort)
+
+        def _send_interim(self) -> None:
+            """Sends what every client must skip (RFC 9110, 15.2), unless the answer has begun."""
+            if not self.cycle.response_started:
+                interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+                self.transport.write(self.conn.send(interim))
 
         def _watch_head(self) -> None:
             """Starts or stops the timer: the head of a request has begun, may begin, or is complete."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self._forget_head()
-            elif self._head_timer is None and self.timeout_keep_alive_task is None:
+            elif self._head_timer is None and self.timeout_keep_alive_task is None and not self._is_refused:
                 self._head_timer = self.loop.call_later(options.head_seconds, self._end_without_head)
 
         def _forget_head(self) -> None:
@@ -59,3 +121,13 @@ def bounded_protocol(options: ServerOptions, counts: HttpMetrics) -> type[asynci
                 self.transport.close()
 
     return Bounded
+
+
+def _refusal(error: BaseException | None) -> ApiError:
+    if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _TOO_LARGE:
+        return ApiError(
+            _TOO_LARGE,
+            f"the request's first line and headers have more than {MOST_HEAD_BYTES} bytes; send fewer or shorter ones",
+            code="headers_too_large",
+        )
+    return ApiError(400, f"the request is not HTTP/1.1 ({error}); send one that is", code="invalid_http")

@@ -1,7 +1,7 @@
 """Gate: the first part of the server that sees every HTTP request.
 
 It counts requests and checks the key. It refuses requests that cannot be served now without keeping a byte of the body.
-It reads the body within its bounds, and watches whether the client stays connected.
+It reads bodies within their bounds, and watches whether the client stays connected.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import FitsLater, RocmAttnError
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, client_gone, draining
 from rocm_serve.server.event_stream import error_response
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.job import Job
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.unused_memory import UnusedMemory
+from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 _ROUTES = GENERATING | {"/v1/models", "/health", "/health/truth", "/ready", "/metrics", "/openapi.json"}
@@ -40,6 +42,8 @@ class ServerGate:
 
     def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
         self._app, self._generations, self._keys, self._options = app, generations, keys, options
+        self._waiting, self._unused = WaitingBytes(options, generations.counts), UnusedMemory()
+        self._parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counts, started = self._generations.counts, time.perf_counter()
@@ -63,12 +67,22 @@ class ServerGate:
             await self._generate(scope, receive, send, salt)
         else:
             # These routes have no use for a body, and nothing bounds the number of such requests.
-            await _read_body(receive, self._options, kept=0)
-            await self._app(scope, _Replay(b"", send.client_left), send)
+            await _read_body(receive, self._options, None)
+            # An ASGI server leaves out the body of the answer to a HEAD.
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self._app({**scope, "method": method}, _Replay(b"", send.client_left, self._parsing), send)
 
     def _admit(self, scope: Scope) -> str:
         """Returns the salt of the client. Raises ApiError."""
         headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # RFC 9112, 6.1: a proxy in front may have taken the other one, and would see another request in the body.
+            raise ApiError(
+                400,
+                "the request has a Content-Length and a Transfer-Encoding, which say different lengths; send one of "
+                "them",
+                code="ambiguous_length",
+            )
         salt = self._keys.salt_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else ""
         if salt is None:
             raise ApiError(
@@ -76,9 +90,19 @@ class ServerGate:
                 "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._options.max_body_bytes * _READ_IN_VAIN:
+        if _length(scope) > self._options.max_body_bytes * _READ_IN_VAIN:
             raise _too_large(self._options.max_body_bytes)
+        if (
+            scope["method"] == "POST"
+            and scope["path"] in GENERATING
+            and not _is_json(headers.get(b"content-type", b""))
+        ):
+            # A page in a browser may send text to a server on the loopback address without asking, but not JSON.
+            raise ApiError(
+                415,
+                "the body must be a JSON object, sent with Content-Type: application/json",
+                code="unsupported_media_type",
+            )
         return salt
 
     async def _generate(self, scope: Scope, receive: Receive, send: _Answer, salt: str) -> None:
@@ -86,34 +110,60 @@ class ServerGate:
         generations, options = self._generations, self._options
         if generations.jobs.is_draining:
             # The answer closes the connection. Bytes that come later would reset it, and the answer would be lost.
-            await _read_body(receive, options, kept=0)
+            await _read_body(receive, options, None)
             raise draining(generations.retry_after)
         try:
             generations.front.check()
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
-        # A request that is still being read has no place in the engine yet, but its body takes memory.
-        jobs = generations.jobs
-        if max(generations.front.num_requests, jobs.num_served) >= options.max_requests:
-            raise generations.refusal()
-        if len(jobs) >= options.max_requests * _MOST_READ:
-            raise generations.refusal()
-        job = Job(salt, options.deadline_seconds)
-        with generations.jobs.taken(job):
-            body = await _read_body(receive, options, kept=options.max_body_bytes)
-            replay = _Replay(body, send.client_left)
-            watcher = asyncio.ensure_future(_watch(receive, job, send.client_left))
-            try:
-                await self._app({**scope, JOB: job}, replay, send)
-            finally:
-                watcher.cancel()
-                with suppress(asyncio.CancelledError):
-                    await watcher
+        self._require_place()
+        waiting = self._begin(scope, salt)
+        job = Job(salt, options.deadline_seconds, waiting.free)
+        try:
+            with generations.jobs.taken(job):
+                body = await self._read(receive, waiting)
+                self._require_place()  # others may have come meanwhile, whose bodies are shorter
+                job.is_read = True
+                replay = _Replay(body, send.client_left, self._parsing)
+                self._unused.note(len(body))
+                del body
+                watcher = asyncio.ensure_future(_watch(receive, job, send.client_left))
+                try:
+                    await self._app({**scope, JOB: job}, replay, send)
+                finally:
+                    watcher.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await watcher
+        finally:
+            waiting.free()
+
+    def _begin(self, scope: Scope, salt: str) -> WaitingBody:
+        try:
+            return self._waiting.begin(salt or _client_of(scope), min(_length(scope), self._options.max_body_bytes))
+        except FitsLater as error:
+            raise self._generations.as_answer(error) from error
+
+    def _require_place(self) -> None:
+        """Raises ApiError if all places are taken. A body that is being read has none: only its bytes are bounded."""
+        jobs, most = self._generations.jobs, self._options.max_requests
+        is_full = max(self._generations.front.num_requests, jobs.num_served) >= most
+        if is_full or jobs.num_read >= most * _MOST_READ:
+            raise self._generations.refusal()
+
+    async def _read(self, receive: Receive, waiting: WaitingBody) -> bytes:
+        try:
+            return await _read_body(receive, self._options, waiting)
+        except FitsLater as error:
+            raise self._generations.as_answer(error) from error
 
 
 # A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
 # it sends, and would never see the reason.
 _READ_IN_VAIN = 2
+
+
+# Bytes of a body that takes milliseconds to parse.
+_LONG_BODY = 2**16
 
 
 # At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
@@ -141,18 +191,31 @@ class _Answer:
 
 
 class _Replay:
-    """Gives the application the body that was read, and later the message that the client has gone."""
+    """Gives the application the body that was read, and later the message that the client has gone.
 
-    def __init__(self, body: bytes, client_left: asyncio.Event) -> None:
+    parsing: held while a long body waits for its turn
+    """
+
+    def __init__(self, body: bytes, client_left: asyncio.Event, parsing: asyncio.Lock) -> None:
         self._body: bytes | None = body
-        self._client_left = client_left
+        self._client_left, self._parsing = client_left, parsing
 
     async def __call__(self) -> Message:
         if self._body is not None:
+            if len(self._body) > _LONG_BODY:
+                # The application parses it at once, with Python's lock held. Between two of them, others have a turn.
+                async with self._parsing:
+                    await asyncio.sleep(0)
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         await self._client_left.wait()
         return {"type": "http.disconnect"}
+
+
+def _client_of(scope: Scope) -> str:
+    """Returns the client at the other end; one name for all whose address the ASGI server does not know."""
+    peer = scope.get("client")
+    return client_at(peer[0]) if peer else ""
 
 
 def route_of(path: str) -> str:
@@ -170,10 +233,13 @@ async def _watch(receive: Receive, job: Job, client_left: asyncio.Event) -> None
     job.end(client_gone())
 
 
-async def _read_body(receive: Receive, options: ServerOptions, *, kept: int) -> bytes:
-    """Returns the body, within its bounds; empty if it has more than `kept` bytes. Raises ApiError."""
+async def _read_body(receive: Receive, options: ServerOptions, waiting: WaitingBody | None) -> bytes:
+    """Returns the body, within its bounds, and counts its bytes; keeps none if nothing counts them.
+
+    Raises ApiError, FitsLater.
+    """
     try:
-        return await asyncio.wait_for(_read(receive, options.max_body_bytes, kept), options.body_seconds)
+        return await asyncio.wait_for(_read(receive, options.max_body_bytes, waiting), options.body_seconds)
     except asyncio.TimeoutError:
         raise ApiError(
             408,
@@ -182,7 +248,7 @@ async def _read_body(receive: Receive, options: ServerOptions, *, kept: int) -> 
         ) from None
 
 
-async def _read(receive: Receive, most: int, kept: int) -> bytes:
+async def _read(receive: Receive, most: int, waiting: WaitingBody | None) -> bytes:
     parts: list[bytes] = []
     num_bytes, more = 0, True
     while more and num_bytes <= most * _READ_IN_VAIN:
@@ -191,13 +257,26 @@ async def _read(receive: Receive, most: int, kept: int) -> bytes:
             raise client_gone()
         part, more = message.get("body", b""), message.get("more_body", False)
         num_bytes += len(part)
-        if num_bytes > kept:
-            parts.clear()
-        else:
+        if waiting is not None and num_bytes <= most:
+            waiting.add(len(part))
             parts.append(part)
+        elif waiting is not None:
+            waiting.free()
+            parts.clear()
     if num_bytes > most:
         raise _too_large(most)
     return b"".join(parts)
+
+
+def _length(scope: Scope) -> int:
+    """Returns the length of the body as the client has given it; 0 if it has not."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return int(length) if length.isdigit() else 0
+
+
+def _is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
 def _too_large(most: int) -> ApiError:

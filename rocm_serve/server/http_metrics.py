@@ -25,6 +25,7 @@ class HttpMetrics:
     draining:    whether no more requests are taken because the server ends
     disconnects: requests whose client left before the end of the answer
     late_readers: requests that were ended because their client did not read
+    waiting_bytes: of bodies that are being read, or wait until the engine has their requests
     age_seconds: age of the engine's counts that are reported with these
     refused:     requests that were refused before the engine saw them, by reason: a few fixed ones, such as "queue"
     max_requests: most requests that run or wait
@@ -37,6 +38,7 @@ class HttpMetrics:
     draining: bool = False
     disconnects: int = 0
     late_readers: int = 0
+    waiting_bytes: int = 0
     age_seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     max_requests: int = 0
@@ -87,6 +89,8 @@ class HttpMetrics:
         lines += [*heading(name, help, "counter"), sample(name, self.disconnects)]
         name, help = f"{prefix}_http_late_readers_total", "requests aborted because their client did not read"
         lines += [*heading(name, help, "counter"), sample(name, self.late_readers)]
+        name, help = f"{prefix}_http_waiting_bytes", "bytes of bodies that are read, or wait for the engine"
+        lines += [*heading(name, help, "gauge"), sample(name, self.waiting_bytes)]
         name = f"{prefix}_http_refused_total"
         lines += heading(name, "requests refused before they reached the engine, by reason", "counter")
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rocm_serve.request import Request
@@ -14,12 +14,14 @@ from rocm_serve.server.api_errors import ApiError, deadline_passed
 class Job:
     """A request's streams in the engine, and the reason if it ends early.
 
-    salt:    of the cached prefixes that it may use
-    ended:   the reason for which it was ended, or None
+    salt:     of the cached prefixes that it may use
+    is_read:  whether its body has come; before that it takes no place
+    ended:    the reason for which it was ended, or None
+    on_taken: called when the engine has its requests, and its body waits no longer
     """
 
-    def __init__(self, salt: str, deadline_seconds: float) -> None:
-        self.salt = salt
+    def __init__(self, salt: str, deadline_seconds: float, on_taken: Callable[[], None] = lambda: None) -> None:
+        self.salt, self.is_read, self._on_taken = salt, False, on_taken
         self.ended: ApiError | None = None
         self._loop = asyncio.get_running_loop()
         self._arrived = self._loop.time()
@@ -53,6 +55,7 @@ class Job:
 
     def own(self, streams: Sequence[RequestStream], requests: Sequence[Request]) -> None:
         """Adds streams that end with the job. Raises ApiError if it was ended already."""
+        self._on_taken()
         self._streams += streams
         self._most_tokens += [request.max_new_tokens for request in requests]
         self.check()
@@ -99,8 +102,13 @@ class Jobs:
 
     @property
     def num_served(self) -> int:
-        """The number of jobs that are not computed yet: a client that reads slowly takes no other's place."""
-        return sum(not job.is_computed for job in self._jobs)
+        """The number of jobs that are read and not computed yet: a slow client takes no other's place."""
+        return sum(job.is_read and not job.is_computed for job in self._jobs)
+
+    @property
+    def num_read(self) -> int:
+        """The number of jobs whose body has come, including those whose answers only wait to be read."""
+        return sum(job.is_read for job in self._jobs)
 
     @contextmanager
     def taken(self, job: Job) -> Iterator[None]:

@@ -53,7 +53,17 @@ class ServerOptions:
         default_is="in the file of --tls-cert",
     )
     max_connections: int = option(
-        4096, "open connections; any further one is closed at once", unit="CONNECTIONS", least=1
+        4096,
+        "open connections; any further one is closed at once; fewer where the process may not open as many files",
+        unit="CONNECTIONS",
+        least=1,
+    )
+    client_share: float = option(
+        0.5,
+        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have, or "
+        "one address where there are no keys; 1 behind a gateway, which has one address for all",
+        unit="SHARE",
+        least=0,
     )
     head_seconds: float = option(30.0, "time that a client may take to send a request's head", unit="SECONDS", least=0)
     max_requests: int = option(
@@ -74,6 +84,13 @@ class ServerOptions:
     max_stops: int = option(16, "most stop strings and stop tokens per request", unit="N", least=0)
     max_logprobs: int = option(20, "most likely tokens that a request may ask for at each position", unit="N", least=0)
     max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body", unit="BYTES", least=1)
+    max_waiting_bytes: int = option(
+        64 * 2**20,
+        "most bytes of all bodies that are read, or wait until the engine has their requests; further ones are "
+        "answered 429",
+        unit="BYTES",
+        least=1,
+    )
     body_seconds: float = option(60.0, "time that a client may take to send a request's body", unit="SECONDS", least=0)
     deadline_seconds: float = option(
         600.0, "time that a request may take; clients may ask for less", unit="SECONDS", least=0
@@ -128,8 +145,21 @@ class ServerOptions:
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
         self._check_tls()
+        if not 0 < self.client_share <= 1:
+            raise BadSetting(f"client_share is {self.client_share}; it must be above 0 and at most 1")
+        if self.most_waiting_bytes_of_one < self.max_body_bytes:
+            raise BadSetting(
+                f"max_waiting_bytes is {self.max_waiting_bytes} and client_share {self.client_share:g}, so that no "
+                f"client could send a body of {self.max_body_bytes} bytes, which max_body_bytes allows; raise "
+                "max_waiting_bytes"
+            )
         if not self.drain_seconds >= 0:
             raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")
+
+    @property
+    def most_waiting_bytes_of_one(self) -> int:
+        """The part of max_waiting_bytes that one client may have."""
+        return int(self.max_waiting_bytes * self.client_share)
 
     def _check_tls(self) -> None:
         if self.tls_cert is None:

@@ -19,8 +19,9 @@ from rocm_serve.engine import Engine
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.server.api_errors import given_up_at_shutdown
 from rocm_serve.server.app import build_app
-from rocm_serve.server.connections import bounded_protocol
+from rocm_serve.server.connections import MOST_HEAD_BYTES, bounded_protocol
 from rocm_serve.server.constraint_checks import ConstraintChecks
+from rocm_serve.server.descriptors import QuietAtTheLimit, connections_within, raise_limit
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
@@ -34,6 +35,9 @@ from rocm_serve.server.truth import TruthProbe
 # Seconds that clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
 _BACKLOG = 2048
+# Connections that are accepted before the loop does something else. At the limit of open files, Python's loop tries,
+# and reports, this many times in a row.
+_AT_A_TIME = 1
 # Seconds that a connection may be idle. Clients and gateways keep one for less (OpenAI's for 5 seconds, others for up
 # to 60). So they close it, and no request comes on a connection that the server closes at that moment.
 _IDLE_SECONDS = 75
@@ -134,6 +138,9 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
+        self._tokenising = model.tokenising
+        self._limit = raise_limit()
+        self._most_connections = connections_within(self._limit, model.options.max_connections)
         super().__init__(
             uvicorn.Config(
                 build_app(self.generations, model, observers, self._truth),
@@ -141,11 +148,12 @@ class Server(uvicorn.Server):
                 ws="none",
                 log_config=_LOGGING,
                 access_log=False,
-                backlog=_BACKLOG,
+                backlog=_AT_A_TIME,
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
                 timeout_keep_alive=_IDLE_SECONDS,
-                http=bounded_protocol(model.options, self.generations.counts),
+                http=bounded_protocol(model.options, self._most_connections, self.generations.counts),
+                h11_max_incomplete_event_size=MOST_HEAD_BYTES,
                 ssl_certfile=model.options.tls_cert,
                 ssl_keyfile=model.options.tls_key,
             )
@@ -166,17 +174,27 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
-        for bound in sockets:
-            try:
-                bound.listen(_BACKLOG)
-            except OSError as error:  # two servers may bind one port; the second one fails only when it listens
-                raise _cannot_listen(self._options, error) from error
+        self._listen(sockets)
+        self._loop.set_exception_handler(QuietAtTheLimit())
+        if self._most_connections < self._options.max_connections:
+            self._announce(
+                f"at most {self._most_connections} connections are served, and not {self._options.max_connections} "
+                f"(--max-connections): the process may open {self._limit} files (ulimit -n)"
+            )
         await super().startup(sockets)
+        self._listen(sockets)  # the loop has told the kernel to keep as few as it accepts at a time
         self._announce(f"listening on {url_of(sockets[0], self._options)}")
         watching = [self._drain(), self._watch_engine()]
         if self._options.truth_every:
             watching.append(self._truth.run_every(self._options.truth_every))
         self._watchers = [asyncio.ensure_future(each) for each in watching]
+
+    def _listen(self, sockets: list[socket.socket]) -> None:
+        for bound in sockets:
+            try:
+                bound.listen(_BACKLOG)
+            except OSError as error:  # two servers may bind one port; the second one fails only when it listens
+                raise _cannot_listen(self._options, error) from error
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal. Runs in the main thread, between any two instructions."""
@@ -218,5 +236,7 @@ class Server(uvicorn.Server):
         for watcher in self._watchers:
             watcher.cancel()
         self._checks.close()
+        if self._tokenising is not None:
+            self._tokenising.close()
         await super().shutdown(sockets)
         await asyncio.to_thread(self._traces.close)

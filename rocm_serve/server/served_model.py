@@ -19,6 +19,7 @@ from rocm_serve.server.call_forms import calls_only, form_of, require_tools
 from rocm_serve.server.call_reader import CallReader, Reader, TextReader
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
+from rocm_serve.server.tokenising import Tokenising
 from rocm_serve.server.tools import NamedTool
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.constraint import Constraint
@@ -27,8 +28,6 @@ from rocm_serve.text.tokenizer import Tokenizer
 
 # OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
 _COMPLETION_TOKENS = 16
-# Texts up to this length are tokenised in the event loop. A longer one would delay other requests.
-_LONG_TEXT = 2048
 # Fields of a body that Sampling has under the same name and with the same meaning.
 _SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -37,10 +36,11 @@ _SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 class ServedModel:
     """A model as clients see it.
 
-    name:      by which they ask for it
-    tokenizer: None if prompts must be token ids
-    limits:    of the engine
-    created:   when the server began, in seconds since 1970
+    name:       by which they ask for it
+    tokenizer:  None if prompts must be token ids
+    limits:     of the engine
+    created:    when the server began, in seconds since 1970
+    tokenising: turns texts into tokens; None if there is no tokenizer
     """
 
     name: str
@@ -48,6 +48,13 @@ class ServedModel:
     limits: RequestLimits
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
+    tokenising: Tokenising | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        threads = None
+        if self.tokenizer is not None:
+            threads = Tokenising(self.tokenizer, self._most_prompt_tokens, partial(self._too_long, "at least "))
+        object.__setattr__(self, "tokenising", threads)
 
     @property
     def max_len(self) -> int:
@@ -109,11 +116,11 @@ class ServedModel:
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """Returns the requests of a body: n for its conversation. Raises ApiError, BadRequest, BadModel."""
         self._check_options(1, body)
-        if self.tokenizer is None:
+        if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
         messages, tools = [each.as_template for each in body.messages], body.tools_as_template
         constraint = await asyncio.to_thread(self._calls_of, body)
-        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages, tools)
+        tokens = await self.tokenising.conversation(messages, tools)
         most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
         return await self._requests(body, [tokens], most, salt, constraint or body.constraint)
 
@@ -143,11 +150,9 @@ class ServedModel:
     async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        if self.tokenizer is None:
+        if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give the prompt as token ids", "prompt")
-        if len(prompt) > _LONG_TEXT:
-            return await asyncio.to_thread(self.tokenizer.encode, prompt)
-        return self.tokenizer.encode(prompt)
+        return await self.tokenising.prompt(prompt)
 
     def _check_options(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
         """Checks the numbers of answers, stops and logprobs, before anything is tokenised. Raises ApiError."""
@@ -209,17 +214,23 @@ class ServedModel:
         ]
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
-        most = min(self.max_len - 1, self.options.max_prompt_tokens or self.max_len)
-        if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens and this server allows at most {most} (prompt and answer "
-                f"together {self.max_len}); shorten it",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+        if len(prompt) > self._most_prompt_tokens:
+            raise self._too_long("", len(prompt))
         if not prompt:
             raise BadRequest("the prompt is empty; give at least one token")
+
+    @property
+    def _most_prompt_tokens(self) -> int:
+        return min(self.max_len - 1, self.options.max_prompt_tokens or self.max_len)
+
+    def _too_long(self, about: str, num_tokens: int) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {about}{num_tokens} tokens and this server allows at most {self._most_prompt_tokens} "
+            f"(prompt and answer together {self.max_len}); shorten it",
+            code="context_length_exceeded",
+            param="prompt",
+        )
 
     def _most_new_tokens(self, prompt_len: int) -> int:
         """Returns the most new tokens of a request that does not set a number."""

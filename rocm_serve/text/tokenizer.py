@@ -52,10 +52,17 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Likewise, for a conversation; messages and tools: see ChatTemplate.render. Raises like encode_chat."""
+        return self.encode_conversation(self.conversation(messages, tools))
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text that the chat template writes of a conversation. Raises BadRequest, BadModel like encode_chat."""
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
-        # the template writes every special token itself
-        return _ids(self.backend, self.chat_template.render(messages, tools), add_special_tokens=False)
+        return self.chat_template.render(messages, tools)
+
+    def encode_conversation(self, text: str) -> list[int]:
+        """Token ids of such a text: the template has written every special token itself. Raises BadRequest."""
+        return _ids(self.backend, text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, without special ones except CALL_MARKS; bytes that are not UTF-8 become U+FFFD."""
@@ -108,4 +115,5 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
         ) from error
     # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return [int(token) for token in encoding.ids]
+    ids: list[int] = encoding.ids
+    return ids

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,29 @@ def test_texts_are_split_without_pythons_lock(trained: tokenizers.Tokenizer, bos
         assert ours.encode(given_text) == ([] if bos is None else [bos]) + trained.encode(given_text).ids
         whole = f"<|start|>{given_text}<|end|>"
         assert ours.encode_chat(given_text) == trained.encode(whole, add_special_tokens=False).ids
+
+
+def test_another_thread_runs_while_a_long_text_is_split(trained: tokenizers.Tokenizer) -> None:
+    """Python switches threads here only where one gives the lock away by itself."""
+    tokenizer, begun, has_run = Tokenizer(trained, None, None), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def split() -> None:
+        begun.set()
+        tokenizer.encode(CORPUS[0] * 3_000)
+        seen.append(has_run.is_set())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)
+    try:
+        splitting = threading.Thread(target=split)
+        splitting.start()
+        begun.wait()
+        has_run.set()
+        splitting.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == [True]
 
 
 def gguf_fields(tokenizer: tokenizers.Tokenizer, **changes: Any) -> Fields:

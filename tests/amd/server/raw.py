@@ -68,8 +68,13 @@ def post(server: Running, body: bytes | dict[str, Any], path: str = COMPLETIONS,
 def as_bytes(body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
     """Returns a request as bytes on the wire."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    return head_of_a_post(f"Content-Length: {len(content)}", path=path) + content
+
+
+def head_of_a_post(*headers: str, path: str = COMPLETIONS) -> bytes:
+    """Returns the head of a request whose body is JSON. headers: those that say how long it is, and others"""
+    lines = [f"POST {path} HTTP/1.1", "Host: test", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 class Client:

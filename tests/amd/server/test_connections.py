@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import http.client
+import itertools
 import json
 import socket
 import ssl
@@ -106,7 +108,7 @@ def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedMo
 
 
 def test_a_connection_too_many_is_closed_and_the_others_are_served(loaded: LoadedModel) -> None:
-    with running(engine(loaded), max_connections=2) as server:
+    with running(engine(loaded), max_connections=2, client_share=1.0) as server:
         first, second = (socket.create_connection(server.address) for _ in range(2))
         with first, second:
             while server.between_loops(lambda: len(server.server.server_state.connections)) < 2:
@@ -120,3 +122,52 @@ def test_a_connection_too_many_is_closed_and_the_others_are_served(loaded: Loade
             pass
         assert post(server, requested()).status == 200
         assert b'rocm_attn_http_refused_total{reason="connections"} 1' in send(server, "GET", "/metrics").body
+
+
+def test_one_address_has_only_its_share_of_the_connections(loaded: LoadedModel) -> None:
+    with running(engine(loaded), max_connections=4) as server:
+        first, second = (socket.create_connection(server.address) for _ in range(2))
+        with first, second:
+            while server.between_loops(lambda: len(server.server.server_state.connections)) < 2:
+                pass
+            with socket.create_connection(server.address) as third:
+                assert all_of(third) == b""
+            with socket.create_connection(server.address, source_address=("127.0.0.2", 0)) as other:
+                other.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+                assert other.recv(4096).startswith(b"HTTP/1.1 200")
+            assert refused(server, "connections") == 1
+        while server.between_loops(lambda: len(server.server.server_state.connections)):
+            pass
+        assert send(server, "GET", "/health").status == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (n, b"y" * 900) for n in range(2000)), 431, ""),
+        (b"GET /" + b"y" * 2**20, 431, ""),
+        (b"\x16\x03\x01\x02\r\n\r\n" + b"y" * 2**20, 400, "invalid_http"),
+    ],
+    ids=["headers", "path", "no HTTP"],
+)
+def test_a_client_reads_why_its_head_was_refused_although_it_goes_on_sending(
+    head: bytes, status: int, code: str, loaded: LoadedModel
+) -> None:
+    with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
+        client.sendall(head)
+        received = all_of(client)
+        assert received.startswith(b"HTTP/1.1 %d " % status)
+        error = json.loads(received.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == (code or "headers_too_large")
+        assert error["message"].count(";") == 1, "it says what to do"
+        assert refused(server, "head") == 1
+
+
+def test_a_client_that_never_stops_sending_after_a_refusal_is_cut_off(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_serve.server.connections._BYTES_IN_VAIN", 2**20)
+    with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
+        chunks = itertools.repeat(b"y" * 2**16)
+        with pytest.raises(ConnectionError):
+            collections.deque(map(client.sendall, chunks), maxlen=0)

@@ -31,10 +31,11 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.replies import CompletionReplies
 from tests.amd.runner.async_engines import Broken, Gated, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
-from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, post, requested, send
+from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, head_of_a_post, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 LONG: dict[str, Any] = {"max_tokens": 60}
+JSON = (b"content-type", b"application/json")
 MANY_STEPS = 10_000
 
 
@@ -101,7 +102,7 @@ def test_a_client_that_leaves_before_its_answer_frees_its_pages(loaded: LoadedMo
 def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, _):
         with socket.create_connection(server.address) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 99\r\n\r\n{")
+            client.sendall(head_of_a_post("Content-Length: 99") + b"{")
             while not server.between_loops(lambda: len(server.jobs)):
                 pass
         server.jobs_are_done()
@@ -148,7 +149,7 @@ def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> N
 
         front = SimpleNamespace(check=lambda: None, num_requests=0)
         generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
         await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
 
     asyncio.run(main())

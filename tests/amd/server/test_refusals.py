@@ -24,7 +24,7 @@ from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
-from tests.amd.server.raw import CHAT, post, requested, send
+from tests.amd.server.raw import CHAT, head_of_a_post, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 MOST_BYTES = 20_000
@@ -206,6 +206,33 @@ def test_errors_of_http_have_openais_form(method: str, path: str, status: int, c
     assert (reply.status, reply.error["code"]) == (status, code)
 
 
+def test_no_client_is_sent_elsewhere(server: Running) -> None:
+    """A redirect would go to the host that the client names, which may be another's."""
+    for path in ("/v1/completions/", "/health/", "/v1/models/"):
+        reply = send(server, "GET", path, headers={"Host": "elsewhere.example"})
+        assert (reply.status, "location" in reply.headers) == (404, False)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/nothing"])
+def test_a_head_is_answered_like_a_get_without_its_body(path: str, server: Running) -> None:
+    get, head = (send(server, method, path) for method in ("GET", "HEAD"))
+    assert (head.status, head.body) == (get.status, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_a_request_with_two_lengths_is_refused_and_nothing_after_it_is_read(server: Running) -> None:
+    """A proxy that goes by the other length would take the second request for a part of the body (RFC 9112, 6.1)."""
+    with socket.create_connection(server.address) as client:
+        both = head_of_a_post("Content-Length: 5", "Transfer-Encoding: chunked")
+        client.sendall(both + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+        with client.makefile("rb") as answer:
+            received = answer.read()
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nconnection: close\r\n" in received.lower()
+    assert b'"code":"ambiguous_length"' in received
+    assert received.count(b"HTTP/1.1") == 1
+
+
 def test_another_model_is_not_found(server: Running) -> None:
     reply = post(server, requested(model="gpt-4"))
     assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
@@ -213,7 +240,12 @@ def test_another_model_is_not_found(server: Running) -> None:
 
 def test_a_body_of_another_type_is_refused(server: Running) -> None:
     """A page in a browser can send text to a server on the loopback address without asking, but not JSON."""
-    assert post(server, requested(), Content_Type="text/plain").status == 400
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"):
+        reply = post(server, requested(), Content_Type=kind)
+        assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+        assert "Content-Type: application/json" in reply.error["message"]
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+        assert post(server, requested(), Content_Type=kind).status == 200
 
 
 @pytest.mark.parametrize("extra", [1, MOST_BYTES, 9 * MOST_BYTES])
@@ -226,7 +258,7 @@ def test_a_body_that_is_too_long_is_not_kept(extra: int, server: Running) -> Non
 def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
     """A body without a length, in chunks: the server answers before it has ended."""
     with socket.create_connection(server.address) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(head_of_a_post("Transfer-Encoding: chunked"))
         chunk = b"%x\r\n%s\r\n" % (MOST_BYTES, b" " * MOST_BYTES)
         connection.sendall(chunk * 2 + b"1\r\n \r\n")  # and no end
         with connection.makefile("rb") as answer:
@@ -256,7 +288,7 @@ def test_a_body_that_no_route_reads_is_not_kept() -> None:
 
 def test_a_body_that_comes_slowly_is_given_up() -> None:
     with running(engine(tiny_model()), body_seconds=0.05) as served, socket.create_connection(served.address) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 9\r\n\r\n{")
+        slow.sendall(head_of_a_post("Content-Length: 9") + b"{")
         with slow.makefile("rb") as answer:
             text = answer.read()
     assert text.startswith(b"HTTP/1.1 408")

@@ -1,0 +1,70 @@
+"""Tokenising: clients' texts become tokens, in threads that do nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+from rocm_serve.server.api_errors import ApiError
+from rocm_serve.text.token_count import TokenCount
+from rocm_serve.text.tokenizer import Tokenizer
+
+# Texts up to this number of characters are tokenised in the event loop. A longer one would delay other requests.
+_SHORT = 2048
+# A text above this number of characters takes a thread for long.
+_LONG = 2**16
+
+
+class Tokenising:
+    """Turns texts into tokens, and refuses those that cannot fit before the tokenizer reads them.
+
+    Long texts are read one after the other, in a thread of their own: they hold up neither short ones nor what else the
+    server does in threads, and few of them take memory at a time. The tokenizer releases Python's lock meanwhile.
+
+    most_tokens: of a prompt
+    refusal:     makes the error for a prompt of at least so many tokens
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most_tokens: int, refusal: Callable[[int], ApiError]) -> None:
+        self._tokenizer, self._most_tokens, self._refusal = tokenizer, most_tokens, refusal
+        self._count = TokenCount.of(tokenizer.backend)
+        self._for_short = ThreadPoolExecutor(2, "tokenise")
+        self._for_long = ThreadPoolExecutor(1, "tokenise-long")
+
+    async def prompt(self, text: str) -> list[int]:
+        """Returns the tokens of a plain text. Raises ApiError, BadRequest."""
+        if len(text) <= _SHORT:
+            return self._prompt(text)
+        return await self._in_thread(len(text), self._prompt, text)
+
+    async def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel."""
+        length = sum(len(message["content"]) for message in messages)
+        return await self._in_thread(length, self._conversation, messages, tools)
+
+    def close(self) -> None:
+        """Ends the threads. A text that is being read does not delay this; those that wait are given up."""
+        for threads in (self._for_short, self._for_long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, length: int, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        threads: Executor = self._for_long if length > _LONG else self._for_short
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+    def _prompt(self, text: str) -> list[int]:
+        self._refuse_long(text)
+        return self._tokenizer.encode(text)
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        text = self._tokenizer.conversation(messages, tools)
+        self._refuse_long(text)
+        return self._tokenizer.encode_conversation(text)
+
+    def _refuse_long(self, text: str) -> None:
+        least = self._count.least(text)
+        if least > self._most_tokens:
+            raise self._refusal(least)

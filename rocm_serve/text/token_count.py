@@ -1,0 +1,105 @@
+"""TokenCount: the fewest tokens that a text can have, known from its bytes before it is tokenised."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+# Unicode's normal forms write a text with at least a quarter of its bytes: tests/amd/runner/test_token_count.py tries
+# all characters.
+_NORMAL_FORMS, _SHRINK = frozenset({"NFC", "NFD", "NFKC", "NFKD"}), 4
+# Parts of a tokenizer that change no byte, or add some.
+_LOSSLESS_NORMALIZERS = frozenset({"ByteLevel", "Prepend"})
+_LOSSLESS_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"})
+_SPACES = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """A tokenizer's bound.
+
+    bytes_of_token: the most bytes of text that one token stands for; infinite if the tokenizer may drop any byte, or
+                    write any number of bytes as one token
+    dropped:        the bytes that have no token: a byte-level tokenizer leaves them out
+    stripping:      texts of tokens that take the spaces next to them along
+    """
+
+    bytes_of_token: float
+    dropped: bytes
+    stripping: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> TokenCount:
+        """Returns the bound of a tokenizer. Only byte pair encodings over bytes have a finite one."""
+        added = list(backend.get_added_tokens_decoder().values())
+        stripping = tuple(token.content for token in added if token.lstrip or token.rstrip)
+        normalizers = _parts(backend.normalizer, "normalizers")
+        splits = _parts(backend.pre_tokenizer, "pretokenizers")
+        tokens = set(backend.get_vocab(with_added_tokens=False))
+        if any(part["type"] == "ByteLevel" for part in (*normalizers, *splits)):
+            # The vocabulary has a character for each byte.
+            dropped = bytes(byte for byte, letter in enumerate(_letters()) if letter not in tokens)
+            longest = max(map(len, tokens), default=1)
+            is_bounded = not (dropped and normalizers)  # a normalizer may make such bytes
+        else:
+            dropped, longest = b"", max(map(_num_bytes, tokens), default=1)
+            is_bounded = _falls_back_to_bytes(backend.model) and {f"<0x{byte:02X}>" for byte in range(256)} <= tokens
+        is_bounded &= isinstance(backend.model, tokenizers.models.BPE) and backend.truncation is None
+        is_bounded &= all(part["type"] in _LOSSLESS_SPLITS and part.get("behavior") != "Removed" for part in splits)
+        if not is_bounded:
+            return cls(math.inf, dropped, stripping)
+        longest = max([longest, *(_num_bytes(token.content) for token in added)])
+        return cls(longest * math.prod(map(_shrink, normalizers)), dropped, stripping)
+
+    def least(self, text: str) -> int:
+        """Returns a number of tokens that no text of these bytes falls below; 0 if nothing is known."""
+        if any(token in text for token in self.stripping):
+            for space in _SPACES:
+                text = text.replace(space, "")
+        num_bytes = len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped))
+        return math.ceil(num_bytes / self.bytes_of_token)
+
+
+def _letters() -> list[str]:
+    """Returns the characters of byte-level vocabularies, by byte: GPT-2's bytes_to_unicode()."""
+    others = itertools.count(256)
+    return [chr(byte if _is_written_as_itself(byte) else next(others)) for byte in range(256)]
+
+
+def _is_written_as_itself(byte: int) -> bool:
+    return 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
+
+
+def _falls_back_to_bytes(model: tokenizers.models.Model) -> bool:
+    return isinstance(model, tokenizers.models.BPE) and bool(model.byte_fallback)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _parts(stage: Any, name: str) -> list[Mapping[str, Any]]:
+    """Returns the parts of a normalizer or pre-tokenizer, as tokenizer.json describes them; sequences are flattened."""
+    return [] if stage is None else list(_flat(json.loads(stage.__getstate__()), name))
+
+
+def _flat(part: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [each for inner in part[name] for each in _flat(inner, name)] if part["type"] == "Sequence" else [part]
+
+
+def _shrink(normalizer: Mapping[str, Any]) -> float:
+    """Returns the most bytes that a normalizer writes as one byte."""
+    kind = normalizer["type"]
+    if kind in _NORMAL_FORMS:
+        return _SHRINK
+    if kind == "Replace" and normalizer["content"]:
+        replaced = normalizer["pattern"].get("String", "")
+        if replaced:
+            return max(1.0, _num_bytes(replaced) / _num_bytes(normalizer["content"]))
+    return 1.0 if kind in _LOSSLESS_NORMALIZERS else math.inf

@@ -1,0 +1,127 @@
+"""Long texts: refused by their bytes where that is possible, and read in threads of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner.async_engines import engine
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.runner.with_parameters import character_tokenizer
+from tests.amd.server.raw import CHAT, COMPLETIONS, post, requested, send
+from tests.amd.server.running import NAME, running
+
+PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+LONG = 70_000
+SAID: dict[str, Any] = {"role": "user", "content": ""}
+
+
+class Backend:
+    """A tokenizer's backend that records the lengths of the texts that it splits, and may hold long ones up.
+
+    lengths: of the texts, in characters
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self.lengths = backend, list[int]()
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+        self._begun = threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.lengths += map(len, texts)
+        if len(texts[0]) >= LONG:
+            self._begun.release()
+            self._may_go_on.wait()
+        return self._backend.encode_batch_fast(texts, **options)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the context, no long text is split to its end."""
+        self._may_go_on.clear()
+        try:
+            yield
+        finally:
+            self._may_go_on.set()
+
+    def begun(self) -> None:
+        """Waits until it has begun to split another long text."""
+        self._begun.acquire()
+
+
+def recording(tokenizer: Tokenizer, backend: Backend) -> Tokenizer:
+    as_tokenizer: Any = backend
+    return Tokenizer(as_tokenizer, tokenizer.bos_token_id, PLAIN)
+
+
+def body(path: str, text: str) -> dict[str, Any]:
+    """Returns a request of either kind with a text."""
+    if path == CHAT:
+        return {"model": NAME, "messages": [{**SAID, "content": text}], "max_tokens": 2, "temperature": 0}
+    return requested(prompt=text)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_of_too_many_bytes_is_refused_before_the_tokenizer_reads_it(path: str, loaded: LoadedModel) -> None:
+    backend = Backend(character_tokenizer().backend)
+    with running(engine(loaded), tokenizer=recording(character_tokenizer(), backend), max_prompt_tokens=20) as server:
+        # Its longest token has 5 bytes. A text of 100 may have 20 tokens, and only the tokenizer can tell.
+        for num_bytes, tokenised, says in ((101, [], "at least 21 tokens"), (100, [100], "the prompt has 100 tokens")):
+            reply = post(server, body(path, "w" * num_bytes), path)
+            assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+            assert says in reply.error["message"]
+            assert "allows at most 20" in reply.error["message"]
+            assert backend.lengths == tokenised
+        assert post(server, body(path, "w" * LONG), path).status == 400
+        assert backend.lengths == [100]
+        # Bytes that have no token may be many.
+        assert post(server, body(path, "é" * LONG + "w"), path).json["usage"]["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(path: str, loaded: LoadedModel) -> None:
+    backend = Backend(word_tokenizer().backend)
+    long = body(path, "w1" + " " * LONG)
+    with (
+        running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server,
+        ThreadPoolExecutor(40) as threads,
+    ):
+        with backend.held():
+            asked = [threads.submit(post, server, long, path) for _ in range(40)]
+            backend.begun()
+            # The first of each is read in the event loop, the others in threads.
+            for text in ("w1 w2", "w1 w2" + " " * 3000):
+                for other in (COMPLETIONS, CHAT):
+                    assert post(server, body(other, text), other).status == 200
+            constrained = {**body(CHAT, "w1"), "logprobs": True, "max_tokens": 1}
+            assert post(server, constrained, CHAT).status == 200
+            assert send(server, "GET", "/health").status == 200
+            assert sum(length >= LONG for length in backend.lengths) == 1
+        assert {each.result().status for each in asked} == {200}
+        assert sum(length >= LONG for length in backend.lengths) == 40
+
+
+def test_a_server_that_ends_has_no_thread_left_that_reads_texts(loaded: LoadedModel) -> None:
+    with running(engine(loaded), tokenizer=word_tokenizer()) as server:
+        for length in (3000, LONG):
+            assert post(server, requested(prompt="w1" + " " * length)).status == 200
+        assert [each for each in threading.enumerate() if each.name.startswith("tokenise")]
+    for each in threading.enumerate():
+        if each.name.startswith("tokenise"):
+            each.join()

@@ -51,7 +51,7 @@ LIBRARIES = {
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work when everything else cannot be imported
     "rocm_attn.models": {"gguf", "numpy", "torch"},
-    SERVER: {"fastapi", "opentelemetry", "pydantic", "starlette", "uvicorn"},
+    SERVER: {"fastapi", "h11", "opentelemetry", "pydantic", "starlette", "uvicorn"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_lab.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
     "rocm_lab.simulator": {"numpy", "torch", "triton"},
@@ -127,7 +127,7 @@ def test_only_modules_of_http_import_fastapi() -> None:
     for source in sources():
         if belongs_to(source.module, SERVER) and source.path.stem not in http:
             found = {name.module.partition(".")[0] for name in source.imports()}
-            assert not found & {"fastapi", "starlette", "uvicorn"}, source.module
+            assert not found & {"fastapi", "h11", "starlette", "uvicorn"}, source.module
 
 
 def test_the_doctor_needs_nothing_that_may_be_broken() -> None:

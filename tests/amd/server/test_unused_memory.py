@@ -55,5 +55,5 @@ def test_a_long_body_is_noted(trims: list[str]) -> None:
 
 def test_what_libc_has_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
     trim_of_libc()()
-    monkeypatch.setattr(unused_memory.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     trim_of_libc()()

@@ -2,6 +2,8 @@
 # this file, and so does __init__.py.
 # isort: off
 
+__version__: str
+
 # A model's layers
 from rocm_attn.problem import UNLIMITED_WINDOW as UNLIMITED_WINDOW
 from rocm_attn.problem import KVEncoding as KVEncoding

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -37,7 +38,9 @@ class StableNames:
         return list(self._module_of)
 
     def get(self, name: str) -> Any:
-        """Imports a name. Raises AttributeError."""
+        """Imports a name; "__version__" is that of the installed distribution. Raises AttributeError."""
+        if name == "__version__":
+            return importlib.import_module("rocm_attn.machine.distributions").version_of_package(self._package)
         if name not in self._module_of:
             raise AttributeError(f"module {self._package!r} has no attribute {name!r}; {self._hint(name)}")
         place = self._module_of[name]
@@ -50,7 +53,8 @@ class StableNames:
         for module, place in self._module_of.items():
             if place in (self._package, f"{self._package}.stable") and name in _names_in(place, f"{module}.py"):
                 return f"it is {self._package}.{module}.{name}"
-        return "docs/names.md lists its names"
+        close = get_close_matches(name, self._module_of, n=1)
+        return f"did you mean {close[0]}?" if close else "docs/names.md lists its names"
 
     def dir(self) -> list[str]:
         """All names of the module, including those that were not used yet."""

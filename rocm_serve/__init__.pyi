@@ -1,6 +1,8 @@
 # The stable names of the serving engine, each once, in the groups of docs/names.md.
 # isort: off
 
+__version__: str
+
 # rocm_serve: sampling
 from rocm_serve.sampling.sampling import Sampler as Sampler
 from rocm_serve.sampling.sampling_options import Sampling as Sampling

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from rocm_attn.cli.interrupts import Interrupts
 from rocm_attn.cli.streams import Stdout, StdoutFailed, open_what_is_closed, say
+from rocm_attn.cli.torch_failures import torch_failure
 from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmAttnError
 from rocm_attn.machine.distributions import installing
 
@@ -20,6 +21,7 @@ _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 # Libraries that are not always installed with the package -> how to install them.
 _REMEDIES = {
     "gguf": installing(".", "gguf"),
+    "huggingface_hub": installing(".", "hub"),
     **dict.fromkeys(("jinja2", "rocm_serve", "safetensors", "tokenizers"), installing("rocm_serve")),
     **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("rocm_serve", "server")),
     **dict.fromkeys(("httpx", "matplotlib"), installing("rocm_lab", "bench")),
@@ -78,4 +80,7 @@ def _answer(error: BaseException) -> int:
         if package in _REMEDIES:
             say(f"rocm-attn: {package} is not installed; {_REMEDIES[package]}")
             return FAILED
+    if failure := torch_failure(error):
+        say(f"rocm-attn: {failure}")
+        return FAILED
     raise error

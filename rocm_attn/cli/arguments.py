@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.machine.devices import device_of
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases
 from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.models.families import attention_geometry, text_fields
 from rocm_attn.models.fields import Fields, read_json
 from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.hub import config_of_id, is_hub_id
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection
@@ -24,10 +26,7 @@ from rocm_attn.step.options import RuntimeOptions
 
 def device_named(name: str | None) -> torch.device:
     """The torch device of --device; if not given: a GPU if there is one, else the CPU. Raises BadSetting."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
+    device = device_of(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadSetting(
             f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'"
@@ -80,6 +79,20 @@ def kv_encodings(names: Sequence[str]) -> Iterator[tuple[KVEncoding, Scales]]:
         yield encoding, Scales.NONE if encoding is KVEncoding.LIKE_Q else _SCALES[scales or "layer"]
 
 
+def config_at(place: str) -> Path:
+    """The file that describes the model at `place`; see described_model. Raises BadModel if there is none."""
+    if is_hub_id(place):
+        return config_of_id(place)
+    path = Path(place)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise BadModel(
+            f"there is no file {path}; give a model's config.json, the directory that holds it, a .gguf file, or an "
+            "id of Hugging Face's hub"
+        )
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
     """A model's attention as its files describe it, without its weights.
@@ -93,11 +106,11 @@ class DescribedModel:
 
 
 def described_model(place: str) -> DescribedModel:
-    """The model at `place`: a config.json, the directory that holds it, or a .gguf file.
+    """The model at `place`: a config.json, the directory that holds it, a .gguf file, or an id of the hub.
 
     Raises BadModel if it is missing or damaged, Unsupported for attention of another kind.
     """
-    path = Path(place)
+    path = config_at(place)
     if path.suffix == ".gguf" and path.is_file():
         # Imported here, because the gguf package belongs to an extra.
         from rocm_attn.models.gguf_config import config_from_gguf
@@ -107,12 +120,6 @@ def described_model(place: str) -> DescribedModel:
         context_len = of_file.context_len
         geometry = of_file.attention.without_idle_windows(context_len)
         return DescribedModel(geometry, lambda given: context_len if given is None else given)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        raise BadModel(
-            f"there is no file {path}; give a model's config.json, the directory that holds it, or a .gguf file"
-        )
     config = read_json(path)
     geometry, fields = attention_geometry(config), text_fields(config)
     if fields.has(_CONTEXT):

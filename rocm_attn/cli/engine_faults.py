@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from pathlib import Path
 
-from rocm_attn.cli.arguments import described_model
+from rocm_attn.cli.arguments import config_at, described_model
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.known_bad import COMPONENTS, ENGINES, Facts, KnownBad, matching
 from rocm_attn.machine.releases import UNKNOWN, Release
@@ -37,12 +36,11 @@ def faults(options: argparse.Namespace) -> tuple[tuple[KnownBad, tuple[str, ...]
         return ()
     given = {name: getattr(options, f"{name}_release", None) for name in COMPONENTS}
     releases = {name: Release.of(version) for name, version in given.items() if version is not None}
-    path = Path(options.config)
-    path = path / "config.json" if path.is_dir() else path
+    path = config_at(options.config)
     facts = Facts(
         releases=dict([*releases.items(), named_engine(options.engine)]),
         archs=frozenset({options.arch}),
-        model=architecture_of(read_json(path)) if path.suffix == ".json" and path.is_file() else None,
+        model=architecture_of(read_json(path)) if path.suffix == ".json" else None,
     )
     features = {"fp8_kv": options.kv_dtype != "auto", "ranks": options.tp > 1}
     with contextlib.suppress(Unsupported):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 from typing import Any
 
-import torch
-
+from rocm_attn.machine.distributions import OWN_DISTRIBUTIONS, version_of
 from rocm_attn.machine.releases import triton_version
-from rocm_attn.machine.target import detect_target
 
-_DISTRIBUTIONS = ("rocm-attn", "torch", "numpy", "safetensors", "tokenizers", "gguf")
+_DISTRIBUTIONS = (*OWN_DISTRIBUTIONS, "torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 # Variables that Triton or the GPU's driver reads; each has changed the behaviour that a user saw.
 _VARIABLES = (
@@ -38,43 +35,57 @@ def run(options: argparse.Namespace) -> None:
     for device in facts["devices"]:
         memory = f"{device['memory_bytes'] / 2**30:.0f} GiB"
         print(f"{device['device']:12} {device['name']}, {device['arch']}, {device['compute_units']} units, {memory}")
-    if not facts["devices"]:
+    if facts["torch_error"]:
+        print(f"{'devices':12} not known: torch cannot be imported ({facts['torch_error']}); run rocm-attn doctor")
+    elif not facts["devices"]:
         print(f"{'devices':12} no GPU; cpu")
     for name, value in facts["variables"].items():
         print(f"{name}={value}")
 
 
 def environment() -> dict[str, Any]:
-    """versions (None: not installed), devices (GPUs, in torch's order) and the variables of _VARIABLES that are set."""
+    """Facts about this machine, which need no torch.
+
+    versions:    None: not installed
+    devices:     GPUs, in torch's order
+    torch_error: why torch cannot be imported; "" if it can
+    variables:   those of _VARIABLES that are set
+    """
+    built_for: dict[str, str | None] = {"rocm": None, "cuda": None}
+    devices, torch_error = [], ""
+    try:
+        import torch
+
+        built_for = {"rocm": torch.version.hip, "cuda": torch.version.cuda}
+        devices = [_device(index) for index in range(torch.cuda.device_count())]
+    except Exception as error:  # a broken torch raises ImportError, OSError, RuntimeError, AttributeError...
+        torch_error = (str(error).splitlines() or [type(error).__name__])[0]
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in _DISTRIBUTIONS},
+            **{name: version_of(name) for name in _DISTRIBUTIONS},
             "triton": triton_version() or None,
             "aiter": _aiter_version(),
-            "rocm": torch.version.hip,
-            "cuda": torch.version.cuda,
+            **built_for,
         },
-        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "devices": devices,
+        "torch_error": torch_error,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _aiter_version() -> str | None:
     """AITER's version. The distribution is amd-aiter; the registry's "aiter" is another project of that name."""
     if importlib.util.find_spec("aiter") is None:
         return None
-    return _version("amd-aiter") or "of unknown version; the distribution amd-aiter is not installed"
+    return version_of("amd-aiter") or "of unknown version; the distribution amd-aiter is not installed"
 
 
 def _device(index: int) -> dict[str, Any]:
+    import torch
+
+    from rocm_attn.machine.target import detect_target
+
     device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
     target = detect_target(device)

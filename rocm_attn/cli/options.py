@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.machine.choices import AUTO, DTYPES
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
+from rocm_attn.machine.gpus import arch_named
 from rocm_attn.machine.option_texts import AttentionOptions, OptionText, option_texts
 
 # Sizes are int32 on the device.
@@ -102,12 +103,22 @@ def providers(text: str) -> tuple[str, ...]:
     return names(text)
 
 
+def _count_or_name(count: Callable[[str], int], names: Sequence[str], text: str) -> int | str:
+    """Parses a number, or one of the names that an option has besides. Raises ArgumentTypeError."""
+    if text in names:
+        return text
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError as refused:
+        raise argparse.ArgumentTypeError(f"{refused}{''.join(f', or {name}' for name in names)}") from None
+
+
 def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """Returns the function that turns a word of the command line into a value of the option."""
     if text.kind is int:
         # The component that needs a bound above 1 reports it: a pool of one page has no page to give out.
         count = partial(at_least, min(int(text.least or 0), 1))
-        return lambda word: word if word in text.choices else count(word)
+        return partial(_count_or_name, count, text.choices)
     return not_negative if text.kind is float else text.kind
 
 
@@ -133,9 +144,12 @@ KV_FORMAT = (OF_ATTENTION["kv_dtype"], OF_ATTENTION["kv_scales"])
 
 JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(
-    "config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file"
+    "config",
+    metavar="CONFIG.json",
+    help="a model's config.json, the directory that holds it, a .gguf file, or an "
+    "id of Hugging Face's hub, as Qwen/Qwen3-8B",
 )
-ARCH = option("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
+ARCH = option("--arch", type=arch_named, help="gfx942, gfx950, sm_90, sm_80, cpu, or a GPU's name, as mi300x or mi355x")
 DEVICE = option("--device", help="cpu, cuda or cuda:1; HIP devices are called cuda (a GPU if there is one, else cpu)")
 DTYPE = option(
     "--dtype",

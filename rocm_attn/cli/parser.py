@@ -7,10 +7,13 @@ Nothing here imports torch, so that --help is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
+from typing import Any
 
 from rocm_attn.cli import options as o
+from rocm_attn.cli.command_parser import CommandParser
+from rocm_attn.machine.distributions import versions_line
 
 COMMANDS = "rocm_attn.commands"
 # The commands of this project's other distributions, and the folder that each is installed from.
@@ -65,16 +68,23 @@ Commands = argparse._SubParsersAction  # argparse has no public name for what ad
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `rocm-attn`; the command's name is in .command."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="rocm-attn",
         description="A ROCm-first attention runtime: paged KV cache, HIP graphs, and a serving engine on top.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (_add_explain, _add_capture_plan, _add_prewarm, _add_truth):
         add(commands)
-    add_command(commands, "kernels", help="print the table of all kernels with their limits, as Markdown")
+    add_command(
+        commands,
+        "kernels",
+        help="print the table of all kernels with their limits, as Markdown",
+        description="Print each attention kernel with the layers that it serves: archs, releases, heads, page sizes "
+        "and dtypes. docs/kernels.md is this output.",
+    )
     guards = add_command(
         commands,
         "guards",
@@ -83,7 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_options(guards, [o.JSON.but(help="print a list of JSON objects")])
     _add_doctor(commands)
-    env = add_command(commands, "env", help="print versions and devices, for a bug report")
+    env = add_command(
+        commands,
+        "env",
+        help="print versions and devices, for a bug report",
+        description="Print the versions of packages, the GPUs that torch sees, and the variables that are set. Works "
+        "even if torch cannot be imported.",
+    )
     add_options(env, [o.JSON])
     for name in commands.choices:
         commands.choices[name].set_defaults(module=f"{__package__}.{name.replace('-', '_')}")
@@ -96,6 +112,17 @@ def build_parser() -> argparse.ArgumentParser:
             absent.add_argument("arguments", nargs="*")
             absent.set_defaults(module=f"{__package__}.elsewhere", folder=folder)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the versions. They are read only then: --help does not wait for them."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **rest: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the versions, and nothing else")
+
+    def __call__(self, parser: argparse.ArgumentParser, *of_call: object) -> None:
+        print(versions_line())
+        parser.exit()
 
 
 def add_options(parser: argparse._ActionsContainer, options: Iterable[o.Option]) -> None:

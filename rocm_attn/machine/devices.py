@@ -9,10 +9,22 @@ from typing import Any, Protocol
 
 import torch
 
+from rocm_attn.errors import BadSetting
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """The device of a name. Raises BadSetting for a name that torch does not know."""
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise BadSetting(
+            f"device {device!r} is not known; use 'cpu', 'cuda' or 'cuda:1' (HIP devices are 'cuda' in torch)"
+        ) from error
+
 
 def with_index(device: torch.device | str) -> torch.device:
-    """Turns cuda into cuda:N, so that the device compares equal to those of tensors."""
-    device = torch.device(device)
+    """Turns cuda into cuda:N, so that the device compares equal to those of tensors. Raises BadSetting."""
+    device = device_of(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

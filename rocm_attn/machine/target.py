@@ -11,6 +11,7 @@ import torch
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
 from rocm_attn.machine.aiter_marks import MARKS
+from rocm_attn.machine.gpus import GPUS
 from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
 
 
@@ -91,7 +92,9 @@ KNOWN_TARGETS: dict[str, Target] = {
 def known_target(arch: str) -> Target:
     """The target written down for an arch. Raises BadSetting with the known ones."""
     if arch not in KNOWN_TARGETS:
-        raise BadSetting(f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}")
+        raise BadSetting(
+            f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}, or a GPU: {', '.join(GPUS)}"
+        )
     return KNOWN_TARGETS[arch]
 
 

@@ -15,7 +15,7 @@ from rocm_lab.cli.bench_serving import load_options, show, trace_of
 from rocm_serve.cli.generate import dtype_of
 from rocm_serve.cli.options import ON_GENERATE
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import load_model
+from rocm_serve.models.loading import find_model, load_model
 from rocm_serve.options import EngineOptions
 
 
@@ -23,9 +23,10 @@ def run(options: argparse.Namespace) -> None:
     """Prints the results. Raises RequestsLost, BadSetting, BadModel, NeverFits."""
     trace = trace_of(options)
     device = device_named(options.device)
-    dtype = dtype_of(options.dtype, options.model, device)
+    model = str(find_model(options.model))
+    dtype = dtype_of(options.dtype, model, device)
     say(f"loading {options.model} on {device} in {str(dtype).removeprefix('torch.')}")
-    loaded = load_model(options.model, dtype=dtype, device=device)
+    loaded = load_model(model, dtype=dtype, device=device)
     longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
     chosen = {name: getattr(options, name) for name in ON_GENERATE}
     engine = Engine(loaded, EngineOptions(**chosen, max_kv_len=longest))

@@ -24,11 +24,20 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.cli.options import ON_GENERATE
 from rocm_serve.cli.request_options import request_of
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import LoadedModel, ModelFiles, default_dtype, load_model, model_kind, open_model
+from rocm_serve.models.loading import (
+    LoadedModel,
+    ModelFiles,
+    default_dtype,
+    find_model,
+    load_model,
+    model_kind,
+    open_model,
+)
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
+from rocm_serve.speculation.engines import require_drafter
 
 _HEADER_COLUMNS = 76
 
@@ -111,12 +120,15 @@ def _in_unicode(number: int, prompt: str) -> str:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     requested = request_of(options)
+    # Wrong words are refused before weights are read, which takes a minute.
+    require_drafter(EngineOptions(**{name: getattr(options, name) for name in ON_GENERATE}).speculative)
     device = device_named(options.device)
-    dtype = dtype_of(options.dtype, options.model, device)
+    model = str(find_model(options.model))
+    dtype = dtype_of(options.dtype, model, device)
     on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
     say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
     if options.tp == 1:
-        loaded = load_model(options.model, dtype=dtype, device=device)
+        loaded = load_model(model, dtype=dtype, device=device)
         requests = [_request(options, requested, loaded, prompt) for prompt in prompts]
         engine = Engine(loaded, _engine_options(options, loaded, requests))
         if isinstance(engine.flight, FlightRecorder):
@@ -125,10 +137,10 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         return
     if device.index is not None:
         raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
-    files = open_model(options.model)
+    files = open_model(model)
     requests = [_request(options, requested, files, prompt) for prompt in prompts]
     with RankedEngine(
-        partial(load_model, options.model, dtype=dtype),
+        partial(load_model, model, dtype=dtype),
         _engine_options(options, files, requests),
         num_ranks=options.tp,
         device_type=device.type,

@@ -68,7 +68,10 @@ PROMPTS_FILE = option(
 )
 RAW = switch("--raw", "use the prompt unchanged instead of applying the chat template")
 MODEL = option(
-    "--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2"
+    "--model",
+    default="smollm2",
+    help="a directory with config.json and safetensors, a .gguf file, an id of "
+    "Hugging Face's hub, as Qwen/Qwen3-8B, whose cache is asked first, or smollm2",
 )
 MAX_NEW_TOKENS = option(
     "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most new tokens per prompt (128)"

@@ -18,7 +18,7 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.cli.generate import dtype_of
 from rocm_serve.cli.options import ON_SERVE, SERVER
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import load_model, open_model
+from rocm_serve.models.loading import find_model, load_model, open_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.server.keys import keys_from
@@ -26,6 +26,7 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import NO_TRACES, otlp_traces
+from rocm_serve.speculation.engines import require_drafter
 from rocm_serve.text.tokenizer import Tokenizer
 
 
@@ -47,13 +48,15 @@ def _announce(line: str) -> None:
 @contextmanager
 def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine, Tokenizer | None]]:
     """Yields an engine that has its graphs, and the model's tokenizer."""
-    device = device_named(options.device)
-    dtype = dtype_of(options.dtype, options.model, device)
-    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
     engine_options = EngineOptions(**{name: getattr(options, name) for name in ON_SERVE})
+    require_drafter(engine_options.speculative)
+    device = device_named(options.device)
+    model = str(find_model(options.model))
+    dtype = dtype_of(options.dtype, model, device)
+    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
     say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
     if options.tp == 1:
-        loaded = load_model(options.model, dtype=dtype, device=device)
+        loaded = load_model(model, dtype=dtype, device=device)
         engine = Engine(loaded, engine_options)
         if isinstance(engine.flight, FlightRecorder):
             dump_on_signal(engine.flight)
@@ -62,9 +65,9 @@ def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine
         return
     if device.index is not None:
         raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
-    tokenizer = open_model(options.model).tokenizer
+    tokenizer = open_model(model).tokenizer
     with RankedEngine(
-        partial(load_model, options.model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type
+        partial(load_model, model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type
     ) as ranked:
         _make_ready(ranked, device.type)
         yield ranked, tokenizer

@@ -18,6 +18,7 @@ from rocm_attn.models.fields import Fields, read_json, read_text
 from rocm_attn.models.gguf_config import config_from_gguf
 from rocm_attn.models.gguf_file import GGUFFile
 from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.hub import directory_of_id, is_hub_id
 from rocm_attn.models.tensors import TensorSource
 from rocm_attn.problem import DTYPES
 from rocm_serve.models.safetensors_file import SafetensorsFiles
@@ -59,7 +60,7 @@ class ModelFiles:
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
+    """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, a hub's id, or "smollm2".
 
     dtype: of all weights: float32, float16 or bfloat16
     ranks: that share the model; each reads its own part
@@ -103,12 +104,20 @@ def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
 
 
 def find_model(path: str | Path) -> Path:
-    """The directory or .gguf file at `path`, or that of "smollm2". Raises BadModel if there is none."""
+    """The directory or .gguf file at `path`, of an id of Hugging Face's hub, or of "smollm2".
+
+    Raises BadModel if there is none.
+    """
+    if is_hub_id(str(path)):
+        return directory_of_id(str(path))
     place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)
     if place.is_dir():
         return place
     if not place.is_file():
-        raise BadModel(f"there is no model at {place}; give a directory, a .gguf file, or {DEFAULT_MODEL!r}")
+        raise BadModel(
+            f"there is no model at {place}; give a directory, a .gguf file, an id of Hugging Face's hub, or "
+            f"{DEFAULT_MODEL!r}"
+        )
     if place.suffix != ".gguf":
         raise BadModel(f"{place} is neither a directory nor a .gguf file; for safetensors, give their directory")
     return place

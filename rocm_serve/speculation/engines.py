@@ -14,7 +14,7 @@ from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from rocm_serve.engine_runtime import StepForms, captures_all_steps, model_over, runtime_with
-from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.models.loading import LoadedModel, find_model, load_model
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.draft_model import ModelDrafter
@@ -48,6 +48,13 @@ class NoWeights:
 Drafting = NoWeights | LoadedModel | EagleWeights | Eagle3Weights
 
 
+def require_drafter(speculative: str) -> None:
+    """Raises BadModel if the option names a model that is not there. Reads no weights."""
+    kind, colon, path = speculative.partition(":")
+    if colon and (kind + colon, path) not in ((EAGLE, SEEDED), (EAGLE, SEEDED3)):
+        find_model(path)
+
+
 def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     """Reads the weights of the drafter, before the model's pool is sized. Raises BadModel, BadSetting."""
     if options.speculative in (OFF, NGRAM):
@@ -67,7 +74,10 @@ def _read_head(path: str, loaded: LoadedModel) -> EagleWeights | Eagle3Weights:
     """The head in a directory, which names its kind, or a seeded one."""
     if path == SEEDED3:
         return seeded_head3(loaded)
-    return load_head3(path, loaded) if path != SEEDED and is_eagle3(path) else load_head(path, loaded)
+    if path == SEEDED:
+        return load_head(path, loaded)
+    path = str(find_model(path))
+    return load_head3(path, loaded) if is_eagle3(path) else load_head(path, loaded)
 
 
 def layers_beside(drafting: Drafting) -> tuple[AttentionLayer, ...]:

@@ -16,6 +16,11 @@ from tests.amd.runner.tiny_model import CONFIG, RandomTensors, tiny_model, word_
 FLAGS = ("--model", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")
 
 
+def place(path: str) -> str:
+    """Replaces `find_model`; there are no files."""
+    return path
+
+
 def load(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
     """Replaces `load_model`; ignores the path."""
     torch.set_num_threads(1)
@@ -35,6 +40,7 @@ def dtype(*requested: Any) -> torch.dtype:
 if __name__ == "__main__":
     from tests.amd.server import tiny_server  # ranks import it by this name
 
-    for name, replacement in {"load_model": "load", "open_model": "files", "dtype_of": "dtype"}.items():
+    replaced = {"find_model": "place", "load_model": "load", "open_model": "files", "dtype_of": "dtype"}
+    for name, replacement in replaced.items():
         setattr(command, name, getattr(tiny_server, replacement))
     sys.exit(main(["serve", *FLAGS, *sys.argv[1:]]))

@@ -1,0 +1,19 @@
+"""A torch that is missing, or that cannot be imported, in a sentence."""
+
+from __future__ import annotations
+
+import traceback
+
+
+def torch_failure(error: BaseException) -> str:
+    """The sentence about an error that the import of torch has raised; "" for any other error."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "torch is not installed; install the build for your GPU, or for CPUs, and run rocm-attn doctor"
+    if not isinstance(error, ImportError | OSError | RuntimeError | AttributeError):
+        return ""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    importing = [number for number, name in enumerate(modules) if name == "importlib._bootstrap"]
+    if not importing or not any(name == "torch" or name.startswith("torch.") for name in modules[importing[0] :]):
+        return ""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"torch cannot be imported ({reason}); rocm-attn doctor says what is wrong with it"

@@ -1,0 +1,168 @@
+"""Words of the command line: refused in one sentence, with the word that was meant, before any work is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import rocm_attn as ra
+import rocm_serve
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.gpus import GPUS
+from rocm_attn.machine.target import KNOWN_TARGETS
+from tests.amd.house.source_tree import ROOT
+from tests.amd.house.test_cli import LLAMA, config_file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["explian", "config.json"],
+            "argument COMMAND: invalid choice: 'explian'; did you mean explain? (see rocm-attn",
+        ),
+        (["bench", "kernls"], "invalid choice: 'kernls'; did you mean kernels? (see rocm-attn bench --help)"),
+        (["serve", "--page-szie", "3"], "unrecognized arguments: --page-szie 3; did you mean --page-size?"),
+        (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
+        (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, torch, triton, aiter)"),
+        (["kernels", "--quiet"], "rocm-attn kernels: error: unrecognized arguments: --quiet (see"),
+        (["generate", "--page-size", "abc", "x"], "argument --page-size: 'abc' is not a whole number, or auto"),
+        (
+            ["generate", "--page-size", "0", "x"],
+            "argument --page-size: 0 is below 1, the smallest allowed value, or auto",
+        ),
+        (["explain", "config.json"], "the following arguments are required: --arch"),
+    ],
+)
+def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == BAD_INPUT
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert complaint in line
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--speculative", "foo"),
+        ("--speculative", "draft:/nowhere"),
+        ("--speculative", "eagle:/nowhere"),
+        ("--model", "/nowhere", "--dtype", "float32"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_words_are_checked_before_weights_are_read(
+    command: str, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loads(*given: object, **options: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(f"rocm_serve.cli.{command}.load_model", loads)
+    prompts, port = (["x"], []) if command == "generate" else ([], ["--port", "0"])
+    assert main([command, *wrong, *port, *prompts]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/nowhere" in line or "speculative 'foo' is not known" in line
+
+
+@pytest.mark.parametrize(("name", "arch"), [("mi300x", "gfx942"), ("MI355X", "gfx950"), ("h200", "sm_90")])
+def test_a_gpus_name_stands_for_its_arch(
+    name: str, arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", config_file(tmp_path, LLAMA), "--arch", name, "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["arch"] == arch
+
+
+def test_every_gpu_of_the_table_has_a_known_arch_and_says_where_its_bytes_are_from() -> None:
+    for name, gpu in GPUS.items():
+        assert name == name.lower()
+        assert gpu.arch in KNOWN_TARGETS
+        assert gpu.memory_bytes >= 80 * 10**9
+        assert gpu.source
+
+
+def test_an_unknown_arch_lists_archs_and_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", config_file(tmp_path, LLAMA), "--arch", "mi250x"]) == BAD_INPUT
+    assert "arch 'mi250x' is not known; choose one of gfx942, gfx950" in (said := capsys.readouterr().err)
+    assert "or a GPU: mi300x" in said
+
+
+def test_versions_are_printed_and_are_those_of_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == DONE
+    names = ("rocm-attn", "rocm-serve", "rocm-lab")
+    assert capsys.readouterr().out == ", ".join(f"{name} {metadata.version(name)}" for name in names) + "\n"
+    assert ra.__version__ == metadata.version("rocm-attn")
+    assert rocm_serve.__version__ == metadata.version("rocm-serve")
+
+
+def test_a_misspelt_name_is_suggested() -> None:
+    with pytest.raises(AttributeError, match=r"module 'rocm_attn' has no attribute 'Probelm'; did you mean Problem\?"):
+        ra.Probelm  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_device_that_torch_does_not_know_is_refused_in_a_sentence() -> None:
+    with pytest.raises(BadSetting, match="device 'rocm' is not known; use 'cpu', 'cuda' or 'cuda:1'"):
+        ra.build_runtime([], ra.RuntimeOptions(num_pages=2, max_num_seqs=1, max_kv_len=16), device="rocm")
+
+
+# A torch that is missing, and one whose libraries are.
+TORCHES = {
+    "absent": ("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", "torch is not installed; "),
+    "broken": (
+        "raise OSError('libtorch_hip.so: cannot open shared object file')",
+        "torch cannot be imported (libtorch_hip.so: cannot open shared object file); rocm-attn doctor says",
+    ),
+}
+
+
+def with_torch(state: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command over a torch in one of the states of TORCHES."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(TORCHES[state][0])
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "rocm_attn.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("state", list(TORCHES))
+@pytest.mark.parametrize("command", ["explain", "kernels", "guards"])
+def test_without_torch_a_command_answers_with_one_sentence(state: str, command: str, tmp_path: Path) -> None:
+    words = (config_file(tmp_path, LLAMA), "--arch", "gfx942") if command == "explain" else ()
+    done = with_torch(state, tmp_path, command, *words)
+    assert (done.returncode, done.stdout) == (FAILED, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"rocm-attn: {TORCHES[state][1]}")
+
+
+@pytest.mark.parametrize("state", list(TORCHES))
+def test_env_reports_without_torch_and_says_why_there_is_none(state: str, tmp_path: Path) -> None:
+    done = with_torch(state, tmp_path, "env", "--json")
+    assert (done.returncode, done.stderr) == (DONE, "")
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["rocm-attn"] == ra.__version__
+    assert facts["torch_error"]
+    assert facts["devices"] == []
+
+
+def test_every_command_describes_itself_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("explain", "capture-plan", "prewarm", "truth", "kernels", "guards", "doctor", "env", "serve"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        printed = capsys.readouterr().out
+        description = printed.partition("\n\n")[2].partition("\n\n")[0]
+        assert description.strip().endswith("."), command
+        assert not description.startswith("options"), command
+        assert "exit codes: 0 done, 1 the job failed, 2 wrong usage" in printed

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from rocm_attn.capture.fit import DRIVER_BYTES
 from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.capture.probe_requests import ProbeRequests
 from rocm_attn.capture.step_runner import StepRunner
@@ -27,9 +28,6 @@ from rocm_serve.sampling.sampling import draw_all
 # Graphs share one pool of memory, in which each keeps its outputs; the rest of it is reused by other graphs.
 # Made in any order, they took up to twice the rest of the largest, because the sizes of a ladder double.
 _GRAPHS_OF_ANY_ORDER = 2
-# The driver takes memory in steps, so its memory for one graph may not show. On an H200 it kept 4 MiB for each of 35
-# graphs of 8 layers.
-DRIVER_BYTES = 8 << 20
 
 
 class DeviceMemory(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.choices import USED_SHARE
 from rocm_attn.machine.option_texts import AttentionOptions, option, option_texts
 from rocm_serve.speculation.methods import NGRAM, OFF, require_method
 
@@ -55,7 +56,7 @@ class EngineOptions(AttentionOptions):
         on_generate=False,
     )
     gpu_memory_share: float = option(
-        0.9,
+        USED_SHARE,
         "share of a GPU's memory that may be in use, above 0 and up to 1: K and V get the measured remainder "
         "after weights, the largest step and graphs",
         unit="SHARE",

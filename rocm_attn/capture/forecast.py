@@ -44,18 +44,31 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPages:
+    """The pages that hold all tokens of a sequence. num_pages: with the reserved page 0; page_bytes: over all layers"""
+
+    num_pages: int
+    page_bytes: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class CapturePlan:
     """The memory that a runtime of these settings allocates, and the graphs that it captures.
 
     buckets: graphs, in the order in which they are made; none if a kernel cannot be captured
     lengths: True if more graphs follow, one for each length bucket, because a kernel bakes in a length
     parts:   every allocation that is made before the first step
+    pages:   those of the pool for layers without a window, or of all layers
+    kv_bytes: of all pools
     draft_bytes: bytes that would not be allocated without rounds of drafts; num_pages is the same
     """
 
     buckets: tuple[Bucket, ...]
     lengths: bool
     parts: tuple[Allocation, ...]
+    pages: PlannedPages
+    kv_bytes: int
     draft_bytes: int
 
     @property
@@ -78,11 +91,14 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
     ]
     entries = [kernel.entry for selection in runtime.selections for kernel in selection.kernels.values()]
     parts = _step_parts(runtime, padding)
+    full = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) == Space.FULL]
     without = _step_parts(runtime, replace(padding, drafts=())) if padding.drafts else parts
     return CapturePlan(
         buckets=tuple(_bucket(runtime, shape) for shape in shapes),
         lengths=bool(shapes) and any(entry.bakes for entry in entries),
         parts=(*parts, *_request_parts(runtime, problems)),
+        pages=PlannedPages(runtime.pool.in_space(Space.FULL).num_pages, page_bytes(full), runtime.pool.page_size),
+        kv_bytes=sum(runtime.pool.in_space(table.space).num_bytes for table in runtime.table.spaces),
         draft_bytes=sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in without),
     )
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
+from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.gpus import GPUS, Gpu
+from rocm_attn.models.cut import cost_of_heads
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 
@@ -23,9 +28,10 @@ _NOT_PREDICTED = "graphs also take memory for activations; it depends on the mod
 def run(options: argparse.Namespace) -> None:
     """Prints the plan for options.config. Raises RocmAttnError."""
     model = described_model(options.config)
+    gpu = _gpu(options)
     target = requested_target(options)
     max_kv_len = model.max_kv_len(options.max_kv_len)
-    geometry = model.geometry.without_idle_windows(max_kv_len)
+    geometry = model.geometry.on_one_of(options.tp).without_idle_windows(max_kv_len)
     over = geometry.problems(
         dtype=getattr(torch, options.dtype),
         page_size=geometry.least_page_size,
@@ -41,16 +47,78 @@ def run(options: argparse.Namespace) -> None:
     settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
     plan = plan_capture(problems, target, settings)
     state_bytes = geometry.state_bytes(getattr(torch, options.dtype))
+    weights = weights_of(options)
+    fit = None
+    if gpu is not None and weights.num_bytes != NOT_KNOWN:
+        fit = fit_of(
+            plan,
+            lambda num_pages: plan_capture(problems, target, replace(settings, num_pages=num_pages)),
+            budget=int(options.gpu_memory_share * gpu.memory_bytes),
+            weight_bytes=weights.num_bytes,
+        )
     if options.json:
-        described = {"arch": target.arch, **pages_as_json(pages), "max_kv_len": max_kv_len}
-        print(json.dumps({**described, **_as_json(plan), "state_bytes_per_request": state_bytes}, indent=2))
+        described = {"arch": target.arch, "ranks": options.tp, **pages_as_json(pages), "max_kv_len": max_kv_len}
+        of_weights = {"weights_bytes": None if weights.num_bytes == NOT_KNOWN else weights.num_bytes}
+        of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
+        states = {"state_bytes_per_request": state_bytes}
+        print(json.dumps({**described, **_as_json(plan), **of_weights, **of_fit, **states}, indent=2))
     else:
-        print(f"{options.config} on {target.arch}, up to {options.max_batch_size} sequences of {max_kv_len} tokens")
+        ranks = "" if options.tp == 1 else f", one of {options.tp} ranks"
+        print(
+            f"{options.config} on {target.arch}{ranks}, up to {options.max_batch_size} sequences of {max_kv_len} tokens"
+        )
+        for sentence in cost_of_heads(model.geometry, options.tp):
+            print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print(f"{pages.describe()} were chosen")
         print("\n".join(_lines(plan)))
+        print("\n".join(_fit_lines(options, weights, gpu, fit)))
         if state_bytes:
             print(f"recurrent states take {_size(state_bytes)} a request too; rocm_attn keeps none")
+
+
+def _gpu(options: argparse.Namespace) -> Gpu | None:
+    """The GPU of --gpu, whose arch is that of --arch if it is not given. Raises BadSetting."""
+    if options.gpu is None:
+        if options.arch is None:
+            raise BadSetting("give --gpu, as mi300x, which says how many tokens fit, or --arch, as gfx942")
+        return None
+    gpu = GPUS[options.gpu]
+    if options.arch not in (None, gpu.arch):
+        raise BadSetting(f"--gpu {options.gpu} is {gpu.arch}, and --arch is {options.arch}; leave --arch out")
+    options.arch = gpu.arch
+    if not 0 < options.gpu_memory_share <= 1:
+        raise BadSetting(f"--gpu-memory-share is {options.gpu_memory_share}; it must be above 0 and at most 1")
+    return gpu
+
+
+def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, fit: Fit | None) -> list[str]:
+    """The weights, and whether all of it fits the GPU."""
+    on_rank = "" if options.tp == 1 else " on each rank"
+    if weights.num_bytes == NOT_KNOWN:
+        return ["", f"weights{on_rank} are not known: {weights.source}"]
+    lines = ["", f"weights{on_rank} take {_size(weights.num_bytes)} ({weights.source})"]
+    if gpu is None or fit is None:
+        return [*lines, "--gpu says whether it fits, and how many tokens would"]
+    lines.append(
+        f"{options.gpu} has {_size(gpu.memory_bytes)} ({gpu.source}); {_size(fit.budget)} of them may be in use "
+        f"(--gpu-memory-share {options.gpu_memory_share:g})"
+    )
+    driver = f"graphs keep up to {_size(fit.graphs)} in the driver, by what an H200 showed"
+    if fit.fits:
+        return [
+            *lines,
+            f"fits: {_size(fit.left)} remain for activations; {driver}",
+            f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit without activations",
+        ]
+    if fit.room == 0:
+        return [*lines, f"does not fit: no token of K and V fits beside the rest; {driver}; use more ranks (--tp)"]
+    pages = 1 + fit.room // fit.page_size
+    return [
+        *lines,
+        f"does not fit: {_size(-fit.left)} are missing before activations; {driver}",
+        f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit: --num-pages {pages}, or more ranks (--tp)",
+    ]
 
 
 def _lines(plan: CapturePlan) -> list[str]:

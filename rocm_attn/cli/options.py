@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.machine.choices import AUTO, DTYPES
+from rocm_attn.machine.choices import AUTO, DTYPES, USED_SHARE
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
-from rocm_attn.machine.gpus import arch_named
+from rocm_attn.machine.gpus import GPUS, arch_named
 from rocm_attn.machine.option_texts import AttentionOptions, OptionText, option_texts
 
 # Sizes are int32 on the device.
@@ -186,6 +186,20 @@ VERIFY_TOKENS = option(
     help="include steps that verify drafts, with up to this many new tokens per sequence: 1 + --draft-tokens (none)",
 )
 SHARED_PREFIXES = switch("--shared-prefixes", "include decode steps that share prefixes")
+GPU = option("--gpu", type=str.lower, choices=tuple(GPUS), help="GPU whose memory must hold all of it, as mi300x")
+GPU_MEMORY_SHARE = option(
+    "--gpu-memory-share",
+    type=not_negative,
+    default=USED_SHARE,
+    metavar="SHARE",
+    help=f"share of the GPU's memory that may be in use ({USED_SHARE:g})",
+)
+WEIGHTS_GIB = option(
+    "--weights-gib",
+    type=not_negative,
+    metavar="GIB",
+    help="weights on each rank, for instance FP8 weights of an engine (those of the model in --dtype)",
+)
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
 AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.14 (the image's)")
 ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="ROCm release, for instance 7.0 (the image's)")

@@ -53,7 +53,8 @@ examples:
 
 _CAPTURE_PLAN_EXAMPLES = """\
 examples:
-  rocm-attn capture-plan config.json --arch gfx942 --max-batch-size 256
+  rocm-attn capture-plan config.json --gpu mi300x --max-batch-size 256
+  rocm-attn capture-plan ./Llama-3.1-70B-Instruct --gpu mi300x --tp 8 --max-batch-size 64 --max-kv-len 32768
   rocm-attn capture-plan config.json --arch gfx950 --max-batch-size 64 --max-kv-len 32768 --json
 """
 
@@ -161,13 +162,17 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "capture-plan",
         help="list the graphs of a model and the sizes of its buffers; needs no GPU",
-        description="List the graphs that would be made, largest first, and every buffer with its bytes and the "
-        "setting that determines its size. Nothing is captured or allocated.",
+        description="List the graphs that would be made, largest first, every buffer with its bytes and the setting "
+        "that determines its size, the weights, and with --gpu whether all of it fits. Nothing is captured, "
+        "allocated or loaded.",
         examples=_CAPTURE_PLAN_EXAMPLES,
     )
     swa_pages = o.SWA_PAGES.but(default=0, help="pages of a separate pool for layers with a window (none)")
     max_batch_size = o.MAX_BATCH_SIZE.but(required=True, default=None, help="sequences that run at a time")
-    options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
+    # The module that counts a model's weights is rocm-serve's, which sets it.
+    parser.set_defaults(weights_counted_in=None)
+    gpu = (o.ARCH, o.GPU, o.GPU_MEMORY_SHARE, o.WEIGHTS_GIB, o.RANKS)
+    options = (o.CONFIG, *gpu, max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES, o.DRAFTS)
     add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, *o.RELEASES, o.JSON))
 
@@ -182,8 +187,19 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
         "needed.",
         examples=_PREWARM_EXAMPLES,
     )
-    arch = o.ARCH.but(help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
-    options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
+    arch = o.ARCH.but(help="gfx942, gfx950, sm_90, sm_80, or a GPU's name, as mi300x (this machine's GPU)")
+    options = (
+        o.CONFIG,
+        arch,
+        o.RANKS,
+        o.PROVIDER,
+        o.DTYPE,
+        *o.KV_FORMAT,
+        *o.PAGES,
+        o.MAX_BATCH_SIZE,
+        o.MAX_KV_LEN,
+        o.NUM_PAGES,
+    )
     served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES, o.DRAFTS, o.VERIFY_TOKENS)
     add_options(parser, (*options, *served, o.JSON))
 

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     model = described_model(options.config)
     target, device = target_and_device(options.arch)
     max_kv_len = model.max_kv_len(options.max_kv_len)
-    geometry = model.geometry.without_idle_windows(max_kv_len)
+    geometry = model.geometry.on_one_of(options.tp).without_idle_windows(max_kv_len)
     # A GPU that is not here is assumed to have every kernel that AITER brings.
     missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
     over = geometry.problems(

@@ -31,9 +31,10 @@ examples:
 
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Adds generate and serve to `rocm-attn`."""
+    """Adds generate and serve to `rocm-attn`, and to capture-plan the count of a model's weights."""
     _add_generate(commands)
     _add_serve(commands)
+    commands.choices["capture-plan"].set_defaults(weights_counted_in="rocm_serve.models.weight_bytes")
 
 
 def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:

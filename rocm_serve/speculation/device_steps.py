@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.fit import DRIVER_BYTES
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
@@ -41,7 +42,6 @@ from rocm_attn.step.gate import RanStep
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.prepared import stream_of
-from rocm_serve.measured_memory import DRIVER_BYTES
 from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import Ranks
 from rocm_serve.recent_steps import NO_ROUND

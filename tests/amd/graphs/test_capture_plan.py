@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,82 @@ def test_the_command_chooses_the_pages_that_are_left_open(
     assert main([*command, "--page-size", "auto"]) == DONE
     layout = "vectorised " if chosen == "vectorized" else ""
     assert f"{layout}pages of 16 tokens were chosen" in capsys.readouterr().out.splitlines()
+
+
+# The rest of Llama-3.1-8B's config.json.
+WHOLE = {"intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "verdict"),
+    [
+        (["--max-kv-len", "8192"], r"fits: 93\.\d GiB remain for activations"),
+        ([], r"does not fit: 866\.\d GiB are missing before activations"),
+        (["--weights-gib", "190"], r"does not fit: no token of K and V fits beside the rest"),
+        (["--tp", "8"], r"fits: 41\.\d GiB remain for activations"),
+    ],
+)
+def test_the_command_says_whether_it_fits_a_gpu_and_how_many_tokens_would(
+    arguments: list[str], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-batch-size", "64", *arguments]
+    assert main(command) == DONE
+    assert re.search(verdict, capsys.readouterr().out)
+    assert main([*command, "--json"]) == DONE
+    plan = json.loads(capsys.readouterr().out)
+    fit = plan["fit"]
+    assert fit["fits"] == (not verdict.startswith("does not"))
+    assert fit["kv"] + fit["buffers"] == plan["total_bytes"]
+    # As many pages as there is room for fit, and one more does not.
+    if fit["room"]:
+        for more, fits in ((0, True), (1, False)):
+            pages = str(1 + fit["room"] // 16 + more)
+            assert main([*command, "--num-pages", pages, "--json"]) == DONE
+            assert json.loads(capsys.readouterr().out)["fit"]["fits"] == fits
+
+
+def test_ranks_share_heads_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 KV heads over 8 ranks: an eighth of the pool, and of all weights but the embedding and the norms."""
+    command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-batch-size", "4", "--json"]
+    plans = []
+    for tp in ("1", "8"):
+        assert main([*command, "--tp", tp]) == DONE
+        plans.append(json.loads(capsys.readouterr().out))
+    one, eighth = plans
+    pools = [next(part["bytes"] for part in plan["parts"] if part["name"] == "KV pool") for plan in plans]
+    assert pools[0] == 8 * pools[1]
+    everywhere = 2 * (128256 * 4096 + 65 * 4096)
+    assert one["weights_bytes"] == 2 * 8_030_261_248  # Llama-3.1-8B's parameters
+    assert eighth["weights_bytes"] == (one["weights_bytes"] - everywhere) // 8 + everywhere
+
+
+def test_weights_that_the_runner_cannot_count_are_those_of_the_files_or_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixtral = config_file(tmp_path, architectures=["MixtralForCausalLM"])
+    command = ["capture-plan", mixtral, "--gpu", "mi355x", "--max-batch-size", "1", "--max-kv-len", "64"]
+    assert main(command) == DONE
+    said = capsys.readouterr().out
+    assert "weights are not known: the runner does not serve MixtralForCausalLM; it serves " in said
+    assert "; give --weights-gib" in said
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(bytes(3 << 20))
+    assert main([*command, "--tp", "2"]) == DONE
+    assert f"weights on each rank take 1.5 MiB (the files in {tmp_path}, over 2 ranks)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give --gpu, as mi300x, which says how many tokens fit, or --arch, as gfx942"),
+        (["--gpu", "h200", "--arch", "gfx942"], "--gpu h200 is sm_90, and --arch is gfx942; leave --arch out"),
+        (["--gpu", "h200", "--gpu-memory-share", "1.5"], "--gpu-memory-share is 1.5; it must be above 0 and at most 1"),
+    ],
+)
+def test_a_gpu_that_is_not_clear_is_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["capture-plan", config_file(tmp_path), "--max-batch-size", "1", *arguments]) == BAD_INPUT
+    assert capsys.readouterr().err == f"rocm-attn: {complaint}\n"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import load_model, open_model
+from rocm_serve.models.weight_bytes import weight_bytes
 from rocm_serve.models.weights import expected_shapes, load_weights
 from rocm_serve.ranks import RanksOfGroup
 from tests.amd.runner.families import FAMILIES, family_model
@@ -129,6 +130,17 @@ def test_ties_biases_and_rows_in_ggufs_order_are_cut_right(
     expected = hf_logits(reference, text)
     for at, row in of_text.items():
         assert_layers_close(row, expected[at])
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bytes_of_a_ranks_weights_are_known_before_they_are_read(family: str, tmp_path: Path) -> None:
+    files = open_model(save(family_model(family), tmp_path))
+    for num_ranks in (1, 2, 3):
+        shard = Shard(0, num_ranks)
+        read = load_weights(files.source, files.config, dtype=torch.float32, device=CPU, shard=shard).num_bytes
+        # Factors of Gemma 4's router are folded into its matrix.
+        assert weight_bytes(files.config, torch.float32, num_ranks) == pytest.approx(read, rel=0.003)
 
 
 class Counted:

@@ -1,0 +1,63 @@
+"""The bytes of a model's weights on one rank, and where the number is from, for a model that is not loaded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rocm_attn.cli.arguments import config_at
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.machine.distributions import installing
+from rocm_attn.models.config import ModelConfig
+from rocm_attn.models.fields import read_json
+from rocm_attn.models.hf_config import config_from_json
+
+NOT_KNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """num_bytes: on one rank, or NOT_KNOWN; source: where they are from, or why they are not known"""
+
+    num_bytes: int
+    source: str
+
+
+def weights_of(options: argparse.Namespace) -> Weights:
+    """The weights of options.config on one of options.tp ranks. Raises BadModel if there is no such file."""
+    if options.weights_gib is not None:
+        return Weights(int(options.weights_gib * 2**30), "--weights-gib")
+    path = config_at(options.config)
+    on_disk = _on_disk(path)
+    try:
+        config = runner_config(path)
+    except (BadModel, Unsupported) as refused:
+        if on_disk:
+            return Weights(-(-on_disk // options.tp), f"the files in {path.parent}, over {options.tp} ranks")
+        return Weights(NOT_KNOWN, f"{refused}; give --weights-gib")
+    if options.weights_counted_in is None:
+        return Weights(NOT_KNOWN, f"rocm-serve counts them, and is not installed; {installing('rocm_serve')}")
+    count: Callable[[ModelConfig, torch.dtype, int], int]
+    count = importlib.import_module(options.weights_counted_in).weight_bytes
+    num_bytes = count(config, getattr(torch, options.dtype), options.tp)
+    return Weights(num_bytes, f"counted from {path.name} in {options.dtype}")
+
+
+def runner_config(path: Path) -> ModelConfig:
+    """The model as the runner of rocm-serve runs it. Raises BadModel or Unsupported if it does not."""
+    if path.suffix == ".gguf":
+        from rocm_attn.models.gguf_config import config_from_gguf
+        from rocm_attn.models.gguf_file import GGUFFile
+
+        return config_from_gguf(GGUFFile(path))
+    return config_from_json(read_json(path))
+
+
+def _on_disk(path: Path) -> int:
+    """Bytes of the safetensors files next to a config.json; 0 if there are none."""
+    return sum(file.stat().st_size for file in path.parent.glob("model*.safetensors"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target
 from rocm_attn.cli.engine_faults import faults
+from rocm_attn.cli.served_by import served_by
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
-from rocm_attn.machine.choices import AUTO
+from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE
 from rocm_attn.machine.measured_choices import place_of, with_choices_of
 from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.settings import settings
@@ -70,19 +71,22 @@ class Explained:
     kinds: Sequence[LayerKind]
     about_choices: str
 
-    def require_served(self, page_size: str) -> None:
-        """Raises Unsupported if a kind of layer has no kernel."""
-        not_served = [kind.outcome for kind in self.kinds if isinstance(kind.outcome, Unsupported)]
-        if not_served:
-            remedy = "" if page_size == AUTO else "; --page-size auto searches other page sizes"
-            raise Unsupported(
-                f"{len(not_served)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}{remedy}"
-            )
+    def not_served(self) -> str:
+        """Why a kind of layer is not served; "" if all are."""
+        if refused := [kind for kind in self.kinds if isinstance(kind.outcome, Unsupported)]:
+            return f"{len(refused)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}"
         if parts := [kind for kind in self.kinds if kind.compressed]:
-            raise Unsupported(
+            return (
                 f"{len(parts)} of {len(self.kinds)} kinds of layer attend to compressed rows too, and kernels serve "
                 "their windows alone"
             )
+        return ""
+
+    def require_served(self, page_size: int | str | None) -> None:
+        """Raises Unsupported if a kind of layer is not served. page_size: that of the option; None: none was given"""
+        if why := self.not_served():
+            searched = page_size in (None, AUTO) or all(isinstance(kind.outcome, Selection) for kind in self.kinds)
+            raise Unsupported(why if searched else f"{why}; --page-size auto searches other page sizes")
 
 
 def explained(options: argparse.Namespace) -> Explained:
@@ -99,13 +103,41 @@ def explained(options: argparse.Namespace) -> Explained:
     least = geometry.least_page_size
     stored = [layer.problem(dtype=dtype, page_size=least, kv=kv) for layer in geometry.layers[: geometry.num_storing]]
     over = [stored[read] for read in geometry.reads]
-    pages = page_choice(options, over, choose)
+    pages = _pages(options, over, choose)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry, target, options.provider, pool, deterministic=options.deterministic)
     recurrent: dict[RecurrentLayer, tuple[int, ...]] = {}
     for place, layer in geometry.recurrent:
         recurrent[layer] = (*recurrent.get(layer, ()), place)
     return Explained(whole, recurrent, target, pool, pages, kinds, about_choices)
+
+
+def _pages(options: argparse.Namespace, over: Sequence[Problem], choose: Callable[[Problem], Selection]) -> PageChoice:
+    """The pages of the options. Without a size the best ones, and the usual ones if none serve or an engine is named.
+
+    Raises Unsupported.
+    """
+    if options.page_size is None:
+        usual = argparse.Namespace(page_size=DEFAULT_PAGE_SIZE, pool=options.pool)
+        if options.engine is not None:
+            return page_choice(usual, over, choose)
+        try:
+            return page_choice(argparse.Namespace(page_size=AUTO, pool=options.pool), over, choose)
+        except Unsupported:
+            return page_choice(usual, over, choose)
+    return page_choice(options, over, choose)
+
+
+def _page_lines(options: argparse.Namespace, pages: PageChoice) -> list[str]:
+    """The pages that were chosen: in one line, or with all others if that was requested."""
+    if not pages.lines:
+        return []
+    if options.page_size is None and options.pool != AUTO:
+        size = pages.page_size
+        if size == DEFAULT_PAGE_SIZE:
+            return []
+        return [f"{pages.describe()} were chosen: serve and capture-plan take them with --page-size {size}"]
+    return [f"{pages.describe()} were chosen:", *pages.lines]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -119,11 +151,14 @@ def run(options: argparse.Namespace) -> None:
         print(f"{what} known of {options.engine} with this model (docs/known_bad.md)")
         print("\n".join([*(f"- {row.sentence(needs)}\n  fix: {row.fix}" for row, needs in known), ""]))
     model = explained(options)
+    server = served_by(options.config, model.not_served())
     target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
         of = target.releases
         releases = {"aiter": str(of.aiter), "rocm": str(of.rocm), "aiter_not_read": aiter_not_read(of.aiter)}
         described = {
+            "served_by": server.server.value,
+            "not_served_by_serve": server.but,
             "arch": target.arch,
             **(releases if target.is_amd else {}),
             **pages_as_json(pages),
@@ -138,11 +173,12 @@ def run(options: argparse.Namespace) -> None:
         kinds = [_as_json(kind) for kind in model.kinds]
         print(json.dumps({**described, "layer_kinds": kinds, "recurrent_layers": recurrent}, indent=2))
     else:
+        print(server.sentence())
         print(f"{options.config} on {target.arch}, provider {options.provider}")
         for sentence in cost_of_heads(model.whole, options.tp):
             print(f"over {options.tp} ranks, {sentence}")
-        if pages.lines:
-            print("\n  ".join([f"{pages.describe()} were chosen:", *pages.lines]))
+        if page_lines := _page_lines(options, pages):
+            print("\n  ".join(page_lines))
         if target.is_amd and options.provider in ("auto", "aiter"):
             of = target.releases
             print(f"for AITER {of.aiter} and ROCm {of.rocm}; at start a runtime drops kernels that are missing")

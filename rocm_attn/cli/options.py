@@ -140,6 +140,10 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
 PAGES = (OF_ATTENTION["page_size"], OF_ATTENTION["pool"])
+PAGE_SIZE_FOUND = PAGES[0].but(
+    default=None,
+    help="tokens per page of the KV cache (those with the best kernels; with --engine, 16); auto lists every size",
+)
 KV_FORMAT = (OF_ATTENTION["kv_dtype"], OF_ATTENTION["kv_scales"])
 
 JSON = switch("--json", "print one JSON object, and nothing else")

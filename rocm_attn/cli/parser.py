@@ -154,7 +154,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         "kernel with the reason.",
         examples=_EXPLAIN_EXAMPLES,
     )
-    add_options(parser, (*EXPLAINED, o.ENGINE))
+    add_options(parser, (*(o.PAGE_SIZE_FOUND if each is o.PAGES[0] else each for each in EXPLAINED), o.ENGINE))
 
 
 def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:

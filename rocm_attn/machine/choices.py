@@ -10,6 +10,8 @@ from typing import Literal
 # Stands for a provider, a page size or a layout of pages that is chosen automatically.
 AUTO: Literal["auto"] = "auto"
 PROVIDERS = (AUTO, "cpu", "torch", "triton", "aiter")
+# Tokens of a page that engines take if nothing else is said.
+DEFAULT_PAGE_SIZE = 16
 # The share of a GPU's memory that may be in use.
 USED_SHARE = 0.9
 # Dtypes of q, k, v, the output, and the KV cache if it has no encoding of its own.

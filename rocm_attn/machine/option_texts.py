@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
+from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class AttentionOptions:
 
     provider: str = option(AUTO, "provider of attention kernels", choices=PROVIDERS, default_is="auto: the fastest")
     page_size: int | Literal["auto"] = option(
-        16,
+        DEFAULT_PAGE_SIZE,
         "tokens per page of the KV cache; auto takes the size with the best kernels for the model's layers",
         unit="TOKENS",
         least=1,

@@ -200,3 +200,70 @@ def test_a_plan_says_the_bytes_of_states_and_refuses_what_no_step_attends_to(
     assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan]) == 1
     complaint = capsys.readouterr().err
     assert "layer 2 attends to a window and to 512 rows of 512 elements for 4 tokens each, chosen by" in complaint
+
+
+# What the runner reads of a config.json beside its attention.
+WHOLE = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192, "intermediate_size": 14336, "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "server", "line"),
+    [
+        ({}, (), "serve", "served by rocm-attn serve, and by the plug-ins for vLLM and SGLang"),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            (),
+            "plugins",
+            "served by the plug-ins for vLLM and SGLang, not by rocm-attn serve: the runner does not serve "
+            "MixtralForCausalLM",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            (),
+            "plugins",
+            "served by the plug-ins for vLLM and SGLang, not by rocm-attn serve: ",
+        ),
+        (
+            {"head_dim": 640},
+            (),
+            "nothing",
+            "not served: 1 of 1 kinds of layer have no kernel on gfx942",
+        ),
+    ],
+)
+def test_the_first_line_says_what_serves_the_model(
+    changes: dict[str, object],
+    options: Sequence[str],
+    server: str,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**WHOLE, **changes}))
+    command = ["explain", str(tmp_path), "--arch", "gfx942", *options]
+    code = main(command)
+    assert code == (server == "nothing")
+    assert capsys.readouterr().out.startswith(line)
+    assert main([*command, "--json"]) == code
+    said = json.loads(capsys.readouterr().out)
+    assert said["served_by"] == server
+    assert (said["not_served_by_serve"] == "") == (server == "serve")
+
+
+def test_pages_are_those_with_the_best_kernels_unless_an_engine_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latent = ("deepseek-v3", "--arch", "gfx942", "--tp", "8")
+    _, printed, _ = run(capsys, *latent)
+    assert "pages of 1 tokens were chosen: serve and capture-plan take them with --page-size 1\n" in printed
+    assert "  decode: aiter.mla_decode_fwd+get_mla_metadata_v1\n" in printed
+    assert len(printed.splitlines()) < 40
+    _, with_all, _ = run(capsys, *latent, "--page-size", "auto")
+    assert "pages of 64: triton serves 244 of 244 kinds of step over 61 layers" in with_all
+    _, of_engine, _ = run(capsys, *latent, "--engine", "vllm@0.33")
+    assert "pages of 16, latent pages\n" in of_engine
+    _, printed, _ = run(capsys, "llama-3-8b", "--arch", "gfx942")
+    assert "were chosen" not in printed

@@ -91,6 +91,26 @@ def listening(listen: Callable[..., None]) -> Iterator[None]:
         triton.knobs.compilation.listener = before
 
 
+def hook_compiles(begins: Callable[[str], None], ended: Callable[[], None]) -> None:
+    """From now on Triton calls begins(name) before it compiles a kernel or takes one from its cache, and ended() after.
+
+    Hooks that are set already stay. A compile that raises is not ended.
+    """
+    before, after = triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook
+
+    def begin(**compile: Any) -> Any:
+        if before is not None and (replaced := before(**compile)):
+            return replaced  # it stands for the compile
+        begins(compile["fn"].name)
+        return None
+
+    def end(**compile: Any) -> Any:
+        ended()
+        return None if after is None else after(**compile)
+
+    triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook = begin, end
+
+
 def cache_folder() -> str:
     """The folder of Triton's cache."""
     return str(triton.knobs.cache.dir)

@@ -36,6 +36,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
+from rocm_attn.step.echo import NoEcho
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
@@ -139,7 +140,7 @@ def _runtime(
         if provider == "aiter":
             raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; run prewarm on a {target.arch}")
         provider = "triton"
-        guards = guards.without("echo_check")  # kernels that are only compiled write no echo
+        guards = replace(guards, publishing=replace(guards.publishing, new_echo_check=NoEcho))
     small = replace(options, num_pages=num_pages, provider=provider)
     runtime = build_runtime(kinds, small, device=device, target=target, guards=guards)
     for layer, problem in enumerate(kinds):

@@ -61,7 +61,7 @@ class Guards:
     @property
     def off(self) -> tuple[str, ...]:
         """Ids of the safeguards that are switched off, in the order of GUARDS."""
-        return tuple(guard.id for guard in GUARDS if guard.value_in(self) is not guard.value_in(_ALL_ON))
+        return tuple(guard.id for guard in GUARDS if guard.is_off(self))
 
     def warn(self) -> None:
         """Logs the safeguards that are switched off, if any are."""
@@ -107,6 +107,11 @@ class Guard:
     def value_in(self, guards: Guards) -> Any:
         """The value at its place."""
         return reduce(getattr, self.place, guards)
+
+    def is_off(self, guards: Guards) -> bool:
+        """True if another value is at its place. A class made of the safeguard's own class is the safeguard."""
+        value, own = self.value_in(guards), self.value_in(_ALL_ON)
+        return value is not own and not (isinstance(own, type) and isinstance(value, type) and issubclass(value, own))
 
     def put_in(self, guards: Guards, value: Any) -> Guards:
         """The same guards with another value at its place."""

@@ -11,6 +11,7 @@ import torch
 from rocm_attn.machine import releases
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.aiter_releases import not_read
+from rocm_attn.machine.compile_watch import watch_compiles
 from rocm_attn.machine.measured_choices import with_measured_choices
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
@@ -37,9 +38,12 @@ def choose_kernels(
     installed and right. Tiles of rows that the user has measured on such a GPU are preferred to the tables' tiles.
 
     agree: a kernel that is missing or wrong on one rank is left out on all
+    On a GPU compiles that hang are reported from now on.
     Raises Unsupported, BadSetting.
     """
     target, runs = with_measured_choices(target), device.type != "meta"
+    if device.type == "cuda":
+        watch_compiles()
     unavailable = dict(agree(missing_kernels(target, provider) if runs else {}))
     while True:
         selections = tuple(

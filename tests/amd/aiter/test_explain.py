@@ -204,8 +204,14 @@ def test_a_plan_says_the_bytes_of_states_and_refuses_what_no_step_attends_to(
 
 # What the runner reads of a config.json beside its attention.
 WHOLE = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2,
-    "num_key_value_heads": 8, "max_position_embeddings": 8192, "intermediate_size": 14336, "vocab_size": 128256,
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
 }
 
 

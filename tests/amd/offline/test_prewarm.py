@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,3 +256,10 @@ def test_the_command_chooses_the_pages_that_are_left_open(config: Path, capsys: 
 def test_without_a_gpu_an_arch_must_be_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prewarm", str(config)]) == BAD_INPUT
     assert "name one with --arch" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("warm")
+def test_nothing_is_said_of_safeguards_where_kernels_are_only_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="rocm_attn"):
+        prewarm([PROBLEM], known_target(ARCH), SIZES, device=CPU)
+    assert "safeguards" not in caplog.text

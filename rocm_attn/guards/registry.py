@@ -24,6 +24,7 @@ from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.step.core import StepGuards
+from rocm_attn.step.echo import NoEcho
 from rocm_attn.step.publisher import PublishingGuards
 
 # The group of the entry point of WRONG_TWINS: a mapping of every safeguard's id to its wrong twin.
@@ -109,9 +110,9 @@ class Guard:
         return reduce(getattr, self.place, guards)
 
     def is_off(self, guards: Guards) -> bool:
-        """True if another value is at its place. A class made of the safeguard's own class is the safeguard."""
-        value, own = self.value_in(guards), self.value_in(_ALL_ON)
-        return value is not own and not (isinstance(own, type) and isinstance(value, type) and issubclass(value, own))
+        """True if another value is at its place, except for one that stands for a device that runs nothing."""
+        value = self.value_in(guards)
+        return value is not self.value_in(_ALL_ON) and value is not NoEcho
 
     def put_in(self, guards: Guards, value: Any) -> Guards:
         """The same guards with another value at its place."""

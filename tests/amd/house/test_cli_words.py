@@ -31,7 +31,7 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["bench", "kernls"], "invalid choice: 'kernls'; did you mean kernels? (see rocm-attn bench --help)"),
         (["serve", "--page-szie", "3"], "unrecognized arguments: --page-szie 3; did you mean --page-size?"),
         (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
-        (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, torch, triton, aiter)"),
+        (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, cpu, torch, triton, aiter)"),
         (["kernels", "--quiet"], "rocm-attn kernels: error: unrecognized arguments: --quiet (see"),
         (["generate", "--page-size", "abc", "x"], "argument --page-size: 'abc' is not a whole number, or auto"),
         (

@@ -69,7 +69,7 @@ Commands = argparse._SubParsersAction  # argparse has no public name for what ad
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `rocm-attn`; the command's name is in .command."""
-    parser = CommandParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="rocm-attn",
         description="A ROCm-first attention runtime: paged KV cache, HIP graphs, and a serving engine on top.",
         epilog=EPILOG,

@@ -46,6 +46,7 @@ AITER_MODULE = "rocm_attn.providers.aiter.library"
 
 # The first package that a module belongs to determines the other libraries that it may import.
 LIBRARIES = {
+    "rocm_attn.models.hub": {"huggingface_hub"},
     KERNELS: {"numpy", "torch", "triton"},
     HIP_GRAPHS: {"torch"},
     AITER_MODULE: {"aiter", "numpy", "torch"},

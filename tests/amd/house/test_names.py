@@ -111,7 +111,7 @@ def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
 
 
 def test_a_name_that_is_not_there_is_refused_as_python_does() -> None:
-    with pytest.raises(AttributeError, match=r"module 'rocm_attn' has no attribute 'Pages'; docs/names.md lists"):
-        ra.Pages  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'rocm_attn' has no attribute 'Zebra'; docs/names.md lists"):
+        ra.Zebra  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError):
-        from rocm_attn import Pages  # type: ignore[attr-defined]  # noqa: F401
+        from rocm_attn import Zebra  # type: ignore[attr-defined]  # noqa: F401

@@ -17,6 +17,11 @@ def _gather_product_kernel(rows_ptr, row_ids_ptr, out_ptr, TILE: tl.constexpr):
     tl.store(out_ptr + lane[:, None] * TILE + lane[None, :], tl.dot(tile, tile))
 
 
+@triton.jit
+def constant_kernel(out_ptr, value: tl.constexpr):
+    tl.store(out_ptr, value)
+
+
 def launch_gather_product(rows: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor, **options: int) -> None:
     """out = X @ X, where X = rows[row_ids].
 

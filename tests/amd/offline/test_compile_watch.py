@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl
 
 from rocm_attn.kernels.compile_only import hook_compiles
 from rocm_attn.machine.compile_watch import CompileWatch
 from tests.amd.offline.offline_driver import offline
+from tests.amd.offline.small_kernels import constant_kernel
 
 SOON, NEVER = 0.05, 300.0
-
-
-@triton.jit
-def _copy_kernel(out_ptr, value: tl.constexpr):
-    tl.store(out_ptr, value)
 
 
 @pytest.fixture
@@ -38,7 +33,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def compile_anew(value: int) -> None:
     """Compiles a variant of the kernel that no test before has compiled."""
     with offline("gfx942"):
-        _copy_kernel[(1,)](torch.zeros(1), value)
+        constant_kernel[(1,)](torch.zeros(1), value)
 
 
 def test_a_compile_that_hangs_is_named_with_its_stack(
@@ -47,7 +42,7 @@ def test_a_compile_that_hangs_is_named_with_its_stack(
     said = threading.Event()
     compile_anew(0)  # the kernel holds the compiler from now on
     hooks.clear()
-    compile_it = _copy_kernel.compile
+    compile_it = constant_kernel.compile
 
     def hangs(*source: Any, **options: Any) -> Any:
         assert said.wait(NEVER), "nothing was reported"
@@ -56,11 +51,11 @@ def test_a_compile_that_hangs_is_named_with_its_stack(
     with open(tmp_path / "said", "w+") as stream:
         watch = CompileWatch(SOON, stream=stream, on_hang=lambda sentence: said.set())
         hook_compiles(watch.begins, watch.ended)
-        monkeypatch.setattr(_copy_kernel, "compile", hangs)
+        monkeypatch.setattr(constant_kernel, "compile", hangs)
         compile_anew(1)
         stream.seek(0)
         text = stream.read()
-    assert text.startswith("rocm-attn: Triton's compile of _copy_kernel has not finished after 0.05 s\n")
+    assert text.startswith("rocm-attn: Triton's compile of constant_kernel has not finished after 0.05 s\n")
     assert "in hangs" in text
     assert hooks == ["before", "after"]
 
@@ -74,13 +69,13 @@ def test_a_compile_that_has_ended_or_raised_is_not(hooks: list[str], monkeypatch
     def fails(*source: Any, **options: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(_copy_kernel, "compile", fails)
+    monkeypatch.setattr(constant_kernel, "compile", fails)
     with pytest.raises(ZeroDivisionError):
         compile_anew(3)
     reports: list[str] = []
     monkeypatch.setattr(watch, "_on_hang", reports.append)
     (thread,) = watch._timers
-    watch._report_if_compiling("_copy_kernel", thread)  # as its timer does, when the thread does something else
+    watch._report_if_compiling("constant_kernel", thread)  # as its timer does, when the thread does something else
     watch.ended()
     assert reports == []
     assert "_do_compile" not in {frame.f_code.co_name for frame in sys._current_frames().values()}

@@ -172,13 +172,13 @@ def test_calls_and_results_are_written_by_the_models_template(
     servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    encode = type(tokenizer("hermes")).encode_messages
+    conversation = type(tokenizer("hermes")).conversation
 
-    def seen(own: Any, messages: Any, tools: Any = ()) -> list[int]:
-        written.append(own.chat_template.render(messages, tools))
-        return encode(own, messages, tools)
+    def seen(own: Any, messages: Any, tools: Any = ()) -> str:
+        written.append(conversation(own, messages, tools))
+        return written[-1]
 
-    monkeypatch.setattr("rocm_serve.text.tokenizer.Tokenizer.encode_messages", seen)
+    monkeypatch.setattr("rocm_serve.text.tokenizer.Tokenizer.conversation", seen)
     forced(monkeypatch, "fine")
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days": 2}'}}
     messages = [

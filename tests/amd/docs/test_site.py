@@ -11,7 +11,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from rocm_attn.models.families import FAMILIES
-from tests.amd.docs import capabilities, environment, known_bad, model_list, reference, serve_flags
+from tests.amd.docs import capabilities, capacity, environment, known_bad, model_list, reference, serve_flags
 from tests.amd.docs.pages import DOCS, menu, resolved, with_links
 from tests.amd.house import interface
 from tests.amd.house.source_tree import ROOT
@@ -127,6 +127,15 @@ def test_every_family_has_a_name_that_users_know_and_the_page_of_models_is_curre
     listed = [name for model in model_list.MODELS for name in model.architectures]
     assert sorted(listed) == sorted(FAMILIES)
     assert model_list.PAGE.read_text() == model_list.page(), "run python -m tests.amd.docs.model_list"
+
+
+def test_the_page_of_capacity_has_the_figures_of_capture_plan() -> None:
+    assert capacity.row("Llama-3.1-8B", 1) in capacity.PAGE.read_text(), "run python -m tests.amd.docs.capacity"
+
+
+@pytest.mark.nightly
+def test_the_page_of_capacity_is_current() -> None:
+    assert capacity.PAGE.read_text() == capacity.page(), "run python -m tests.amd.docs.capacity"
 
 
 def test_the_page_of_environment_variables_is_current() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.errors import BadProblem, BadSetting
 from rocm_attn.kernels.attention import scores
-from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.page_format import GROUP_ELEMENTS, Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
 from rocm_attn.machine.settings import whole_number
@@ -103,8 +103,8 @@ class Indexer:
                 "multiple of the sets"
             )
         _check_scales("index keys", self.key_encoding, self.key_scales)
-        if self.key_scales is Scales.HEAD:
-            raise BadProblem("index keys have one head; key_scales must be LAYER or TOKEN")
+        if self.key_scales in (Scales.HEAD, Scales.GROUP):
+            raise BadProblem("index keys have one head and no records; key_scales must be LAYER or TOKEN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def _number(name: str, value: object) -> float:
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
     if (encoding is KVEncoding.LIKE_Q) != (scales is Scales.NONE):
         raise BadProblem(
-            f"{of} in {encoding.name} with scales {scales.name}: eight-bit encodings need LAYER, HEAD or TOKEN, "
-            "and others NONE"
+            f"{of} in {encoding.name} with scales {scales.name}: eight-bit encodings need LAYER, HEAD, TOKEN or "
+            "GROUP, and others NONE"
         )
 
 
@@ -244,9 +244,20 @@ class Problem:
                 "head_dim"
             )
         _check_scales("K and V", self.kv_encoding, self.kv_scales)
+        if self.kv_scales is Scales.GROUP:
+            self._check_records()
         self._check_indexer()
         if self.pool is PoolKind.VECTORIZED:
             self._check_vectors()
+
+    def _check_records(self) -> None:
+        is_record = self.pool is PoolKind.LATENT and self.v_head_dim % GROUP_ELEMENTS == 0
+        if not is_record or self.kv_encoding is KVEncoding.E5M2 or self.dtype == torch.float16:
+            raise BadProblem(
+                f"kv_scales is GROUP, and K and V are {self.pool.value} in {self.kv_encoding.name} for "
+                f"{str(self.dtype).removeprefix('torch.')} with v_head_dim {self.v_head_dim}; records are latent, in "
+                f"E4M3FN or E4M3FNUZ, for bfloat16 or float32, with a v_head_dim that is a multiple of {GROUP_ELEMENTS}"
+            )
 
     def _check_indexer(self) -> None:
         if isinstance(self.indexer, AllKeys):

@@ -103,7 +103,7 @@ def _rounds_by_hand() -> bool:
 
 @triton.jit
 def rounded(weights, DTYPE: tl.constexpr):
-    """Weights of keys, from 0 to 1, in DTYPE: the nearest number, the even one of two.
+    """Weights of keys, from 0 to 1, or other numbers, in DTYPE: the nearest number, the even one of two.
 
     Done by hand on gfx942, where Triton takes seven instructions for a bfloat16, most of them for NaN. A weight is NaN
     only if a logit is. Then the row's sum, which is of weights that are not rounded, is NaN too, and so are the row's

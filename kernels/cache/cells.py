@@ -44,7 +44,7 @@ class CellGeometry(NamedTuple):
     def of(cls, pages: LayerPages) -> CellGeometry:
         """The geometry of a layer's pages."""
         form, keys, values = pages.format, pages.keys, pages.values
-        heads, dims = form.num_kv_heads, (form.head_dim, form.v_head_dim)
+        heads, dims = form.num_kv_heads, (keys.dim, values.dim)
         k_columns, v_columns = map(triton.next_power_of_2, dims)
         return cls(
             PAGE_SIZE=form.page_size,

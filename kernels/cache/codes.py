@@ -23,7 +23,8 @@ from triton import knobs
 from triton.language.target_info import current_target, is_cuda
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.cache.page_format import GROUP_ELEMENTS, Encoding, Scales
+from rocm_attn.kernels.cache.records import LARGEST_OF_GROUP, SMALLEST_GROUP_SCALE
 
 _E4M3FN = tl.constexpr(Encoding.E4M3FN.number)
 _E4M3FNUZ = tl.constexpr(Encoding.E4M3FNUZ.number)
@@ -32,6 +33,7 @@ NO_SCALES = tl.constexpr(Scales.NONE.number)
 LAYER_SCALES = tl.constexpr(Scales.LAYER.number)
 HEAD_SCALES = tl.constexpr(Scales.HEAD.number)
 TOKEN_SCALES = tl.constexpr(Scales.TOKEN.number)
+GROUP_SCALES = tl.constexpr(Scales.GROUP.number)
 _LARGEST = {encoding.number: encoding.largest for encoding in Encoding}
 # Smallest normal exponent, and mantissa bits.
 _FIELDS = {Encoding.E4M3FN.number: (-6, 3), Encoding.E4M3FNUZ.number: (-7, 3), Encoding.E5M2.number: (-14, 2)}
@@ -55,6 +57,8 @@ _TYPES = {
 }
 # A row of smaller values has this scale: its reciprocal, and the product of both with any code, stay normal.
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
+_SMALLEST_GROUP_SCALE = tl.constexpr(SMALLEST_GROUP_SCALE)
+_GROUP = tl.constexpr(GROUP_ELEMENTS)
 
 
 @constexpr_function
@@ -66,6 +70,11 @@ def is_coded(encoding: int) -> bool:
 @constexpr_function
 def _largest(encoding: int) -> float:
     return _LARGEST[encoding]
+
+
+@constexpr_function
+def _largest_of_group(encoding: int) -> float:
+    return LARGEST_OF_GROUP[encoding]
 
 
 @constexpr_function
@@ -224,3 +233,34 @@ def scale_of_rows(rows, ENCODING: tl.constexpr):
     """The scale of each row of finite float32 [rows, elements], with which its largest element has the largest code."""
     RECIPROCAL: tl.constexpr = 1.0 / _largest(ENCODING)
     return tl.maximum(tl.max(tl.abs(rows), 1) * RECIPROCAL, _SMALLEST_SCALE)
+
+
+@triton.jit
+def as_bfloat16(x):
+    """Finite numbers as bfloat16: the nearest number, the even one of two. Triton's interpreter would cut them."""
+    if x.dtype == tl.bfloat16:
+        result = x
+    else:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        result = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return result
+
+
+@triton.jit
+def store_groups(v, codes, scales, DIM: tl.constexpr, ENCODING: tl.constexpr):
+    """Writes the codes and the scales of a record (records.py).
+
+    v: finite numbers [1, columns], 0 from DIM on; codes, scales: pointers to the first code and the first scale
+    """
+    GROUPS: tl.constexpr = v.shape[1] // _GROUP
+    LARGEST: tl.constexpr = _largest_of_group(ENCODING)
+    groups = tl.reshape(v.to(tl.float32), [GROUPS, _GROUP])
+    least = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), 1), LARGEST), _SMALLEST_GROUP_SCALE)
+    # The next power of two, by the bits of float32: an exponent is one more unless the mantissa is 0.
+    bits = least.to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFFFF) >> 23 << 23).to(tl.float32, bitcast=True)
+    elements = encoded(groups * tl.div_rn(1.0, scale)[:, None], ENCODING)
+    group = tl.arange(0, GROUPS)
+    place = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    tl.store(codes + place, elements, mask=place < DIM)
+    tl.store(scales + group, scale, mask=group * _GROUP < DIM)

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Coding, Encoding, FormatMismatch, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
+from rocm_attn.kernels.cache.records import RecordParts
 
 # Tokens and heads of a page are near if they lie fewer elements apart than this: 1024 of them end within 2 GiB.
 NEAR = 1 << 20
 
 # A code that is NaN, for every eight-bit encoding: E4M3FNUZ has no other one.
 _NAN_CODES = {Encoding.E4M3FN: 0x7F, Encoding.E4M3FNUZ: 0x80, Encoding.E5M2: 0x7F}
+# Bytes of a record that make its scales and its rest NaN.
+_NAN_RECORD = 0xFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,9 @@ class LayerPages:
     coding:           the format's
     is_near:          whether a token of a page and the next one, and a head and the next one, are less than 2^20
                       elements apart
-    k and v have another shape in a vectorised pool (page_rows.py); pages come first in any.
+    record:           the parts of each token's record; None if rows are no records
+    k and v have another shape in a vectorised pool (page_rows.py); pages come first in any. A row of k that is a record
+    has its bytes (records.py), at addresses that are multiples of 4.
 
     Raises FormatMismatch if tensors do not have this format.
     """
@@ -50,6 +55,7 @@ class LayerPages:
     values: PageRows = field(init=False, repr=False, compare=False)
     coding: Coding = field(init=False, repr=False, compare=False)
     is_near: bool = field(init=False, repr=False, compare=False)
+    record: RecordParts | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -58,7 +64,8 @@ class LayerPages:
         # Made once: a launch needs them for every layer of every step.
         made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
         near = max(*raw_k.stride()[1:], *raw_v.stride()[1:]) < NEAR
-        for name, value in {**made, "coding": self.format.coding, "is_near": near}.items():
+        record = RecordParts.of(raw_k, self.format) if self.format.scales is Scales.GROUP else None
+        for name, value in {**made, "coding": self.format.coding, "is_near": near, "record": record}.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -106,6 +113,11 @@ class LayerPages:
 
     def read_sides(self, pages: Tensor) -> Iterator[Tensor]:
         """Does the same as `read`, but reads K before V, so that both are never copied at the same time."""
+        if self.record is not None:
+            k = self._of_records(self.keys.read(pages))
+            yield k
+            yield k[..., : self.format.v_head_dim]
+            return
         for rows, scale in ((self.keys, self.k_scale), (self.values, self.v_scale)):
             yield self._worth(rows.read(pages), scale, (pages,))
 
@@ -114,23 +126,31 @@ class LayerPages:
 
         page, offset: integer [...], a token's page and its place there
         """
+        if self.record is not None:
+            k = self.read_keys(page, offset)
+            return k, k[..., : self.format.v_head_dim]
         sides = (self.raw_k, self.k_scale), (self.raw_v, self.v_scale)
         k, v = (self._worth(raw[page, offset], scale, (page, offset)) for raw, scale in sides)
         return k, v
 
     def read_keys(self, page: Tensor, offset: Tensor) -> Tensor:
         """Does the same as `read_tokens`, for K alone."""
+        if self.record is not None:
+            return self._of_records(self.raw_k[page, offset])
         return self._worth(self.raw_k[page, offset], self.k_scale, (page, offset))
 
     def fill_nan(self, pages: Tensor | slice) -> None:
         """Makes every element of some pages NaN, scales of tokens too."""
-        nan = _NAN_CODES.get(self.format.encoding, float("nan"))
+        nan = _NAN_RECORD if self.record is not None else _NAN_CODES.get(self.format.encoding, float("nan"))
         for raw in (self.raw_k, self.raw_v):
             raw[pages] = nan
         if self.format.scales is Scales.TOKEN:
             assert self.k_scale is not None
             assert self.v_scale is not None
             self.k_scale[pages] = self.v_scale[pages] = float("nan")
+
+    def _of_records(self, records: Tensor) -> Tensor:
+        return RecordParts.of(records, self.format).values(self.format.encoding)
 
     def _worth(self, raw: Tensor, scale: Tensor | None, at: tuple[Tensor, ...]) -> Tensor:
         if not self.format.encoding.is_fp8:
@@ -147,7 +167,7 @@ class LayerPages:
 def _check(pages: LayerPages) -> None:
     form = pages.format
     for name, elements, rows, dim in (
-        ("k", pages.k, key_rows(pages.k), form.head_dim),
+        ("k", pages.k, key_rows(pages.k), form.k_row),
         ("v", pages.v, value_rows(pages.v), form.v_head_dim),
     ):
         if elements.dtype != form.encoding.dtype:
@@ -159,9 +179,14 @@ def _check(pages: LayerPages) -> None:
             raise FormatMismatch(
                 f"{name} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; its pages are {form}"
             )
+    if form.scales is Scales.GROUP and any(number % 4 for number in (pages.k.data_ptr(), *pages.k.stride()[:3])):
+        raise FormatMismatch(
+            f"k begins at {pages.k.data_ptr():#x} and has strides {pages.k.stride()}; records begin at multiples of 4 "
+            f"bytes, because pages are {form}"
+        )
     by_page = (len(pages.k),) if form.scales is Scales.TOKEN else ()
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
-        if form.scales is Scales.NONE:
+        if not form.scale_shape:
             if scale is not None:
                 raise FormatMismatch(f"{name} was given; its pages are {form}")
             continue

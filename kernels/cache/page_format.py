@@ -15,6 +15,9 @@ import torch
 # The producer of pages laid out as page_rows.py says.
 OWN_PRODUCER = "rocm_attn"
 
+# Elements of a latent that share a scale in a record (records.py).
+GROUP_ELEMENTS = 128
+
 
 class FormatMismatch(ValueError):
     """Pages are in one format, and the code that would write, read, copy or adopt them is for another."""
@@ -82,17 +85,23 @@ class Scales(enum.Enum):
     LAYER: [1]
     HEAD:  [kv_heads]
     TOKEN: [pages, kv_heads, page_size]; the store derives them from the rows that it writes
+    GROUP: in the rows themselves, which are records (records.py); the store derives them
     """
 
     NONE = "no scales"
     LAYER = "a scale for each layer"
     HEAD = "a scale for each KV head"
     TOKEN = "a scale for each token and KV head"
+    GROUP = "a scale for each 128 elements of a latent, in its record"
 
     @property
     def number(self) -> int:
         """The number of the value in a kernel's geometry, like `Encoding.number`."""
         return list(Scales).index(self)
+
+
+# The kinds of scales that lie beside the rows.
+SCALES_BESIDE_ROWS = tuple(each for each in Scales if each is not Scales.GROUP)
 
 
 class Coding(NamedTuple):
@@ -146,10 +155,18 @@ class PageFormat:
         return Coding(self.encoding.number, self.scales.number, self.num_kv_heads, self.page_size)
 
     @property
+    def k_row(self) -> int:
+        """Elements of the encoding that a row of the K pages takes: head_dim, or the bytes of a record."""
+        if self.scales is not Scales.GROUP:
+            return self.head_dim
+        groups, rest = self.v_head_dim // GROUP_ELEMENTS, self.head_dim - self.v_head_dim
+        return self.v_head_dim + groups * torch.float32.itemsize + rest * torch.bfloat16.itemsize
+
+    @property
     def side_elements(self) -> tuple[int, int]:
         """Elements that a token takes in the K pages and in the V pages; V of latent pages is part of K."""
         v = 0 if self.kind is PoolKind.LATENT else self.v_head_dim
-        return self.num_kv_heads * self.head_dim, self.num_kv_heads * v
+        return self.num_kv_heads * self.k_row, self.num_kv_heads * v
 
     @property
     def page_bytes(self) -> int:
@@ -160,11 +177,12 @@ class PageFormat:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scales of K, and of V; those of tokens for one page. Empty if there are none."""
+        """The shape of the scales of K, and of V; those of tokens for one page. Empty if there are none beside rows."""
         shapes = {
             Scales.NONE: (),
             Scales.LAYER: (1,),
             Scales.HEAD: (self.num_kv_heads,),
             Scales.TOKEN: (self.num_kv_heads, self.page_size),
+            Scales.GROUP: (),
         }
         return shapes[self.scales]

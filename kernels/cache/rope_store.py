@@ -20,7 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
-from rocm_attn.kernels.cache.codes import HEAD_SCALES, NO_SCALES, TOKEN_SCALES, encoded, is_coded, scale_of_rows
+from rocm_attn.kernels.cache.codes import (
+    GROUP_SCALES,
+    HEAD_SCALES,
+    NO_SCALES,
+    TOKEN_SCALES,
+    as_bfloat16,
+    encoded,
+    is_coded,
+    scale_of_rows,
+    store_groups,
+)
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
@@ -99,6 +109,7 @@ class RowTarget(NamedTuple):
 
     scale, first_scale: of pages that have codes: scales, and the place of the first head's scale
     scale_head:         stride from one head's to the next
+    apart:              of records: where the elements begin that turn, bfloat16
     """
 
     at: Any
@@ -106,6 +117,7 @@ class RowTarget(NamedTuple):
     scale: Any
     first_scale: Any
     scale_head: Any
+    apart: Any
 
 
 @triton.jit
@@ -191,15 +203,22 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
         if S.SCALES == TOKEN_SCALES:
             scale_value = tl.maximum(scale_value, scale_of_rows(near.to(tl.float32), ENCODING))
             scale_value = tl.maximum(scale_value, scale_of_rows(far.to(tl.float32), ENCODING))
-    reciprocal = 1.0
-    if S.SCALES != NO_SCALES:
-        # A row's parts share the largest of their scales, which is that of the row's largest element.
-        reciprocal = tl.div_rn(1.0, _scale_values(to, head, scale_value[:, None], is_head, S.SCALES))
-    if R.REST > 0:
-        _put(rest, to, place, is_rest, reciprocal, S)
-    if R.PAIRS > 0:
-        _put(near, to, near_place, is_pair, reciprocal, S)
-        _put(far, to, far_place, is_pair, reciprocal, S)
+    if S.SCALES == GROUP_SCALES:
+        # One head's row: elements that do not turn have codes, and the others are stored as they are.
+        store_groups(rest, to.at, to.scale, R.REST, ENCODING)
+        if R.PAIRS > 0:
+            tl.store(to.apart + (near_place - R.REST), as_bfloat16(near), mask=is_pair)
+            tl.store(to.apart + (far_place - R.REST), as_bfloat16(far), mask=is_pair)
+    else:
+        reciprocal = 1.0
+        if S.SCALES != NO_SCALES:
+            # A row's parts share the largest of their scales, which is that of the row's largest element.
+            reciprocal = tl.div_rn(1.0, _scale_values(to, head, scale_value[:, None], is_head, S.SCALES))
+        if R.REST > 0:
+            _put(rest, to, place, is_rest, reciprocal, S)
+        if R.PAIRS > 0:
+            _put(near, to, near_place, is_pair, reciprocal, S)
+            _put(far, to, far_place, is_pair, reciprocal, S)
     return strange
 
 
@@ -233,6 +252,7 @@ def _rope_store_kernel(
     v_pages,
     k_scale,
     v_scale,
+    k_apart,
     num_positions,
     q_token,
     q_head,
@@ -268,7 +288,7 @@ def _rope_store_kernel(
         head = tl.program_id(1) * Q.HEADS_BLOCK + tl.arange(0, Q.HEADS_BLOCK)[:, None]
         rows = q + t * q_token + head.to(tl.int64) * q_head
         to = q_out + t * out_token + head.to(tl.int64) * out_head
-        _carry(rows, RowTarget(to, 0, None, 0, 0), head, q_weight, angles, Q)
+        _carry(rows, RowTarget(to, 0, None, 0, 0, None), head, q_weight, angles, Q)
     elif G.STORES:
         slot = tl.load(slot_of_token + token).to(tl.int64)
         if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
@@ -277,10 +297,16 @@ def _rope_store_kernel(
             head = (tl.program_id(1) - G.Q_BLOCKS) * K.HEADS_BLOCK + tl.arange(0, K.HEADS_BLOCK)[:, None]
             head64 = head.to(tl.int64)
             rows = k + t * k_token + head64 * k_head
-            to = k_pages + page * kp_page + token_cell(offset, kp_group, K.TOKENS) + head64 * kp_head
+            at = page * kp_page + token_cell(offset, kp_group, K.TOKENS)
+            to = k_pages + at + head64 * kp_head
+            scale = k_scale
+            apart = k_apart
+            if K.SCALES == GROUP_SCALES:
+                scale = k_scale + at // 4
+                apart = k_apart + at // 2
             strange = _carry(
                 rows,
-                RowTarget(to, kp_vector, k_scale, page * (K.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
+                RowTarget(to, kp_vector, scale, page * (K.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE, apart),
                 head,
                 k_weight,
                 angles,
@@ -291,7 +317,7 @@ def _rope_store_kernel(
                 to = v_pages + page * vp_page + token_cell(offset, vp_group, V.TOKENS) + head64 * vp_head
                 strange |= _carry(
                     rows,
-                    RowTarget(to, vp_vector, v_scale, page * (V.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
+                    RowTarget(to, vp_vector, v_scale, page * (V.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE, None),
                     head,
                     v_weight,
                     angles,
@@ -309,10 +335,13 @@ def launch_rope_store(
 
     Padded tokens of q_out are computed like others. At a position that the table does not have, q_out is NaN, and K is
     stored as 0 with the error bit.
-    pages:     linear, with any strides but the last, or vectorised; written in place
+    pages:     linear, with any strides but the last, or vectorised; written in place. Of records, the elements after V
+               turn, and no others
     null_page: whether page 0 belongs to no sequence
     """
     form = pages.format
+    turned_elements = 0 if work.rope is None else work.rope.dim
+    assert pages.record is None or turned_elements == form.head_dim - form.v_head_dim, "a record turns what follows V"
     k_row = RowGeometry.of(form.head_dim, work.rope, work.k_norm)
     v_row = RowGeometry.of(form.v_head_dim, None, work.v_norm)
     block = _heads_block(form.num_kv_heads, max(k_row.columns, v_row.columns))
@@ -325,7 +354,8 @@ def launch_rope_store(
         FIRST_SLOT=form.page_size if null_page else 0,
     )
     page_strides = *pages.keys.cells.stride()[:4], *pages.values.cells.stride()[:4]
-    memory = pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale
+    scales, apart = (pages.k_scale, None) if pages.record is None else pages.record[1:]
+    memory = pages.raw_k, pages.raw_v, scales, pages.v_scale, apart
     _launch(given, tokens, work, memory, page_strides, geometry)
 
 
@@ -333,7 +363,7 @@ def launch_rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWo
     """Writes q_out alone, for a layer that reads the pages that another one stores. See launch_rope_store."""
     geometry = _geometry(q, work)
     given, tokens = Projected(q, q, q, q_out), TokenPlaces(positions, positions, positions)
-    _launch(given, tokens, work, (q, q, None, None), (0,) * 8, geometry)
+    _launch(given, tokens, work, (q, q, None, None, None), (0,) * 8, geometry)
 
 
 def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
@@ -358,7 +388,7 @@ def _launch(
     given: Projected,
     tokens: TokenPlaces,
     work: QkvWork,
-    pages: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    pages: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     page_strides: tuple[int, ...],
     geometry: RopeStoreGeometry,
 ) -> None:

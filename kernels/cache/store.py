@@ -4,7 +4,8 @@
 
 Pages are linear or vectorised (page_rows.py): two compilations of one kernel. In eight-bit pages an element is stored
 as the code that is nearest to its value divided by its scale (codes.py). Scales of a layer or of heads are read; the
-scale of a token is made here, so that the token's largest element has the largest code.
+scale of a token is made here, so that the token's largest element has the largest code. Records (records.py) have a
+kernel of their own, which makes the scales of their groups.
 
 Tokens at or past num_tokens, slots of page 0 if it belongs to no sequence, and negative slots are dropped: a pad's
 hidden state may be NaN, and page 0 stays zero. An infinity or NaN in a token that is stored is stored as 0 and sets a
@@ -13,6 +14,8 @@ and 0 * inf is NaN.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,11 +27,14 @@ from rocm_attn.kernels.cache.codes import (
     LAYER_SCALES,
     NO_SCALES,
     TOKEN_SCALES,
+    as_bfloat16,
     encoded,
     is_coded,
     scale_of_rows,
+    store_groups,
 )
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 
@@ -138,6 +144,50 @@ def _store_kernel(
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
 
+class RecordGeometry(NamedTuple):
+    """The values that the store of records is compiled for.
+
+    V_DIM, REST:             elements that have codes, and those after them
+    V_COLUMNS, REST_COLUMNS: with padding
+    ENCODING:                number of the codes' Encoding
+    FIRST_SLOT:              slots before it are dropped
+    """
+
+    PAGE_SIZE: int
+    V_DIM: int
+    V_COLUMNS: int
+    REST: int
+    REST_COLUMNS: int
+    ENCODING: int
+    FIRST_SLOT: int
+
+
+@triton.jit
+def _store_records_kernel(
+    k, slot_of_token, counts, codes, scales, rest, k_token, page_bytes, token_bytes, G: tl.constexpr
+):
+    token = tl.program_id(0)
+    slot = tl.load(slot_of_token + token).to(tl.int64)
+    if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
+        row = k + token.to(tl.int64) * k_token
+        at = slot // G.PAGE_SIZE * page_bytes + slot % G.PAGE_SIZE * token_bytes
+        # All loads come before the first store, because no load could pass a store.
+        v_d = tl.arange(0, G.V_COLUMNS)[None, :]
+        v = tl.load(row + v_d, mask=v_d < G.V_DIM, other=0.0)
+        if G.REST > 0:
+            rest_d = tl.arange(0, G.REST_COLUMNS)[None, :]
+            is_rest = rest_d < G.REST
+            rest_row = tl.load(row + G.V_DIM + rest_d, mask=is_rest, other=0.0)
+        v, strange = _finite_row(v)
+        store_groups(v, codes + at, scales + at // 4, G.V_DIM, G.ENCODING)
+        if G.REST > 0:
+            rest_row, rest_strange = _finite_row(rest_row)
+            strange |= rest_strange
+            tl.store(rest + at // 2 + rest_d, as_bfloat16(rest_row), mask=is_rest)
+        if tl.max(strange, 0) > 0:
+            tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
+
+
 @only_launches
 def launch_store_kv(
     k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
@@ -151,6 +201,9 @@ def launch_store_kv(
     pages:         linear, with any strides but the last, or vectorised; written in place, as are scales of tokens
     null_page:     whether page 0 belongs to no sequence
     """
+    if pages.format.scales is Scales.GROUP:
+        _launch_records(k, slot_of_token, counts, pages, null_page)
+        return
     geometry = CellGeometry.of(pages)
     grid = k.shape[0], triton.cdiv(geometry.HEADS, geometry.HEADS_BLOCK)
     launch(
@@ -174,6 +227,23 @@ def launch_store_kv(
         FIRST_SLOT=geometry.PAGE_SIZE if null_page else 0,
         num_warps=_warps(grid, geometry, pages.raw_k.element_size()),
     )
+
+
+def _launch_records(k: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, null_page: bool) -> None:
+    form, record = pages.format, pages.record
+    assert record is not None
+    rest = form.head_dim - form.v_head_dim
+    geometry = RecordGeometry(
+        form.page_size,
+        form.v_head_dim,
+        triton.next_power_of_2(form.v_head_dim),
+        rest,
+        triton.next_power_of_2(max(rest, 1)),
+        form.encoding.number,
+        form.page_size if null_page else 0,
+    )
+    strides = k.stride(0), *pages.raw_k.stride()[:2]
+    launch(_store_records_kernel, k.shape[:1], k, slot_of_token, counts, *record, *strides, G=geometry, num_warps=1)
 
 
 def _warps(grid: tuple[int, int], geometry: CellGeometry, item_bytes: int) -> int:

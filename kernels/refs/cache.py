@@ -9,6 +9,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
+from rocm_attn.kernels.cache.records import records_of
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 
 # The smallest scale of a token, as in codes.py.
@@ -47,6 +48,8 @@ def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Ten
     """Finite rows [T, kv_heads, dim] as pages hold them, and the scales of their tokens [T, kv_heads]."""
     if not form.encoding.is_fp8:
         return rows, rows
+    if form.scales is Scales.GROUP:
+        return records_of(rows, form), rows
     largest, rows = form.encoding.largest, rows.float()
     scale_value = torch.ones_like(rows[..., 0])
     if form.scales is Scales.TOKEN:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.sparse.arguments import (
     BAD_COUNT,
     NO_UNIT,
@@ -190,6 +191,7 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
              whether a key is seen, bool [tokens, kv_heads, keys]
     """
     selection, tokens, pages = args.selection, _tokens(args.tokens, first, end), args.pages
+    assert isinstance(selection, SelectedKeys)
     num_kv_heads, unit_tokens = args.heads[0], selection.unit_tokens
     entry = (key // unit_tokens).clamp(max=selection.width - 1)
     units = selection.units[first:end][:, :, entry]
@@ -201,6 +203,10 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
     page, offset = _place(args.table, tokens.row_of_token, position.flatten(1), pages.keys.page_size)
     head = torch.arange(num_kv_heads, device=key.device)[:, None]
     at = page.unflatten(1, (num_kv_heads, -1)), offset.unflatten(1, (num_kv_heads, -1)), head
+    if pages.record is not None:
+        k = RecordParts.of(pages.raw_k[at], pages.format).values(pages.format.encoding).to(_compute(args.q))
+        k = k.masked_fill(~seen[..., None], 0)
+        return k, k[..., : args.out.shape[2]], seen
     sides = []
     for rows, scale_values in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
         side = rows[at].to(_compute(args.q))

@@ -170,6 +170,20 @@ class SelectedKeys(NamedTuple):
         assert self.unit_tokens >= 1
 
 
+class AllTokens(NamedTuple):
+    """No selection: each token gets all that it sees, as units of one token. width: the most of them"""
+
+    width: int
+    units: None = None
+    counts: None = None
+    unit_tokens: int = 1
+    sets: int = 1
+
+    def check(self, num_tokens: int) -> None:
+        """Asserts that a token may see one."""
+        assert self.width >= 1
+
+
 class IndexPages(NamedTuple):
     """One layer's index keys.
 
@@ -228,10 +242,10 @@ class SelectedArgs(NamedTuple):
     outside of the sequence's KV gives no key. Tokens that see no key get 0, and LSE -inf.
 
     q, out:    [T, q_heads, head_dim | v_head_dim], any strides but the last; out is written
-    pages:     of the layer: split ones or latent ones; KV heads share a set, or have one each
+    pages:     of the layer: split ones or latent ones, records included; KV heads share a set, or have one each
     table:     int32 [rows, width]: row, page_no -> page
     tokens:    the step's tokens
-    selection: of these tokens
+    selection: of these tokens, or all that they see
     lse:       float32 [T, q_heads], natural logarithm with the sink in it, any strides, written; or None
     sinks:     float32 [q_heads], or None
     workspace: float32, scratch of the size that the kernel states; content is undefined
@@ -241,7 +255,7 @@ class SelectedArgs(NamedTuple):
     pages: LayerPages
     table: Tensor
     tokens: SparseTokens
-    selection: SelectedKeys
+    selection: SelectedKeys | AllTokens
     out: Tensor
     lse: Tensor | None
     sinks: Tensor | None
@@ -257,11 +271,12 @@ class SelectedArgs(NamedTuple):
         """Asserts the properties that launchers rely on, cheaply and on the host."""
         q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
         num_tokens, num_q_heads, head_dim = q.shape
+        assert head_dim == self.pages.format.head_dim, "q and the pages disagree"
         num_pages, page_size, num_kv_heads, v_head_dim = v.shape
         self.tokens.check()
         self.selection.check(num_tokens)
         assert self.tokens.row_of_token.shape == (num_tokens,), "q and the tokens disagree"
-        assert k.shape == (num_pages, page_size, num_kv_heads, head_dim), "K pages and V pages disagree"
+        assert k.shape[:3] == (num_pages, page_size, num_kv_heads), "K pages and V pages disagree"
         assert num_q_heads % num_kv_heads == 0
         assert self.selection.sets in (1, num_kv_heads), "the KV heads share one set, or have one each"
         assert out.shape == (num_tokens, num_q_heads, v_head_dim), "out disagrees with q and the pages"

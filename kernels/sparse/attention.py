@@ -6,6 +6,7 @@ A row is the query heads that share a KV head, or a block of them. Its selection
 with equally many keys, so that one grid serves all lengths. A row of one part is written to out; for the others each
 part leaves a partial result, which merge_parts.py adds up from left to right. Key n of a selection is token n %
 unit_tokens of the unit that is listed at n // unit_tokens. A row of latent pages is loaded once, and is K and V.
+Without a selection every token sees all tokens up to its own.
 
 Deterministic attention has segments as parts (attention/segments.py): if a selection holds all that a token sees, in
 order, it gives the bits of deterministic decode and extend.
@@ -30,9 +31,10 @@ from rocm_attn.kernels.attention.coded import (
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
-from rocm_attn.kernels.attention.softmax import in_range, sum_by_pairs
-from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
-from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.attention.softmax import in_range, rounded, sum_by_pairs
+from rocm_attn.kernels.cache.codes import GROUP_SCALES, TOKEN_SCALES, decoded
+from rocm_attn.kernels.cache.page_format import GROUP_ELEMENTS, PoolKind
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
@@ -43,10 +45,12 @@ from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
+_GROUP = tl.constexpr(GROUP_ELEMENTS)
+
 
 class Listing(NamedTuple):
-    """One token's selection: its units; its keys, [first, end) of them here; the tokens that it sees; its line of the
-    table, and that line's width."""
+    """One token's selection: its units, None if it has all; its keys, [first, end) of them here; the tokens that it
+    sees; its line of the table, and that line's width."""
 
     units: Any
     first: Any
@@ -67,7 +71,10 @@ class SparseQuery(NamedTuple):
 @triton.jit
 def _load_units(listing, key, G: tl.constexpr):
     """The unit that each key belongs to; entries past the selection get its last one."""
-    return tl.load(listing.units + tl.minimum(key // G.UNIT_TOKENS, G.WIDTH - 1))
+    unit = key // G.UNIT_TOKENS
+    if listing.units is not None:
+        unit = tl.load(listing.units + tl.minimum(unit, G.WIDTH - 1))
+    return unit
 
 
 @triton.jit
@@ -100,7 +107,17 @@ def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.c
 
 
 @triton.jit
-def _attend(query, k_side, v_side, scale_values, listing, G: tl.constexpr):
+def _load_latents(record, k_at, live, G: tl.constexpr):
+    """V of records, float32 [n, K_COLUMNS]: codes times scales. k_at: bytes from the first record to each, int64 [n]"""
+    GROUPS: tl.constexpr = G.K_COLUMNS // _GROUP
+    codes = _load_rows(record.codes + k_at, live, 0, G.K_COLUMNS, G.K_DIM)
+    scale = _load_rows(record.scales + k_at // 4, live, 0, GROUPS, G.K_DIM // _GROUP)
+    groups = tl.reshape(decoded(codes, G.coding.ENCODING, tl.float32), [G.KEY_BLOCK, GROUPS, _GROUP])
+    return tl.reshape(groups * scale[:, :, None], [G.KEY_BLOCK, G.K_COLUMNS])
+
+
+@triton.jit
+def _attend(query, k_side, v_side, record, scale_values, listing, G: tl.constexpr):
     """Returns the softmax state of the keys [listing.first, listing.end) of a selection for each row."""
     KEY_BLOCK: tl.constexpr = G.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
@@ -128,10 +145,18 @@ def _attend(query, k_side, v_side, scale_values, listing, G: tl.constexpr):
         # scores, weights: [QUERY_ROWS, KEY_BLOCK]; k: [KEY_BLOCK, K_COLUMNS]; v: [KEY_BLOCK, V_COLUMNS]
         k_at = page * k_side.page + offset * k_side.token
         k_rows = k_side.at + k_at
-        k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.K_DIM)
-        scores = tl.dot(query.block, tl.trans(decoded(k, C.ENCODING, DTYPE)), input_precision="ieee")
+        if C.SCALES == GROUP_SCALES:
+            k = rounded(_load_latents(record, k_at, live, G), DTYPE)
+            k_block = k
+        else:
+            k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.K_DIM)
+            k_block = decoded(k, C.ENCODING, DTYPE)
+        scores = tl.dot(query.block, tl.trans(k_block), input_precision="ieee")
         if G.REST > 0:
-            k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
+            if C.SCALES == GROUP_SCALES:
+                k_rest = _load_rows(record.rest + k_at // 2, live, 0, G.REST, G.HEAD_DIM - G.V_HEAD_DIM).to(DTYPE)
+            else:
+                k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
             scores = tl.dot(query.rest, tl.trans(k_rest), scores, input_precision="ieee")
         v_scale_value = None
         if C.SCALES == TOKEN_SCALES:
@@ -153,7 +178,10 @@ def _attend(query, k_side, v_side, scale_values, listing, G: tl.constexpr):
         else:
             v_at = k_at if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
             v = _load_rows(v_side.at + v_at, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
-        acc = add_values(acc, decay[:, None], weights, v, v_scale_value, DTYPE, False, C)
+        if C.SCALES == GROUP_SCALES:
+            acc = tl.dot(rounded(weights, DTYPE), v, acc * decay[:, None], input_precision="ieee")
+        else:
+            acc = add_values(acc, decay[:, None], weights, v, v_scale_value, DTYPE, False, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
 
@@ -163,6 +191,8 @@ def _selected_attention_kernel(
     q,
     k_pages,
     v_pages,
+    record_scales,
+    record_rest,
     table,
     row_of_token,
     position_of_token,
@@ -199,7 +229,13 @@ def _selected_attention_kernel(
     part = tl.program_id(0) // C.rows % C.parts
     token = (tl.program_id(0) // (C.rows * C.parts)).to(tl.int64)
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
-    num_keys, selection = listed_keys(counts, token, kv_head, G)
+    visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
+    listed = None
+    if units is None:
+        num_keys = visible
+    else:
+        num_keys, selection = listed_keys(counts, token, kv_head, G)
+        listed = units + selection * G.WIDTH
     first = part * C.part_keys
     # If a row has several parts, the merge knows which ones have keys.
     if (C.parts == 1) | (first < num_keys):
@@ -212,16 +248,18 @@ def _selected_attention_kernel(
             q_rest = _load_rows(q_rows, is_row, G.V_HEAD_DIM, G.REST, G.HEAD_DIM)
         q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.K_DIM)
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
-        visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         end = tl.minimum(first + C.part_keys, num_keys)
         kv_head = kv_head.to(tl.int64)
-        k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
+        k_scaled = qk_scale
+        if E.SCALES != GROUP_SCALES:
+            k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
         softmax = _attend(
             SparseQuery(q_block, q_rest, k_scaled),
             PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head),
             PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head),
+            RecordParts(k_pages, record_scales, record_rest),
             ScalePointers(k_scale, v_scale, kv_head),
-            Listing(units + selection * G.WIDTH, first, end, visible, line, width),
+            Listing(listed, first, end, visible, line, width),
             G,
         )
         softmax = scaled_values(softmax, row_scale(v_scale, kv_head, E), E)
@@ -289,6 +327,7 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         args.q,
         pages.raw_k,
         pages.raw_v,
+        *((None, None) if pages.record is None else pages.record[1:]),
         args.table,
         tokens.row_of_token,
         tokens.position_of_token,

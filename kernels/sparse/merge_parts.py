@@ -13,6 +13,7 @@ from rocm_attn.kernels.attention.bundles import HeadRows, Softmax
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
+from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import HeadsOfToken, SelectedGeometry, heads_of_row, listed_keys, store_rows
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -27,6 +28,8 @@ _ELEMENTS_OF_MANY, _PARTS_OF_MANY = 128, 8
 @triton.jit
 def _merge_parts_kernel(
     counts,
+    position_of_token,
+    num_tokens,
     parts,
     sums,
     out,
@@ -45,7 +48,10 @@ def _merge_parts_kernel(
     token = (tl.program_id(0) // C.rows).to(tl.int64)
     row = tl.program_id(0) % C.rows
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
-    num_keys, _ = listed_keys(counts, token, kv_head, G)
+    if counts is None:
+        num_keys = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
+    else:
+        num_keys, _ = listed_keys(counts, token, kv_head, G)
     num_parts = tl.cdiv(num_keys, C.part_keys)
     q_row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_row = q_row < num_q_rows
@@ -86,6 +92,8 @@ def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry
         _merge_parts_kernel,
         (len(args.q) * cut.rows, triton.cdiv(cut.row_heads, heads), triton.cdiv(v_head_dim, columns)),
         args.selection.counts,
+        args.tokens.position_of_token,
+        args.tokens.num_tokens,
         parts,
         sums,
         args.out,

@@ -243,6 +243,8 @@ def _why_no_form(source: PageFormat, own: PageFormat) -> str:
         return "only eight-bit encodings are converted"
     if source.scales != own.scales:
         return "the kind of scale must be equal"
+    if source.encoding != own.encoding and own.scales is Scales.GROUP:
+        return "records are not converted"
     return ""
 
 

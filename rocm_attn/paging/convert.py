@@ -98,10 +98,11 @@ def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tens
 
 def _check(source: LayerPages, target: LayerPages, source_pages: Tensor, target_pages: Tensor) -> None:
     alike = replace(target.format, encoding=source.format.encoding)
-    if source.format != alike or not source.format.encoding.is_fp8 or not target.format.encoding.is_fp8:
+    are_codes = source.format.encoding.is_fp8 and target.format.encoding.is_fp8
+    if source.format != alike or not are_codes or source.format.scales is Scales.GROUP:
         raise BadTensor(
-            f"pages in {source.format} cannot be converted to {target.format}; both must be in eight bits and "
-            "differ only in the encoding"
+            f"pages in {source.format} cannot be converted to {target.format}; both must be in eight bits, no records, "
+            "and differ only in the encoding"
         )
     if source.k.device != target.k.device:
         raise BadTensor(f"the source is on {source.k.device}, the target on {target.k.device}; copy it there first")

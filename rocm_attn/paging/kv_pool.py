@@ -82,14 +82,14 @@ class KVPool:
             pages, heads = (self.num_pages, form.page_size), form.num_kv_heads
             return empty_vectorised_pages(*pages, heads, dims, vector, dtype=dtype, device=self.device)
         shape = (self.num_pages, form.page_size, form.num_kv_heads)
-        k = torch.empty(*shape, form.head_dim, dtype=dtype, device=self.device)
+        k = torch.empty(*shape, form.k_row, dtype=dtype, device=self.device)
         if form.kind is PoolKind.LATENT:
             return k, k[..., : form.v_head_dim]
         return k, torch.empty(*shape, form.v_head_dim, dtype=dtype, device=self.device)
 
     def _scale(self, form: PageFormat) -> Tensor | None:
         """Scales of K or of V, 1 if a caller sets them later; the store writes those of tokens."""
-        if form.scales is Scales.NONE:
+        if not form.scale_shape:
             return None
         if form.scales is not Scales.TOKEN:
             return torch.ones(form.scale_shape, dtype=torch.float32, device=self.device)

@@ -12,13 +12,21 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTileChoice, ExtendTiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
-from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_prefill, triton_segments
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem
+from rocm_attn.providers import (
+    triton_cdna,
+    triton_hopper,
+    triton_latent,
+    triton_prefill,
+    triton_segments,
+    triton_sparse,
+)
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
@@ -51,7 +59,7 @@ _LIMITS = Limits(
     page_strides=True,
     short_kv=True,
     encodings=tuple(KVEncoding),
-    scales=tuple(Scales),
+    scales=SCALES_BESIDE_ROWS,
 )
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
@@ -366,6 +374,7 @@ TRITON = Provider(
             "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
         ),
         *triton_latent.ENTRIES,
+        *triton_sparse.RECORD_ENTRIES,
     ),
     ops=triton_ops,
 )

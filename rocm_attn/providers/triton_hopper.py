@@ -11,6 +11,7 @@ from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
@@ -57,7 +58,7 @@ LIMITS = Limits(
     # In dense pages all rows begin at such addresses if these do: see dim_step.
     aligned_sides=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
-    scales=tuple(Scales),
+    scales=SCALES_BESIDE_ROWS,
     coded_dims=CODED_HEAD_DIMS,
     # TMA swizzles eight rows at a time, and codes are not gathered.
     coded_page_sizes=(8, 16, 32, 64, 128),

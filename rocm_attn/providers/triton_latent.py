@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_extend_cut
 from rocm_attn.kernels.launch import only_launches
@@ -24,7 +25,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_segment_tiles,
 )
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_hopper_latent
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
@@ -54,7 +55,7 @@ _LIMITS = Limits(
     sinks=True,
     pools=(PoolKind.LATENT,),
     encodings=tuple(KVEncoding),
-    scales=tuple(Scales),
+    scales=SCALES_BESIDE_ROWS,
     non_causal=True,
     page_strides=True,
     short_kv=True,

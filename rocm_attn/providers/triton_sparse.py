@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention import limits
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
+from rocm_attn.kernels.launch import only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.sparse.arguments import (
+    AllTokens,
+    IndexArgs,
+    Indexing,
+    SelectedArgs,
+    SelectedKeys,
+    SparseTokens,
+)
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
@@ -21,10 +35,10 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import Limits, PoolSize
+from rocm_attn.providers.contract import NO_SCHEDULE, Limits, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
 from rocm_attn.providers.tiles import codes_of
-from rocm_attn.providers.triton_entries import ARCHS
+from rocm_attn.providers.triton_entries import ARCHS, triton_entry
 from rocm_attn.providers.triton_later import triton_launches
 
 _DTYPES = limits.DTYPES
@@ -87,6 +101,30 @@ class TritonSelected:
 
 
 @dataclass(frozen=True, slots=True)
+class TritonRecords:
+    """Attention of every kind of step to all records that a token sees, each token for itself.
+
+    selected: attention over a selection, of as many keys as a sequence may have
+    """
+
+    selected: TritonSelected
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
+
+    def describe(self) -> str:
+        return f"triton.records({self.selected.describe()}, keys={self.selected.keys})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.selected.workspace_words(shape)
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        places = step.row_of_token, step.position_of_token, step.counts[1:2]
+        tokens = SparseTokens(*places, bounds.max_q_len, bounds.max_kv_len)
+        rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
+        self.selected.attend(SelectedArgs(*rows, AllTokens(self.selected.keys), *results))
+
+
+@dataclass(frozen=True, slots=True)
 class TritonSelectedSegments:
     """Like `TritonSelected`, but cut at absolute places: a token that selects all its keys gets deterministic bits."""
 
@@ -118,7 +156,15 @@ def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: Pool
     return TritonIndexer(indexer.indexing, tiles, coded_q_tiles, max_kv_len, target.compute_units)
 
 
+def _bind_records(problem: Problem, target: Target, pool: PoolSize) -> TritonRecords:
+    return TritonRecords(_selected(problem, target, round_up(pool.max_kv_len, problem.page_size)))
+
+
 def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
+    return _selected(problem, target, _keys(problem))
+
+
+def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
     tiles = selected_tiles(
         target.arch,
         gqa_ratio=problem.gqa_ratio,
@@ -127,7 +173,7 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
         dtype=problem.dtype,
         is_coded=problem.kv_encoding is not KVEncoding.LIKE_Q,
     )
-    return TritonSelected(problem, _keys(problem), tiles, target.compute_units * tiles.programs_per_cu)
+    return TritonSelected(problem, keys, tiles, target.compute_units * tiles.programs_per_cu)
 
 
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
@@ -194,9 +240,23 @@ SELECTED_ENTRIES = (
     SelectedKeysEntry(
         provider="triton",
         name="triton.selected_segments",
-        limits=_SELECTED_LIMITS,
+        limits=replace(_SELECTED_LIMITS, scales=SCALES_BESIDE_ROWS),
         batch_invariant=True,
         bakes=frozenset(),
         bind=_bind_segments,
     ),
+)
+
+_RECORD_LIMITS = replace(
+    _SELECTED_LIMITS,
+    dtypes=(torch.bfloat16, torch.float32),
+    pools=(PoolKind.LATENT,),
+    encodings=(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
+    scales=(Scales.GROUP,),
+)
+
+# Attention to all records, which no other kernel of dense steps reads.
+RECORD_ENTRIES = tuple(
+    triton_entry("triton.records", kind, _bind_records, limits=_RECORD_LIMITS)
+    for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 )

@@ -210,7 +210,7 @@ def _lse(line: _Line) -> str:
 
 
 def _scale_values(line: _Line) -> str:
-    names = {Scales.LAYER: "layer", Scales.HEAD: "KV head", Scales.TOKEN: "token"}
+    names = {Scales.LAYER: "layer", Scales.HEAD: "KV head", Scales.TOKEN: "token", Scales.GROUP: "group of a record"}
     return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
 
 

@@ -443,6 +443,8 @@ class LayerForms:
     def _memory(self, layer: int, owners: Owners) -> _LayerMemory:
         pages, beside = owners
         tensors = [pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale]
+        if pages.record is not None:
+            tensors += [pages.record.scales, pages.record.rest]
         numbers: tuple[Hashable, ...] = ()
         if isinstance(beside, HeadWeights):
             tensors += [beside.sinks, beside.alibi_slopes]

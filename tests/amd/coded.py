@@ -8,6 +8,12 @@ from torch import Tensor
 from rocm_attn.problem import KVEncoding, Problem, Scales
 
 
+def group_scales(groups: Tensor, largest: float) -> Tensor:
+    """Returns scales of groups of 128, [..., 1]: vLLM's 2 ** ceil(log2(max(largest element / largest, 1e-4)))."""
+    least = (groups.abs().amax(-1, keepdim=True).double() / largest).clamp(min=1e-4)
+    return (2.0 ** least.log2().ceil()).to(groups)
+
+
 def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
     """Returns rows [tokens, kv_heads, dim] as a reader of the problem's pages gets them, in float32 if they are codes.
 
@@ -18,6 +24,11 @@ def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
     dtype = getattr(torch, problem.kv_encoding.value)
     largest = torch.finfo(dtype).max
     rows = rows.float().nan_to_num(0.0, 0.0, 0.0)
+    if problem.kv_scales is Scales.GROUP:
+        groups = rows[..., : problem.v_head_dim].unflatten(-1, (-1, 128))
+        scale_value = group_scales(groups, 224.0 if problem.kv_encoding is KVEncoding.E4M3FNUZ else 448.0)
+        latent = ((groups / scale_value).to(dtype).float() * scale_value).flatten(-2)
+        return torch.cat((latent, rows[..., problem.v_head_dim :].bfloat16().float()), -1)
     if problem.kv_scales is Scales.TOKEN:
         scale_value = torch.maximum(rows.abs().amax(-1, keepdim=True) * (1 / largest), torch.tensor(2.0**-100))
     else:

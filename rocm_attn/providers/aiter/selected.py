@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
-from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs
+from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import library
@@ -87,10 +87,12 @@ def slots_of_page(problem: Problem) -> int:
 
 def slots_of(args: SelectedArgs, page_slots: int) -> Tensor:
     """int32 [T, width]: page * page_slots + offset of each selected token; -1 for entries that give no key."""
-    units, tokens, page_size = args.selection.units[:, 0], args.tokens, args.pages.keys.page_size
+    selection, tokens, page_size = args.selection, args.tokens, args.pages.keys.page_size
+    assert isinstance(selection, SelectedKeys)
+    units = selection.units[:, 0]
     token, entry = (torch.arange(num, device=units.device) for num in units.shape)
     visible = torch.where(token < tokens.num_tokens, tokens.position_of_token + 1, 0)[:, None]
-    gives_key = (entry < args.selection.counts) & (units >= 0) & (units < visible)
+    gives_key = (entry < selection.counts) & (units >= 0) & (units < visible)
     page_no = (units // page_size).clamp(0, args.table.shape[1] - 1)
     page = args.table[tokens.row_of_token.long()[:, None], page_no.long()]
     # The keys come first: after a tile without any, the function would take 0 for the largest logit so far.

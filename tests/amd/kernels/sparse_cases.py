@@ -26,6 +26,7 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
+from tests.amd.kernels.record_cases import random_records, record_value
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 UNTOUCHED = -77
@@ -290,8 +291,12 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
             if not seen:
                 continue
             at = [(*slots[each], kv_head) for each in seen]
-            k = torch.stack([_value(pages.k, pages.k_scale, place, case.scales) for place in at])
-            v = torch.stack([_value(pages.v, pages.v_scale, place, case.scales) for place in at])
+            if case.scales is Scales.GROUP:
+                rows = [record_value(pages.raw_k[place], case.dims, pages.format.encoding) for place in at]
+                k, v = torch.stack(rows), torch.stack(rows)[:, :v_head_dim]
+            else:
+                k = torch.stack([_value(pages.k, pages.k_scale, place, case.scales) for place in at])
+                v = torch.stack([_value(pages.v, pages.v_scale, place, case.scales) for place in at])
             logits = k @ q[token, head].double() * scale
             sink = [] if sinks is None else [sinks[head].double()]
             lse = torch.cat([logits, torch.stack(sink)] if sink else [logits]).logsumexp(0)
@@ -380,6 +385,9 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
 
     kind = PoolKind.LATENT if case.latent else PoolKind.SPLIT
     form = PageFormat(encoding, kind, step.page_size, num_kv_heads, head_dim, v_head_dim, case.scales)
+    if case.scales is Scales.GROUP:
+        records = random_records(read, case.dims, encoding, generator).view(encoding.dtype)
+        return LayerPages(records, records[..., :v_head_dim], form)
     k, k_scale = side(head_dim), scale_values()
     if case.latent:
         return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)

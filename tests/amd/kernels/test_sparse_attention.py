@@ -33,6 +33,12 @@ CASES = {
     "latent_scales": SelectedCase(
         STEP, heads=(4, 1), dims=(48, 32), latent=True, encoding=Encoding.E4M3FN, scales=Scales.LAYER
     ),
+    "records": SelectedCase(
+        STEP, heads=(4, 1), dims=(152, 128), latent=True, encoding=Encoding.E4M3FN, scales=Scales.GROUP, sinks=True
+    ),
+    "records_of_three_groups": SelectedCase(
+        STEP, heads=(4, 1), dims=(384, 384), latent=True, encoding=Encoding.E4M3FNUZ, scales=Scales.GROUP, unit_tokens=2
+    ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

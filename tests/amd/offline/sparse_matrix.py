@@ -15,6 +15,7 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
+    AllTokens,
     IndexArgs,
     Indexing,
     IndexPages,
@@ -97,6 +98,7 @@ class LayerRow:
 
     heads:     query heads, KV heads
     exact:     true if it is deterministic
+    is_dense:  true if tokens attend to all that they see
     on_oldest: as in Row
     """
 
@@ -111,6 +113,7 @@ class LayerRow:
     dtype: torch.dtype = BF16
     scales: Scales = Scales.NONE
     exact: bool = False
+    is_dense: bool = False
     is_large: bool = False
     on_oldest: bool = False
 
@@ -126,13 +129,13 @@ class LayerRow:
             pages=self._pages(),
             table=_table(64),
             tokens=_tokens(1),
-            selection=_selection(self.sets, self.width, self.unit_tokens),
+            selection=AllTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens),
             out=torch.empty(NUM_TOKENS, num_heads, v_head_dim, dtype=self.dtype),
             lse=torch.empty(NUM_TOKENS, num_heads),
             sinks=torch.empty(num_heads),
             workspace=torch.empty(0),
         )
-        keys, heads = self.width * self.unit_tokens, (num_kv_heads, ratio)
+        keys, heads = args.selection.width * args.selection.unit_tokens, (num_kv_heads, ratio)
         if self.exact:
             segments, by_pairs = selected_segment_tiles(
                 self.arch,
@@ -172,6 +175,9 @@ class LayerRow:
             return torch.empty(num_pages, num_kv_heads, page_size) if is_coded else None
 
         form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
+        if self.scales is Scales.GROUP:
+            k = torch.empty(*shape, form.k_row, dtype=encoding.dtype)
+            return LayerPages(k, k[..., :v_head_dim], form)
         k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), scale_values()
         if self.kind is PoolKind.LATENT:
             return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
@@ -219,6 +225,9 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, on_oldest=arch == _OLDEST_ARCH),
     lambda arch: LayerRow(arch, "latent_128", (128, 1), (576, 512), _LATENT),
     lambda arch: LayerRow(arch, "latent_codes", (16, 1), (576, 512), _LATENT, scales=Scales.TOKEN),
+    lambda arch: LayerRow(arch, "records_16", (16, 1), (576, 512), _LATENT, scales=Scales.GROUP),
+    lambda arch: LayerRow(arch, "records_128", (128, 1), (576, 512), _LATENT, scales=Scales.GROUP),
+    lambda arch: LayerRow(arch, "all_records", (16, 1), (576, 512), _LATENT, scales=Scales.GROUP, is_dense=True),
     lambda arch: LayerRow(arch, "latent_pools", (16, 1), (512, 512), _LATENT, width=513, unit_tokens=4),
     lambda arch: LayerRow(arch, "attended_blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
     lambda arch: LayerRow(

@@ -13,13 +13,13 @@ from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine.target import known_target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import indexer, latent_layer, layer, providers
+from tests.amd.worlds.problems import indexer, latent_layer, layer, providers, record_layer
 from tests.amd.worlds.world import World
 
 TOKENS = Indexing(0.25, top=5)
@@ -77,6 +77,24 @@ def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.d
 
 def test_latents_are_attended_by_selections(device: torch.device) -> None:
     serve(World.selecting([latent_layer(indexer(TOKENS)), latent_layer(EarlierSelection(TOKENS))], device, graphs=True))
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
+@pytest.mark.parametrize("provider", providers())
+def test_records_are_stored_and_attended_by_selections(
+    provider: str, encoding: KVEncoding, device: torch.device
+) -> None:
+    """A prompt and a decode step, replayed: a layer that selects, one that reuses its choice, and one over all keys."""
+    layers = [record_layer(each, encoding=encoding) for each in (indexer(TOKENS), EarlierSelection(TOKENS), ALL_KEYS)]
+    world = World.selecting(layers, device, provider, graphs=True, max_kv_len=16, max_tokens=12)
+    request = world.admit()
+    world.step([request], [9])
+    world.step([request], [1])
+
+
+def test_requests_over_records_are_served_in_any_order(device: torch.device) -> None:
+    serve(World.selecting([record_layer(indexer(TOKENS)), record_layer(EarlierSelection(TOKENS))], device, graphs=True))
 
 
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:

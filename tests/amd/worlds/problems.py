@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
@@ -80,3 +81,15 @@ def layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, page_size
 def latent_layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, page_size: int = 4) -> Problem:
     """Four heads over latents of 16 in rows of 24."""
     return Problem(4, 1, 24, torch.float32, page_size, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT, indexer=attends)
+
+
+def record_layer(
+    attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS,
+    *,
+    page_size: int = 4,
+    encoding: KVEncoding = KVEncoding.E4M3FN,
+) -> Problem:
+    """Four heads over records of 256 codes in two groups, and 8 elements after them."""
+    coded = {"kv_encoding": encoding, "kv_scales": Scales.GROUP}
+    latent = latent_layer(attends, page_size=page_size)
+    return replace(latent, head_dim=264, v_head_dim=256, scale=0.05, **coded)  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""Records as their format defines them, byte by byte: made at random, and read as float64, with no code of the kernels.
+
+A record: 512 codes (or another multiple of 128), a float32 scale for every 128 of them, then bfloat16 elements. Bytes
+that nothing may read are 0xff, which makes scales, rests and codes of E4M3FN NaN.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.page_format import Encoding
+
+POISON = 0xFF
+# Exponent bias and the codes that are NaN: OCP OFP8, and gfx942's E4M3FNUZ.
+_BIASES = {Encoding.E4M3FN: 7, Encoding.E4M3FNUZ: 8}
+_NANS = {Encoding.E4M3FN: (0x7F, 0xFF), Encoding.E4M3FNUZ: (0x80,)}
+_GROUP = 128
+
+
+def record_bytes(dims: tuple[int, int]) -> int:
+    """Returns the bytes of a record. dims: of a row, and of its first elements that have codes"""
+    head_dim, v_head_dim = dims
+    return v_head_dim + v_head_dim // _GROUP * 4 + (head_dim - v_head_dim) * 2
+
+
+def random_records(read: Tensor, dims: tuple[int, int], encoding: Encoding, generator: torch.Generator) -> Tensor:
+    """Returns records of random finite numbers, uint8 [..., bytes], and poison where they are not read. read: bool"""
+    head_dim, v_head_dim = dims
+    codes = torch.randint(0, 256, (*read.shape, v_head_dim), generator=generator, dtype=torch.uint8)
+    for nan in _NANS[encoding]:
+        codes[codes == nan] = 0x31
+    scales = (torch.rand(*read.shape, v_head_dim // _GROUP, generator=generator) + 0.5) / 64
+    rest = torch.randn(*read.shape, head_dim - v_head_dim, generator=generator).bfloat16()
+    records = torch.cat((codes, scales.view(torch.uint8), rest.view(torch.uint8)), -1)
+    return records.masked_fill(~read[..., None], POISON)
+
+
+def record_value(record: Tensor, dims: tuple[int, int], encoding: Encoding) -> Tensor:
+    """Returns the row of one record, float64 [head_dim]. record: uint8 [bytes]"""
+    head_dim, v_head_dim = dims
+    held, groups = bytes(record.tolist()), v_head_dim // _GROUP
+    scales = struct.unpack_from(f"<{groups}f", held, v_head_dim)
+    values = [_value_of_code(held[d], encoding) * scales[d // _GROUP] for d in range(v_head_dim)]
+    halves = struct.unpack_from(f"<{head_dim - v_head_dim}H", held, v_head_dim + 4 * groups)
+    # A bfloat16 is the upper half of a float32.
+    rest = [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in halves]
+    return torch.tensor(values + rest, dtype=torch.float64)
+
+
+def _value_of_code(code: int, encoding: Encoding) -> float:
+    if code in _NANS[encoding]:
+        return float("nan")
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - _BIASES[encoding])
+    return -magnitude if code & 0x80 else magnitude

@@ -251,12 +251,14 @@ class Problem:
             self._check_vectors()
 
     def _check_records(self) -> None:
-        is_record = self.pool is PoolKind.LATENT and self.v_head_dim % GROUP_ELEMENTS == 0
-        if not is_record or self.kv_encoding is KVEncoding.E5M2 or self.dtype == torch.float16:
+        has_groups = self.v_head_dim % GROUP_ELEMENTS == 0 == (self.head_dim - self.v_head_dim) % 2
+        is_record = self.pool is PoolKind.LATENT and has_groups and self.dtype != torch.float16
+        if not is_record or self.kv_encoding is KVEncoding.E5M2:
             raise BadProblem(
                 f"kv_scales is GROUP, and K and V are {self.pool.value} in {self.kv_encoding.name} for "
-                f"{str(self.dtype).removeprefix('torch.')} with v_head_dim {self.v_head_dim}; records are latent, in "
-                f"E4M3FN or E4M3FNUZ, for bfloat16 or float32, with a v_head_dim that is a multiple of {GROUP_ELEMENTS}"
+                f"{str(self.dtype).removeprefix('torch.')} with head_dim {self.head_dim} and v_head_dim "
+                f"{self.v_head_dim}; records are latent, in E4M3FN or E4M3FNUZ, for bfloat16 or float32, with a "
+                f"v_head_dim that is a multiple of {GROUP_ELEMENTS} and an even number of elements after it"
             )
 
     def _check_indexer(self) -> None:

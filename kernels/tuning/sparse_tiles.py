@@ -68,7 +68,8 @@ class IndexerTileChoice:
 class SelectedTileChoice:
     """tiles serve an arch, an element size of q in bytes and head dims up to max_head_dim.
 
-    coded: whether they serve pages of eight bits only
+    coded:   whether they serve pages of eight bits only
+    records: whether they serve records only, which then have no other rows
     """
 
     arch: str
@@ -76,6 +77,7 @@ class SelectedTileChoice:
     max_head_dim: int
     tiles: SelectedTiles
     coded: bool = False
+    records: bool = False
 
 
 # The first row that serves wins.
@@ -97,16 +99,25 @@ def index_tiles(arch: str, *, heads: int, dim: int, key_dtype: torch.dtype, code
 
 
 def selected_tiles(
-    arch: str, *, gqa_ratio: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, is_coded: bool
+    arch: str,
+    *,
+    gqa_ratio: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    is_coded: bool,
+    is_record: bool = False,
 ) -> SelectedTiles:
     """The tiles of attention over a selection. Raises NoTiles.
 
-    dtype:    of q
-    is_coded: whether pages are of eight bits
+    dtype:     of q
+    is_coded:  whether pages are of eight bits
+    is_record: whether their rows are records
     """
     for rows in choices_of(SELECTED_CHOICES, arch, dtype):
         largest = max(head_dim, v_head_dim)
         serving = [row for row in rows if largest <= row.max_head_dim and (is_coded or not row.coded)]
+        serving = [row for row in serving if row.records and is_record] or [row for row in serving if not row.records]
         # Rows for larger dims serve if there is none for these.
         tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
         for each in tiles:

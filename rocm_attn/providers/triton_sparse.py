@@ -172,6 +172,7 @@ def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
         is_coded=problem.kv_encoding is not KVEncoding.LIKE_Q,
+        is_record=problem.kv_scales is Scales.GROUP,
     )
     return TritonSelected(problem, keys, tiles, target.compute_units * tiles.programs_per_cu)
 

@@ -6,7 +6,9 @@ that nothing may read are 0xff, which makes scales, rests and codes of E4M3FN Na
 
 from __future__ import annotations
 
+import math
 import struct
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,13 +28,20 @@ def record_bytes(dims: tuple[int, int]) -> int:
     return v_head_dim + v_head_dim // _GROUP * 4 + (head_dim - v_head_dim) * 2
 
 
-def random_records(read: Tensor, dims: tuple[int, int], encoding: Encoding, generator: torch.Generator) -> Tensor:
-    """Returns records of random finite numbers, uint8 [..., bytes], and poison where they are not read. read: bool"""
+def random_records(
+    read: Tensor, dims: tuple[int, int], encoding: Encoding, generator: torch.Generator, *, any_scale: bool
+) -> Tensor:
+    """Returns records of random finite numbers, uint8 [..., bytes], and poison where they are not read. read: bool
+
+    any_scale: whether scales are any numbers; if not they are powers of two, with which values are exact in bfloat16
+    """
     head_dim, v_head_dim = dims
     codes = torch.randint(0, 256, (*read.shape, v_head_dim), generator=generator, dtype=torch.uint8)
     for nan in _NANS[encoding]:
         codes[codes == nan] = 0x31
     scales = (torch.rand(*read.shape, v_head_dim // _GROUP, generator=generator) + 0.5) / 64
+    if not any_scale:
+        scales = torch.exp2(scales.log2().round())
     rest = torch.randn(*read.shape, head_dim - v_head_dim, generator=generator).bfloat16()
     records = torch.cat((codes, scales.view(torch.uint8), rest.view(torch.uint8)), -1)
     return records.masked_fill(~read[..., None], POISON)
@@ -56,3 +65,16 @@ def _value_of_code(code: int, encoding: Encoding) -> float:
     exponent, mantissa = code >> 3 & 15, code & 7
     magnitude = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - _BIASES[encoding])
     return -magnitude if code & 0x80 else magnitude
+
+
+@cache
+def _magnitudes(encoding: Encoding) -> list[tuple[float, int]]:
+    """Returns the value of each code that is not negative, and the code."""
+    return [(_value_of_code(code, encoding), code) for code in range(0x80) if code not in _NANS[encoding]]
+
+
+def code_of_value(value: float, encoding: Encoding) -> int:
+    """Returns the code nearest to a value, the even one of two, the largest of larger values; no -0 in E4M3FNUZ."""
+    nearest = min(_magnitudes(encoding), key=lambda each: (abs(abs(value) - each[0]), each[1] & 1))[1]
+    is_negative = math.copysign(1.0, value) < 0 and not (nearest == 0 and encoding is Encoding.E4M3FNUZ)
+    return nearest | 0x80 * is_negative

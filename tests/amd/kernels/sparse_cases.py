@@ -386,7 +386,8 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
     kind = PoolKind.LATENT if case.latent else PoolKind.SPLIT
     form = PageFormat(encoding, kind, step.page_size, num_kv_heads, head_dim, v_head_dim, case.scales)
     if case.scales is Scales.GROUP:
-        records = random_records(read, case.dims, encoding, generator).view(encoding.dtype)
+        records = random_records(read, case.dims, encoding, generator, any_scale=case.dtype == torch.float32)
+        records = records.view(encoding.dtype)
         return LayerPages(records, records[..., :v_head_dim], form)
     k, k_scale = side(head_dim), scale_values()
     if case.latent:

@@ -17,6 +17,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_pages,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
+from tests.amd.kernels.record_cases import record_bytes
 from tests.amd.mutation.fresh_tensors import PAGE_SIZE, gapped, ints
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -33,6 +34,11 @@ def store(memory: Memory) -> None:
     inputs[2] = ints([5, 1, 19, 10])
     assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, vectorised_pages(5))
     inputs[2] = ints([4, 1, 14, 9])
+    for dims in ((396, 384), (384, 384)):
+        records = torch.zeros(5, PAGE_SIZE, 1, record_bytes(dims), dtype=torch.uint8)
+        rows = gapped(4, 1, dims[0])
+        launch, twin = (of_records(each, dims) for each in (launch_store_kv, cache_twins.store_kv))
+        assert_same(memory, launch, twin, [rows, rows[..., : dims[1]], inputs[2]], [inputs[3], records])
     for scales in (Scales.HEAD, Scales.TOKEN):
         store_kv, twin = (of_coded_pages(each, scales) for each in (launch_store_kv, cache_twins.store_kv))
         assert_same(memory, store_kv, twin, inputs, coded_pages(5, scales))
@@ -78,6 +84,17 @@ def coded_pages(num_pages: int, scales: Scales) -> list[Tensor]:
     pages = [torch.zeros(num_pages, 3, PAGE_SIZE, dim + 8, dtype=torch.uint8)[..., :dim] for dim in (24, 40)]
     scale_values = torch.full((3,), 0.02) if scales is Scales.HEAD else torch.zeros(num_pages, PAGE_SIZE, 3)
     return [*(side.transpose(1, 2) for side in pages), scale_values, scale_values.clone()]
+
+
+def of_records(launch: Callable[..., None], dims: tuple[int, int]) -> Callable[..., None]:
+    """Adapts to launch(*inputs, bytes of records). dims: of a row, and of its first elements that have codes"""
+    form = PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, *dims, Scales.GROUP)
+
+    def of_tensors(*tensors: Tensor) -> None:
+        k = tensors[-1].view(form.encoding.dtype)
+        launch(*tensors[:-1], LayerPages(k, k[..., : dims[1]], form))
+
+    return of_tensors
 
 
 def of_coded_pages(launch: Callable[..., None], scales: Scales) -> Callable[..., None]:

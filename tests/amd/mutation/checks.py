@@ -47,6 +47,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/segment_extend.py": attention_checks.segments,
     "attention/segment_merge.py": attention_checks.segments,
     "attention/segments.py": attention_checks.segments_left_in_memory,
+    "cache/codes.py": cache_checks.store,
     "cache/move_rows.py": cache_checks.moves,
     "cache/rope.py": rope_checks.rope_store,
     "cache/rope_store.py": rope_checks.rope_store,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.sparse.arguments import NOT_ASCENDING, Indexing, IndexPages, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.check import launch_check_selection
@@ -122,6 +122,16 @@ def selected_attention(memory: Memory) -> None:
         SelectedCase(STEP, heads=(6, 2), dims=(24, 40), sets=2, width=7, unit_tokens=3, sinks=True),
         SelectedCase(STEP, heads=(3, 1), dims=(40, 24), width=9, latent=True, sinks=True),
         SelectedCase(STEP, heads=(6, 2), dims=(24, 40), width=40, sinks=True),
+        SelectedCase(
+            STEP,
+            heads=(3, 1),
+            dims=(396, 384),
+            width=9,
+            latent=True,
+            encoding=Encoding.E4M3FN,
+            scales=Scales.GROUP,
+            sinks=True,
+        ),
     ):
         for programs in (1, 100):
             problem = placed_selected(memory, build_selected(case, CPU))
@@ -142,7 +152,7 @@ def placed_selected(memory: Memory, problem: SelectedProblem) -> SelectedProblem
     args, pages = problem.args, problem.args.pages
     assert args.lse is not None
     assert args.sinks is not None
-    k = memory.put(pages.k[:-1].contiguous())
+    k = memory.put(pages.raw_k[:-1].contiguous()).view(pages.k.dtype)
     v = k[..., : problem.case.dims[1]] if problem.case.latent else memory.put(pages.v[:-1].contiguous())
     out = torch.zeros(*args.out.shape[:2], args.out.shape[2] + 3)[..., : args.out.shape[2]]
     lse = torch.zeros(args.lse.shape[1] + 2, args.lse.shape[0]).t()[:, : args.lse.shape[1]]

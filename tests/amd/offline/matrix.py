@@ -21,8 +21,9 @@ from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
-from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
@@ -335,6 +336,7 @@ def launch_rest(row: Row) -> None:
     _launch_fix_ups(runtime)
     if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
         _launch_vectorised(row)
+        _launch_record_stores(row)
     if row.is_large:
         return
     _launch_step(runtime, _batch(rows[:1], [1]))
@@ -488,6 +490,22 @@ def _launch_vectorised(row: Row) -> None:
     table = torch.empty(tokens, 64, dtype=torch.int32)
     ops.store_kv(k, v, of_token, counts, LayerPages.plain(*pages), null_page=True)
     ops.zero_tails(table, of_token, of_token, of_token, LayerPages.plain(*pages), null_page=True)
+
+
+def _launch_record_stores(row: Row) -> None:
+    """Launches the stores of DeepSeek-V3.2's rows as records, in both encodings."""
+    for encoding in (Encoding.E4M3FN, Encoding.E4M3FNUZ):
+        form = PageFormat(encoding, PoolKind.LATENT, row.page_size, 1, 576, 512, Scales.GROUP)
+        num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // (row.page_size * 512) + 1
+        pages = torch.empty(num_pages, row.page_size, 1, form.k_row, dtype=encoding.dtype)
+        records = LayerPages(pages, pages[..., :512], form)
+        q, k = (torch.empty(16, heads, 576, dtype=torch.bfloat16) for heads in (16, 1))
+        of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
+        work = QkvWork(RopeTable(torch.empty(KV_LEN, 64), at_end=True), k_norm=RowNorm(k[0, 0, :512], 1e-6))
+        ops = TRITON.ops()
+        ops.store_kv(k, k[..., :512], of_token, counts, records, null_page=True)
+        given = Projected(q, k, k[..., :512], q)
+        ops.rope_store(given, TokenPlaces(of_token, of_token, counts), work, records, null_page=True)
 
 
 def _launch_experts(row: Row) -> None:

@@ -156,6 +156,7 @@ class LayerRow:
             v_head_dim=v_head_dim,
             dtype=self.dtype,
             is_coded=args.pages.format.encoding.is_fp8,
+            is_record=self.scales is Scales.GROUP,
         )
         programs = 16 * NUM_TOKENS
         cut = selected_cut(NUM_TOKENS, keys, heads=heads, tiles=tiles, programs=programs)

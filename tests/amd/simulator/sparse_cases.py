@@ -10,6 +10,7 @@ import torch
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
+    AllTokens,
     IndexArgs,
     Indexing,
     IndexPages,
@@ -44,6 +45,7 @@ TOKENS = IndexCase(STEP, Indexing(0.125, 7), 16, 64, dtype=BF16, key_dtype=BF16)
 BLOCKS = replace(TOKENS, indexing=Indexing(0.25, 3, sets=4, rectified=False, unit_keys=8, last=1), weighted=False)
 POOLS = replace(TOKENS, indexing=Indexing(0.25, 3, key_tokens=4, last_unit=LastUnit.ADDED), scales=Scales.TOKEN)
 LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16, sinks=True)
+RECORDS = SelectedCase(STEP, (16, 1), (304, 256), latent=True, width=40, dtype=BF16, scales=Scales.GROUP, sinks=True)
 SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dtype=BF16)
 
 
@@ -66,7 +68,7 @@ def with_large_pages(args: SelectedArgs) -> SelectedArgs:
     """Returns the same step with its rows at the end of a pool above 4 GiB."""
     pages = args.pages
     num_pages = LARGE_POOL_BYTES // min(pages.k[0].nbytes, pages.v[0].nbytes)
-    k = pool_ending_with(pages.k, num_pages)
+    k = pool_ending_with(pages.raw_k, num_pages).view(pages.k.dtype)
     is_latent = pages.format.kind is PoolKind.LATENT
     v = k[..., : pages.format.v_head_dim] if is_latent else pool_ending_with(pages.v, num_pages)
     moved = LayerPages(k, v, pages.format)
@@ -133,12 +135,34 @@ def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bo
     return simulation
 
 
+def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Simulation:
+    """Runs attention to records, over selections in several parts, then to all tokens that each sees."""
+    problem = build_selected(replace(RECORDS, encoding=encoding), CPU)
+    args = with_large_pages(problem.args) if is_large else problem.args
+    dense = build_selected(replace(RECORDS, encoding=encoding, dense=True, width=70), CPU)
+    everything = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
+    head_dim, v_head_dim = RECORDS.dims
+    tiles = selected_tiles(
+        arch, gqa_ratio=16, head_dim=head_dim, v_head_dim=v_head_dim, dtype=BF16, is_coded=True, is_record=True
+    )
+    with simulated(arch) as simulation:
+        for each, scale in ((args, problem.scale), (everything, dense.scale)):
+            cut = selected_cut(len(each.q), each.selection.width, heads=each.heads, tiles=tiles, programs=60)
+            assert cut.parts > 1
+            workspace = torch.full((cut.words(len(each.q), v_head_dim),), float("nan"))
+            launch_selected_attention(each._replace(workspace=workspace), scale=scale, tiles=tiles, programs=60)
+    problem.assert_served()
+    dense.assert_served()
+    return simulation
+
+
 def sparse_cases(arch: str) -> list[KernelCase]:
     """Every kernel of sparse attention, over codes and above 4 GiB."""
     runs = {
         "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
         "long_lines": partial(run_long_lines, arch),
         "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
+        "records": partial(run_records, arch, own_encoding(arch)),
         "tokens-above": partial(run_select, arch, TOKENS, is_coded=False, is_large=True),
         "latent-above": partial(run_attention, arch, LATENT, is_coded=False, is_large=True),
         "split": partial(run_attention, arch, SPLIT, is_coded=False),
@@ -154,6 +178,7 @@ def more_sparse_cases(arch: str) -> list[KernelCase]:
         "coded_pools": partial(run_select, arch, POOLS, is_coded=True),
         "coded_pools-above": partial(run_select, arch, POOLS, is_coded=True, is_large=True),
         "latent": partial(run_attention, arch, LATENT, is_coded=False),
+        "records-above": partial(run_records, arch, Encoding.E4M3FN, is_large=True),
         "coded_split": partial(run_attention, arch, SPLIT, is_coded=True),
         "split-above": partial(run_attention, arch, SPLIT, is_coded=False, is_large=True),
     }

@@ -24,7 +24,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.adopted_pages import EnginePages
-from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
@@ -311,11 +311,17 @@ class KVGroup:
         k, v = pages_of(each.problem, kv_cache)
         coded = None
         if each.problem.kv_encoding is not KVEncoding.LIKE_Q:
-            layer = each.layer
-            v_scale = layer._k_scale if each.problem.pool is PoolKind.LATENT else layer._v_scale
-            coded = EnginePages(layer._k_scale, v_scale, each.problem.page_format)
+            coded = EnginePages(*_scales(each), each.problem.page_format)
         attention.pages.bind(self._index[name], k, v, coded)
         self._bound[name] = kv_cache.data_ptr()
+
+
+def _scales(each: GroupLayer) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the scales of K and V that vLLM has beside a layer's pages; records have their own."""
+    if each.problem.kv_scales is Scales.GROUP:
+        return None, None
+    k_scale = each.layer._k_scale
+    return k_scale, k_scale if each.problem.pool is PoolKind.LATENT else each.layer._v_scale
 
 
 def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -4,7 +4,8 @@ vLLM packs K and V of a head and a token into one row. Logically a layer's cache
 
     [blocks, kv_heads, block_size, head_size + v_head_size]
 
-with the strides of the layout. An MLA layer's is [blocks, block_size, latent], or the former with one head.
+with the strides of the layout. An MLA layer's is [blocks, block_size, latent], or the former with one head; latent is
+the bytes of a record if the cache is fp8_ds_mla.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _packed(problem: Problem, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 def _latent(problem: Problem, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     rows = kv_cache.squeeze(1) if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache
-    wanted = (problem.page_size, problem.head_dim)
+    wanted = (problem.page_size, problem.page_format.k_row)
     if rows.dim() != 3 or tuple(rows.shape[1:]) != wanted:
         raise BadTensor(
             f"an MLA layer's KV cache has shape {list(kv_cache.shape)}; rocm_attn reads [blocks, {wanted[0]} tokens, "

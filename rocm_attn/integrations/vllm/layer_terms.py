@@ -25,6 +25,9 @@ PLAIN_DTYPES = {
 # Dtypes that keep eight bits with one scale per layer. None: the platform's own e4m3.
 FP8_DTYPES = {"fp8": None, "fp8_e4m3": None, "fp8_e5m2": torch.float8_e5m2}
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
+# Records of latents with their scales, in the platform's own e4m3.
+RECORDS = "fp8_ds_mla"
+LATENT_CACHE_DTYPES = (*KV_CACHE_DTYPES, RECORDS)
 
 _DECODER = "decoder"
 # Arguments of later releases -> the values with which they have no effect.
@@ -77,9 +80,9 @@ class LayerTerms:
                 f"a layer is of attention type {self.attn_type!s}; rocm_attn serves decoder layers in vLLM, so choose "
                 "another attention backend for this model"
             )
-        if self.kv_cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES):
+        if self.kv_cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES, RECORDS):
             raise Unsupported(
-                f"the KV cache is of dtype {self.kv_cache_dtype}; rocm_attn serves {', '.join(KV_CACHE_DTYPES)}, "
+                f"the KV cache is of dtype {self.kv_cache_dtype}; rocm_attn serves {', '.join(LATENT_CACHE_DTYPES)}, "
                 "so set --kv-cache-dtype to one of these"
             )
 
@@ -90,6 +93,11 @@ class LayerTerms:
 
     def problem(self, cache: CacheTerms) -> Problem:
         """Returns the layer's problem over its pages. Raises Unsupported, BadProblem."""
+        if self.kv_cache_dtype == RECORDS:
+            raise Unsupported(
+                f"the KV cache is of dtype {RECORDS}, which holds rows of sparse MLA layers, and a layer has K and V "
+                f"of its own; set --kv-cache-dtype to one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         encoding = _encoding(self.kv_cache_dtype, cache)
         window = UNLIMITED_WINDOW if self.sliding_window is None else self.sliding_window - 1
         return Problem(
@@ -132,7 +140,7 @@ class LayerTerms:
             pool=PoolKind.LATENT,
             wants_lse=cache.shards > 1,
             kv_encoding=encoding,
-            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+            kv_scales=_scales_of_latents(self.kv_cache_dtype, encoding),
         )
 
     def head_weights(self, device: torch.device) -> HeadWeights:
@@ -176,9 +184,15 @@ class CacheTerms:
     shards: int = 1
 
 
+def _scales_of_latents(kv_cache_dtype: str, encoding: KVEncoding) -> Scales:
+    if kv_cache_dtype == RECORDS:
+        return Scales.GROUP
+    return Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER
+
+
 def _encoding(kv_cache_dtype: str, cache: CacheTerms) -> KVEncoding:
-    if kv_cache_dtype in FP8_DTYPES:
-        dtype = FP8_DTYPES[kv_cache_dtype] or cache.fp8_dtype
+    if kv_cache_dtype in (*FP8_DTYPES, RECORDS):
+        dtype = FP8_DTYPES.get(kv_cache_dtype) or cache.fp8_dtype
         return KVEncoding(str(dtype).removeprefix("torch."))
     named = PLAIN_DTYPES[kv_cache_dtype]
     if named is not None and named != cache.dtype:

@@ -30,7 +30,7 @@ from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
 from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
-from rocm_attn.integrations.vllm.layer_terms import FP8_DTYPES, KV_CACHE_DTYPES, CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, PLAIN_DTYPES, CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
 
 
@@ -139,7 +139,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
 def require_plain(layers: Iterable[Any]) -> None:
     """Raises Unsupported for an FP8 cache on a CPU, where vLLM has no kernel that stores latent rows as codes."""
-    if any(layer.impl.terms.kv_cache_dtype in FP8_DTYPES for layer in layers):
+    if any(layer.impl.terms.kv_cache_dtype not in PLAIN_DTYPES for layer in layers):
         raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
 
 

@@ -1,7 +1,8 @@
 """The backend of MLA layers that attend to keys selected by an indexer (DeepSeek-V3.2, GLM-5).
 
 vLLM's indexer selects. It keeps its keys in a cache of its own, and writes positions of keys into a buffer that layers
-share. Our part is the attention over them, for decodes and prompts, in absorbed form over vLLM's latent pages.
+share. Our part is the attention over them, for decodes and prompts, in absorbed form over vLLM's latent pages, which
+may be records (fp8_ds_mla).
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from rocm_attn.integrations.vllm.backend import (
     require_parallel,
 )
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup
-from rocm_attn.integrations.vllm.layer_terms import CacheTerms
+from rocm_attn.integrations.vllm.layer_terms import LATENT_CACHE_DTYPES, RECORDS, CacheTerms
 from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, require_plain, terms_of
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
 
+# The only records that vLLM stores: 512 codes, 4 float32 scales, 64 bfloat16.
+_RECORD_BYTES = 656
+
 
 class RocmAttnSparseMLABackend(RocmAttnMLABackend):
     """Sparse MLA layers: the answers to vLLM's questions before it builds a model."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -55,6 +61,13 @@ class RocmAttnSparseMLABackend(RocmAttnMLABackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Returns rows of head_size elements, or of the bytes of a record, which vLLM's writer makes of 512 + 64."""
+        return num_blocks, block_size, _RECORD_BYTES if cache_dtype_str == RECORDS else head_size
 
 
 @dataclass

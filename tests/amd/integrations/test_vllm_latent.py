@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ from rocm_attn.integrations.vllm.group import (
 )
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
+from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
 from tests.amd.integrations.oracle import Scores, attention
+from tests.amd.kernels.record_cases import POISON, record_bytes, record_of_row, record_value
 
 HEADS, LATENT, V_DIM, BLOCK = 4, 80, 64, 16
 SEQS, MAX_LEN, NUM_BLOCKS = 4, 128, 40
@@ -228,6 +231,52 @@ def test_sparse_layers_attend_to_what_was_chosen_in_any_order(width: int, device
         part.group.attend_chosen("layer", step, part.layer.kv_cache, chosen.to(device), q, out)
         compare_chosen(out, q, of_seq, chosen, width)
     part.group.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("platform", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_sparse_layers_read_the_records_that_vllm_stores(
+    platform: torch.dtype, device: torch.device, provider: str
+) -> None:
+    """In a graph too. Bytes that no token has stored are poison."""
+    cache, dims, encoding = CacheTerms(BLOCK, 0, torch.float32, platform), (576, 512), Encoding.of(platform)
+    stored = torch.full((NUM_BLOCKS, BLOCK, record_bytes(dims)), POISON, dtype=torch.uint8, device=device)
+    stored[0] = 0
+    terms = LayerTerms(HEADS, 576, SCALE / 8, 1, kv_cache_dtype="fp8_ds_mla")
+    problem = replace(terms.latent_problem(cache, 512), indexer=Indexer(4, 32, Indexing(scale=1.0, top=TOP)))
+    layer = SimpleNamespace(kv_cache=stored)
+    external = ExternalOptions(provider=provider, page_strides=True)
+    sizes, options = GroupSizes(SEQS, 32, MAX_LEN), GroupOptions(external)
+    group = KVGroup({"layer": GroupLayer(layer, problem)}, sizes, device, options)
+    draw, lengths = np.random.default_rng(5), (5, 33, 80)
+    table = torch.from_numpy(draw.permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8).astype(np.int32))
+    q = torch.from_numpy(draw.standard_normal((SEQS, HEADS, 576))).float().to(device)
+    out, chosen = torch.empty(SEQS, HEADS, 512, device=device), chosen_for(lengths, draw)
+    buffer = torch.full((SEQS, TOP), -1, dtype=torch.int32, device=device)
+    kv_len, slots = (torch.zeros(SEQS, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+    starts = torch.arange(SEQS + 1, dtype=torch.int32, device=device)
+    common = DecodesOfStep(starts, kv_len, SEQS, SEQS, 1, MAX_LEN, table.to(device), slots, True)
+    group.begin(common)
+    captured = group.begin_capture(common)
+    recording, _ = recorder_for(device).record(lambda: group.attend_chosen("layer", captured, stored, buffer, q, out))
+    values = []
+    for seq, length in enumerate(lengths):
+        rows = torch.from_numpy(draw.standard_normal((length, 576)) * 0.3).bfloat16()
+        records = torch.tensor([list(record_of_row(row, dims, encoding)) for row in rows], dtype=torch.uint8)
+        place = torch.arange(length)
+        at = table[seq].long()[place // BLOCK] * BLOCK + place % BLOCK
+        stored.view(-1, stored.shape[-1])[at.to(device)] = records.to(device)
+        values.append([record_value(record, dims, encoding) for record in records])
+        kv_len[seq], slots[seq] = length, int(at[-1])
+    buffer[: len(lengths)] = chosen.to(device)
+    starts.clamp_(max=len(lengths))
+    group.begin(replace(common, num_reqs=len(lengths)))
+    recording.replay()
+    for seq, rows_of_seq in enumerate(values):
+        rows = torch.stack([rows_of_seq[place] for place in chosen[seq].tolist() if place >= 0]).numpy()[:, None]
+        want, _ = attention(q[seq : seq + 1].double().cpu().numpy(), rows, rows[..., :512], Scores(SCALE / 8))
+        torch.testing.assert_close(out[seq].double().cpu(), torch.from_numpy(want)[0], atol=3e-5, rtol=3e-5)
+    group.attention.check_device()
 
 
 def test_graphs_of_sparse_layers_and_steps_that_vllm_runs_for_its_own_sake(device: torch.device, provider: str) -> None:

@@ -124,11 +124,20 @@ def test_quantised_output_is_refused(scale: str, ours: dict[str, Any]) -> None:
     assert (out != 7).all()
 
 
-@pytest.mark.parametrize("kind", ["mla", "sparse_mla"])
-def test_latent_rows_in_eight_bits_are_refused_on_a_cpu(kind: str, ours: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [("mla", "fp8"), ("sparse_mla", "fp8"), ("sparse_mla", "fp8_ds_mla")])
+def test_latent_rows_in_eight_bits_are_refused_on_a_cpu(kind: str, dtype: str, ours: dict[str, Any]) -> None:
     impl = backend_of(ours, kind).get_impl_cls()
     with pytest.raises(Unsupported, match="latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto"):
-        builder(ours, kind, latent_layer(impl, "fp8"))
+        builder(ours, kind, latent_layer(impl, dtype))
+
+
+def test_sparse_layers_alone_take_a_cache_of_records(ours: dict[str, Any]) -> None:
+    sparse = backend_of(ours, "sparse_mla")
+    assert "fp8_ds_mla" in sparse.supported_kv_cache_dtypes
+    assert sparse.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
+    assert sparse.get_kv_cache_shape(7, 64, 1, 576, "fp8") == sparse.get_kv_cache_shape(7, 64, 1, 576) == (7, 64, 576)
+    for kind in ("backend", "mla"):
+        assert "fp8_ds_mla" not in backend_of(ours, kind).supported_kv_cache_dtypes
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,23 @@ def test_the_platform_says_which_e4m3_an_fp8_cache_holds(
     assert (problem.kv_scales is Scales.LAYER) == (encoding is not KVEncoding.LIKE_Q)
 
 
+@pytest.mark.parametrize("platform", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
+def test_a_cache_of_records_is_of_latent_layers_and_of_the_platforms_e4m3(platform: torch.dtype) -> None:
+    cache, terms = replace(CACHE, fp8_dtype=platform), LayerTerms(16, 576, 0.1, 1, kv_cache_dtype="fp8_ds_mla")
+    problem = terms.latent_problem(cache, 512)
+    assert problem.kv_scales is Scales.GROUP
+    assert problem.page_format.encoding.dtype == platform
+    stored = torch.zeros(5, 16, 656, dtype=torch.uint8)
+    for rows in (stored, stored[:, None]):
+        k, v = pages_of(problem, rows)
+        assert (k.shape, v.shape) == ((5, 16, 1, 656), (5, 16, 1, 512))
+        assert k.data_ptr() == v.data_ptr() == stored.data_ptr()
+    with pytest.raises(BadTensor, match=r"rocm_attn reads \[blocks, 16 tokens, 656 elements\]"):
+        pages_of(problem, torch.zeros(5, 16, 584, dtype=torch.uint8))  # DeepSeek-V4's
+    with pytest.raises(Unsupported, match="fp8_ds_mla, which holds rows of sparse MLA layers, and a layer has K and V"):
+        replace(TERMS, kv_cache_dtype="fp8_ds_mla").problem(cache)
+
+
 def test_a_cache_of_another_16_bit_dtype_than_the_models_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"the KV cache is torch.float16 and the model computes in torch.bfloat16"):
         replace(TERMS, kv_cache_dtype="float16").problem(CACHE)

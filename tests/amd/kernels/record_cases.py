@@ -78,3 +78,15 @@ def code_of_value(value: float, encoding: Encoding) -> int:
     nearest = min(_magnitudes(encoding), key=lambda each: (abs(abs(value) - each[0]), each[1] & 1))[1]
     is_negative = math.copysign(1.0, value) < 0 and not (nearest == 0 and encoding is Encoding.E4M3FNUZ)
     return nearest | 0x80 * is_negative
+
+
+def record_of_row(row: Tensor, dims: tuple[int, int], encoding: Encoding) -> bytes:
+    """Returns a record by vLLM's formula: 2 ** ceil(log2(max(largest / 448, 1e-4))), with 224 for E4M3FNUZ."""
+    largest = 448.0 if encoding is Encoding.E4M3FN else 224.0
+    values, codes, scales = row.double().tolist(), b"", b""
+    for first in range(0, dims[1], 128):
+        group = values[first : first + 128]
+        scale = 2.0 ** math.ceil(math.log2(max(max(map(abs, group)) / largest, 1e-4)))
+        codes += bytes(code_of_value(value / scale, encoding) for value in group)
+        scales += struct.pack("<f", scale)
+    return codes + scales + row[dims[1] :].bfloat16().view(torch.uint8).numpy().tobytes()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, FormatMismatch, PageFormat, PoolKind, Scales
@@ -22,7 +19,7 @@ from rocm_attn.kernels.sparse.arguments import AllTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
-from tests.amd.kernels.record_cases import POISON, code_of_value, record_bytes, record_value
+from tests.amd.kernels.record_cases import POISON, record_bytes, record_of_row, record_value
 from tests.amd.kernels.sparse_cases import SelectedCase, Step, arch_of, build_selected
 
 PAGE_SIZE = 4
@@ -38,18 +35,6 @@ def pages_of(dims: tuple[int, int], encoding: Encoding, device: torch.device, nu
     shape = num_pages, PAGE_SIZE, 1, record_bytes(dims)
     k = torch.full(shape, POISON, dtype=torch.uint8, device=device).view(encoding.dtype)
     return LayerPages(k, k[..., : dims[1]], form)
-
-
-def record_of_row(row: Tensor, dims: tuple[int, int], encoding: Encoding) -> bytes:
-    """Returns a record by vLLM's formula: 2 ** ceil(log2(max(largest / 448, 1e-4))), with 224 for E4M3FNUZ."""
-    largest = 448.0 if encoding is Encoding.E4M3FN else 224.0
-    values, codes, scales = row.double().tolist(), b"", b""
-    for first in range(0, dims[1], 128):
-        group = values[first : first + 128]
-        scale = 2.0 ** math.ceil(math.log2(max(max(map(abs, group)) / largest, 1e-4)))
-        codes += bytes(code_of_value(value / scale, encoding) for value in group)
-        scales += struct.pack("<f", scale)
-    return codes + scales + row[dims[1] :].bfloat16().view(torch.uint8).numpy().tobytes()
 
 
 @every_encoding

@@ -268,9 +268,10 @@ def test_sparse_layers_read_the_records_that_vllm_stores(
         stored.view(-1, stored.shape[-1])[at.to(device)] = records.to(device)
         values.append([record_value(record, dims, encoding) for record in records])
         kv_len[seq], slots[seq] = length, int(at[-1])
+    slots[len(lengths) :] = -1
     buffer[: len(lengths)] = chosen.to(device)
     starts.clamp_(max=len(lengths))
-    group.begin(replace(common, num_reqs=len(lengths)))
+    group.begin(common)
     recording.replay()
     for seq, rows_of_seq in enumerate(values):
         rows = torch.stack([rows_of_seq[place] for place in chosen[seq].tolist() if place >= 0]).numpy()[:, None]

@@ -220,7 +220,8 @@ KV_ENCODINGS = option(
     type=names,
     default=("as-q",),
     metavar="CODE[/SCALES],...",
-    help="KV encodings to try in turn: as-q, e4m3fn, e4m3fnuz, e5m2, with /layer, /head or /token; or all (as-q)",
+    help="KV encodings to try in turn: as-q, e4m3fn, e4m3fnuz, e5m2, with /layer, /head, /token or, of latents, "
+    "/group; or all (as-q)",
 )
 LENGTHS = option(
     "--lengths", type=sizes, metavar="N,N,...", help="sequence lengths in tokens (2048 to 86016; on a CPU 200 to 1000)"

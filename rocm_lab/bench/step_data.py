@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.kernels.cache.records import records_of
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
@@ -128,6 +129,13 @@ def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -
         numbers = torch.randn(*sizes, device=device, generator=generator, dtype=dtype)
         numbers[0] = 0
         return numbers.to(form.encoding.dtype)
+
+    if form.scales is Scales.GROUP:
+        size = num_pages, form.page_size, 1, form.head_dim
+        records = records_of(torch.randn(*size, device=device, generator=generator), form)
+        records[0] = 0
+        k = records.view(form.encoding.dtype)
+        return LayerPages(k, k[..., : form.v_head_dim], form)
 
     def scale_values() -> Tensor | None:
         if form.scales is Scales.NONE:

@@ -20,6 +20,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.errors import BadSetting, NeverFits, RocmAttnError
+from rocm_attn.kernels.cache.records import records_of
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
@@ -261,16 +262,19 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
 
 def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:
     """Writes random K and V, of standard deviation 1, to every page but the reserved one; random codes if eight-bit."""
-    pages = runtime.pool.layer(layer)
-    for raw in (pages.raw_k, pages.raw_v):
+    pages, form = runtime.pool.layer(layer), runtime.pool.format(layer)
+    for raw in (pages.raw_k,) if pages.record is not None else (pages.raw_k, pages.raw_v):
         for first in range(RESERVED_PAGE + 1, len(raw), _FILL_PAGES):
             some = raw[first : first + _FILL_PAGES]
-            if pages.format.encoding.is_fp8:
+            if pages.record is not None:
+                rows = torch.randn(*some.shape[:-1], form.head_dim, generator=generator, device=some.device)
+                some.copy_(records_of(rows, form))
+            elif form.encoding.is_fp8:
                 drawn = torch.randn(some.shape, generator=generator, device=some.device)
-                some.copy_(drawn.to(pages.format.encoding.dtype).view(torch.uint8))
+                some.copy_(drawn.to(form.encoding.dtype).view(torch.uint8))
             else:
                 some.normal_(generator=generator)
-    if pages.format.scales is Scales.TOKEN:
+    if form.scales is Scales.TOKEN:
         for scale in (pages.k_scale, pages.v_scale):
             assert scale is not None
             scale[RESERVED_PAGE + 1 :] = 1.0

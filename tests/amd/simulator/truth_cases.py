@@ -17,7 +17,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -62,6 +62,13 @@ def tokens(codes: KVEncoding) -> list[Problem]:
         kv_scales=Scales.TOKEN,
     )
     return [replace(latents, indexer=Indexer(2, 128, Indexing(0.125, top=4), codes, Scales.TOKEN))]
+
+
+def records(codes: KVEncoding) -> list[Problem]:
+    """The same over records, and a layer over all of them."""
+    (latents,) = tokens(codes)
+    layer = replace(latents, head_dim=144, v_head_dim=128, scale=144**-0.5, kv_scales=Scales.GROUP)
+    return [layer, replace(layer, indexer=ALL_KEYS)]
 
 
 def blocks(codes: KVEncoding) -> list[Problem]:
@@ -133,7 +140,7 @@ def truth_cases(arch: str) -> list[KernelCase]:
 
 def more_truth_cases(arch: str) -> list[KernelCase]:
     """Every kind of layer, longer; codes that are taken for the other arch's."""
-    kinds = {"windowed": windowed, "tokens": tokens, "blocks": blocks, "dense": dense}
+    kinds = {"windowed": windowed, "tokens": tokens, "records": records, "blocks": blocks, "dense": dense}
     runs = {f"truth-longer_{name}": partial(run_truth, arch, Run(layers, LONGER)) for name, layers in kinds.items()}
     lie = Run(windowed, replace(PLAN, graphs=False), in_other_codes)
     runs["truth-other_codes"] = partial(run_lie, arch, lie)

@@ -108,6 +108,16 @@ def test_every_needle_is_found_in_every_encoding(encoding: KVEncoding, scales: S
     assert report.passed, "\n".join(map(str, report.misses))
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ])
+def test_every_needle_is_found_in_records(encoding: KVEncoding, device: torch.device) -> None:
+    latent = replace(LATENT, head_dim=144, v_head_dim=128, scale=144**-0.5)
+    layers = [kept_in(encoding, Scales.GROUP, problem) for problem in (latent, *selecting(TOKENS, latent))]
+    report = truth(layers, device)
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps
+
+
 @pytest.mark.parametrize("provider", [name for name in providers() if name != "torch"] or ["auto"])
 def test_every_provider_finds_every_needle(provider: str, device: torch.device) -> None:
     plan = replace(SHORT, provider=provider)

@@ -45,12 +45,12 @@ LAYERS = {
 }
 
 
-def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
-    """Returns the layer with K and V and index keys in eight bits, with a scale per token."""
+def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN, scales: Scales = Scales.TOKEN) -> Problem:
+    """Returns the layer with K and V and index keys in eight bits; those have a scale per key."""
     indexer = problem.indexer
     if isinstance(indexer, Indexer):
         indexer = replace(indexer, key_encoding=encoding, key_scales=Scales.TOKEN)
-    return replace(problem, kv_encoding=encoding, kv_scales=Scales.TOKEN, indexer=indexer)
+    return replace(problem, kv_encoding=encoding, kv_scales=scales, indexer=indexer)
 
 
 def over_large_pages(problem: Problem, plan: TruthPlan) -> TruthPlan:
@@ -84,6 +84,14 @@ def test_every_needle_is_found_at_every_length(kind: str, is_coded: bool, device
     report = found(problem, device)
     assert max(PLAN.lengths) > 84_000
     assert PLAN.most_tokens > 8192
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps
+
+
+@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=lambda encoding: encoding.name)
+def test_every_needle_is_found_in_records_at_every_length(encoding: KVEncoding, device: torch.device) -> None:
+    """The selections of DeepSeek-V3.2 over fp8_ds_mla."""
+    report = found(coded(LAYERS["tokens"], encoding, Scales.GROUP), device)
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == report.steps
 

@@ -26,7 +26,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.external.engines import VLLM, Engine, SGLang
-from tests.amd.worlds.problems import indexer, layer, small_problem
+from tests.amd.worlds.problems import indexer, layer, record_layer, small_problem
 
 FN, FNUZ = KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ
 POISON = 173
@@ -139,6 +139,7 @@ MODELS = {
     "codes": coded(FNUZ, Scales.HEAD),
     "latents": [LATENT] * 2,
     "latent codes": [replace(LATENT, kv_encoding=FN, kv_scales=Scales.TOKEN)],
+    "latent records": [record_layer()],
     "index keys": [layer(indexer(Indexing(0.25, top=5))), layer()],
     "index keys of several tokens": [layer(indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED)))],
     "bfloat16": [small_problem(dtype=torch.bfloat16)] * 2,
@@ -502,6 +503,13 @@ def test_pools_that_differ_are_refused_layer_by_layer(other: list[Problem], reas
     source = KVPassport.of(runtime_of([small_problem()] * 2, cpu, "torch"))
     with pytest.raises(BadTensor, match=f"(?s)cannot be stored here.*{reason}"):
         KVImporter(runtime_of(other, cpu, "torch"), source)
+
+
+def test_records_of_another_encoding_are_refused() -> None:
+    source, target = ([record_layer(encoding=encoding)] for encoding in (FN, FNUZ))
+    passport = KVPassport.of(runtime_of(source, torch.device("cpu"), "torch"))
+    with pytest.raises(BadTensor, match="records are not converted"):
+        KVImporter(runtime_of(target, torch.device("cpu"), "torch"), passport)
 
 
 def test_a_passport_is_text_with_a_version() -> None:

@@ -126,7 +126,11 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(device: torc
     by_head = pages_of(replace(FORM, encoding=FNUZ, scales=Scales.HEAD), [1.0, 1.0], device)
     halves = torch.zeros(3, 4, 2, 64, dtype=torch.float16, device=device)
     one, page = ids(1, device=device), ids(2, device=device)
+    form = replace(FORM, kind=PoolKind.LATENT, num_kv_heads=1, head_dim=136, v_head_dim=128, scales=Scales.GROUP)
+    records = torch.zeros(3, 4, 1, form.k_row, dtype=torch.uint8, device=device).view(form.encoding.dtype)
+    recorded = LayerPages(records, records[..., :128], form)
     refused = [
+        ((recorded, recorded, page, one), "both must be in eight bits, no records, and differ only in the encoding"),
         ((source, by_head, page, one), "differ only in the encoding"),
         ((LayerPages.plain(halves, halves), target, page, one), "both must be in eight bits"),
         ((source, target, page, ids(0, device=device)), "names page 0"),

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from rocm_attn.capture.forecast import plan_capture
+from rocm_attn.capture.probe_requests import ProbeRequests
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine.target import known_target
 from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
@@ -95,6 +98,76 @@ def test_records_are_stored_and_attended_by_selections(
 
 def test_requests_over_records_are_served_in_any_order(device: torch.device) -> None:
     serve(World.selecting([record_layer(indexer(TOKENS)), record_layer(EarlierSelection(TOKENS))], device, graphs=True))
+
+
+def test_records_are_copied_with_the_pages_that_requests_share(device: torch.device) -> None:
+    """A fork writes into a copy of the last page, which it shared."""
+    world = World.selecting([record_layer(indexer(TOKENS))], device)
+    parent = world.admit()
+    world.step([parent], [6])
+    child = world.fork(parent, 6)
+    world.step([parent, child], [1, 1])
+    world.step([child, parent], [3, 1])
+
+
+def test_fresh_graphs_over_records_are_checked_over_random_rows(device: torch.device) -> None:
+    """Random bytes would be records of NaN and of numbers of any size."""
+    world = World.selecting([record_layer(indexer(TOKENS))], device)
+    with ProbeRequests(world.runtime, vocabulary=9, seed=0) as requests:
+        batch = requests.admit([9, 30], [1, 1])
+        pages = [page for row in batch.rows.tolist() for page in world.runtime.table.pages_of(row, Space.FULL)]
+        k, _ = world.runtime.pool.layer(0).read(torch.tensor(pages, device=device))
+        assert k.isfinite().all()
+        assert 0.9 < float(k.std()) < 1.1
+
+
+def test_rope_of_records_turns_what_follows_v_and_nothing_else(device: torch.device) -> None:
+    world = World.selecting([record_layer(indexer(TOKENS))], device)
+    request, requested = world.admit(), world.rows[0]
+    world.draw(4)
+    step = world.runtime.step(world.batch([request], [4])).parts[0]
+    q, k = requested.q[step.tokens], requested.k[step.tokens]
+    for dim in (16, 8):
+        work = QkvWork(RopeTable(torch.rand(64, dim, device=device), at_end=True))
+        if dim == 8:
+            step.layers.rope_and_store(0, q, k, k[..., :256], q, work)
+            continue
+        with pytest.raises(BadTensor, match="rope rotates 16 elements of rows that are stored as records, and must"):
+            step.layers.rope_and_store(0, q, k, k[..., :256], q, work)
+    with pytest.raises(BadTensor, match="rope rotates 0 elements of rows"):
+        step.layers.rope_and_store(0, q, k, k[..., :256], q, QkvWork(None))
+    world.runtime.end_step()
+
+
+def test_what_no_record_can_hold_is_no_problem() -> None:
+    good = record_layer()
+    for wrong in (
+        {"pool": PoolKind.SPLIT},
+        {"kv_encoding": KVEncoding.E5M2},
+        {"dtype": torch.float16},
+        {"v_head_dim": 192},
+        {"head_dim": 259},
+    ):
+        with pytest.raises(
+            BadProblem, match=r"kv_scales is GROUP, and K and V are .* records are latent, in E4M3FN or"
+        ):
+            replace(good, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadProblem, match="index keys have one head and no records"):
+        replace(indexer(TOKENS), key_encoding=KVEncoding.E4M3FN, key_scales=Scales.GROUP)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
+def test_every_arch_has_kernels_of_records_of_either_encoding(encoding: KVEncoding, arch: str) -> None:
+    """An engine's records have the encoding that its release writes, whatever the arch multiplies."""
+    latent = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT)
+    records = replace(latent, kv_encoding=encoding, kv_scales=Scales.GROUP, indexer=indexer(Indexing(0.1, top=2048)))
+    selection = select(records, known_target(arch), "auto")
+    assert {kernel.entry.name for kernel in selection.kernels.values()} == {"triton.records"}
+    assert selection.sparse is not None
+    assert selection.sparse.entries == ("triton.selected", "triton.indexer")
+    with pytest.raises(Unsupported, match="no deterministic kernel"):
+        select(records, known_target(arch), "auto", deterministic=True)
 
 
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:

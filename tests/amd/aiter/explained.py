@@ -1,4 +1,5 @@
-"""The output of `rocm-attn explain` for nineteen models on two archs, and for two of them with 8-bit K and V.
+"""The output of `rocm-attn explain` for nineteen models on two archs, for two with 8-bit K and V, and for one over
+records.
 
 `python -m tests.amd.aiter.explained` writes it again, and the table of docs/models.md.
 """
@@ -21,7 +22,9 @@ ARCHS = ("gfx942", "gfx950")
 
 _EIGHT_BITS = ("--kv-dtype", "fp8", "--kv-scales", "layer")
 
-# Model, which may have ".eight-bits" after it -> the options that it is served with.
+_RECORDS = ("--kv-dtype", "fp8", "--kv-scales", "group")
+
+# Model, which may have ".eight-bits" or ".records" after it -> the options that it is served with.
 MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-3-8b": (),
     "llama-3-70b": ("--tp", "8"),
@@ -44,11 +47,16 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "qwen3.8-flash-next": (),
     "llama-3-70b.eight-bits": ("--tp", "8", *_EIGHT_BITS),
     "deepseek-v3.eight-bits": ("--tp", "8", *_EIGHT_BITS),
+    "deepseek-v3.2.records": ("--tp", "8", *_RECORDS),
 }
 
 
+def _config_of(model: str) -> Path:
+    return HERE / "configs" / f"{model.removesuffix('.eight-bits').removesuffix('.records')}.json"
+
+
 def _config(model: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json").read_text())
+    config: dict[str, Any] = json.loads(_config_of(model).read_text())
     return config
 
 
@@ -61,13 +69,11 @@ def explained(model: str, arch: str) -> str:
     """Returns stdout and stderr of the command, and its exit code, without the config's path."""
     printed, complaints, code = _ran(model, arch)
     text = f"{printed}{complaints}exit code {code}\n"
-    config = HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json"
-    return text.replace(str(config), f"{model} {' '.join(MODELS[model])}".strip())
+    return text.replace(str(_config_of(model)), f"{model} {' '.join(MODELS[model])}".strip())
 
 
 def _ran(model: str, arch: str, *options: str) -> tuple[str, str, int]:
-    config = HERE / "configs" / f"{model.removesuffix('.eight-bits')}.json"
-    command = ["explain", str(config), "--arch", arch, "--page-size", "auto", "--pool", "auto"]
+    command = ["explain", str(_config_of(model)), "--arch", arch, "--page-size", "auto", "--pool", "auto"]
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
         code = main([*command, *MODELS[model], *options])

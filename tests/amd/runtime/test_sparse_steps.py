@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.probe_requests import ProbeRequests
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
@@ -98,6 +99,16 @@ def test_records_are_stored_and_attended_by_selections(
 
 def test_requests_over_records_are_served_in_any_order(device: torch.device) -> None:
     serve(World.selecting([record_layer(indexer(TOKENS)), record_layer(EarlierSelection(TOKENS))], device, graphs=True))
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("more", [{"deterministic": True}, {"shared_prefixes": True}], ids=str)
+def test_torch_serves_records_in_every_mode(more: dict[str, bool], device: torch.device) -> None:
+    world = World.build([record_layer()], device, "torch", graphs=True, capture_sizes=(4,), **more)
+    requests = world.admit_all(2)
+    world.step(requests, [9, 5])
+    shares = SharedPrefixes([PrefixGroup(1, 8), PrefixGroup(1, 0)]) if "shared_prefixes" in more else NO_PREFIXES
+    world.step(requests, [1, 1], prefixes=shares)
 
 
 def test_records_are_copied_with_the_pages_that_requests_share(device: torch.device) -> None:

@@ -25,7 +25,7 @@ def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
     largest = torch.finfo(dtype).max
     rows = rows.float().nan_to_num(0.0, 0.0, 0.0)
     if problem.kv_scales is Scales.GROUP:
-        groups = rows[..., : problem.v_head_dim].unflatten(-1, (-1, 128))
+        groups = rows[..., : problem.v_head_dim].reshape(*rows.shape[:-1], -1, 128)
         scale_value = group_scales(groups, 224.0 if problem.kv_encoding is KVEncoding.E4M3FNUZ else 448.0)
         latent = ((groups / scale_value).to(dtype).float() * scale_value).flatten(-2)
         return torch.cat((latent, rows[..., problem.v_head_dim :].bfloat16().float()), -1)

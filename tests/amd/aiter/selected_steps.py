@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs
+from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import EarlierSelection, PoolKind, Problem
 from rocm_attn.providers.aiter.selected import SELECTED_ENTRIES
@@ -79,9 +79,10 @@ def attended(case: SelectedCase, target: Target, changed: Callable[[SelectedArgs
 
 def with_leftovers(args: SelectedArgs) -> SelectedArgs:
     """Returns the step with units of an earlier one past every count."""
-    units, counts = args.selection.units, args.selection.counts
-    listed = torch.arange(units.shape[2]) < counts[:, :, None]
-    return args._replace(selection=args.selection._replace(units=torch.where(listed, units, 0)))
+    selection = args.selection
+    assert isinstance(selection, SelectedKeys)
+    listed = torch.arange(selection.width) < selection.counts[:, :, None]
+    return args._replace(selection=selection._replace(units=torch.where(listed, selection.units, 0)))
 
 
 def in_wide_rows(args: SelectedArgs) -> SelectedArgs:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.errors import BadProblem
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -47,7 +48,9 @@ def problems() -> Iterator[Problem]:
 def eight_bit_problems() -> Iterator[Problem]:
     """Yields the same problems over 8-bit pages."""
     for problem in problems():
-        yield replace(problem, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
+        for scales in (Scales.LAYER, Scales.GROUP):
+            with suppress(BadProblem):  # not every layer has records
+                yield replace(problem, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=scales)
 
 
 def served_by(row: KernelEntry) -> tuple[Problem, Target]:

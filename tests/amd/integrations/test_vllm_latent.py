@@ -274,8 +274,8 @@ def test_sparse_layers_read_the_records_that_vllm_stores(
     group.begin(common)
     recording.replay()
     for seq, rows_of_seq in enumerate(values):
-        rows = torch.stack([rows_of_seq[place] for place in chosen[seq].tolist() if place >= 0]).numpy()[:, None]
-        want, _ = attention(q[seq : seq + 1].double().cpu().numpy(), rows, rows[..., :512], Scores(SCALE / 8))
+        k = torch.stack([rows_of_seq[place] for place in chosen[seq].tolist() if place >= 0]).numpy()[:, None]
+        want, _ = attention(q[seq : seq + 1].double().cpu().numpy(), k, k[..., :512], Scores(SCALE / 8))
         torch.testing.assert_close(out[seq].double().cpu(), torch.from_numpy(want)[0], atol=3e-5, rtol=3e-5)
     group.attention.check_device()
 

@@ -152,6 +152,7 @@ def placed_selected(memory: Memory, problem: SelectedProblem) -> SelectedProblem
     args, pages = problem.args, problem.args.pages
     assert args.lse is not None
     assert args.sinks is not None
+    assert isinstance(args.selection, SelectedKeys)
     k = memory.put(pages.raw_k[:-1].contiguous()).view(pages.k.dtype)
     v = k[..., : problem.case.dims[1]] if problem.case.latent else memory.put(pages.v[:-1].contiguous())
     out = torch.zeros(*args.out.shape[:2], args.out.shape[2] + 3)[..., : args.out.shape[2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_requests_over_records_are_served_in_any_order(device: torch.device) -> 
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("more", [{"deterministic": True}, {"shared_prefixes": True}], ids=str)
-def test_torch_serves_records_in_every_mode(more: dict[str, bool], device: torch.device) -> None:
+def test_torch_serves_records_in_every_mode(more: dict[str, Any], device: torch.device) -> None:
     world = World.build([record_layer()], device, "torch", graphs=True, capture_sizes=(4,), **more)
     requests = world.admit_all(2)
     world.step(requests, [9, 5])
@@ -162,7 +163,7 @@ def test_what_no_record_can_hold_is_no_problem() -> None:
         with pytest.raises(
             BadProblem, match=r"kv_scales is GROUP, and K and V are .* records are latent, in E4M3FN or"
         ):
-            replace(good, **wrong)  # type: ignore[arg-type]
+            replace(good, **wrong)
     with pytest.raises(BadProblem, match="index keys have one head and no records"):
         replace(indexer(TOKENS), key_encoding=KVEncoding.E4M3FN, key_scales=Scales.GROUP)
 

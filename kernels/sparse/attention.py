@@ -229,9 +229,9 @@ def _selected_attention_kernel(
     part = tl.program_id(0) // C.rows % C.parts
     token = (tl.program_id(0) // (C.rows * C.parts)).to(tl.int64)
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
-    visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
     listed = None
     if units is None:
+        visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         num_keys = visible
     else:
         num_keys, selection = listed_keys(counts, token, kv_head, G)
@@ -248,11 +248,11 @@ def _selected_attention_kernel(
             q_rest = _load_rows(q_rows, is_row, G.V_HEAD_DIM, G.REST, G.HEAD_DIM)
         q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.K_DIM)
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
+        if units is not None:
+            visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         end = tl.minimum(first + C.part_keys, num_keys)
         kv_head = kv_head.to(tl.int64)
-        k_scaled = qk_scale
-        if E.SCALES != GROUP_SCALES:
-            k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
+        k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
         softmax = _attend(
             SparseQuery(q_block, q_rest, k_scaled),
             PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head),

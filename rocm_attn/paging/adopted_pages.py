@@ -46,7 +46,7 @@ class EnginePages:
 
     k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
                       for tokens; read in place, and those of tokens written in place. Those of a layer and of heads are
-                      positive from bind() on. None if the format has none
+                      positive from bind() on. None if the format has none, or has them in its rows
     format:           the format of its pages; it must be given for eight-bit pages, and may be for others
     """
 
@@ -117,7 +117,8 @@ class AdoptedPages:
 
         k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
                unless the options say page_strides. In a latent layer, v is the first part of k. Eight-bit pages have
-               their encoding's dtype, or are bytes (uint8). The options restrict their rows
+               their encoding's dtype, or are bytes (uint8); a row of k that is a record has its bytes. The options
+               restrict their rows
         coded: for eight-bit pages, their scales and the format that the engine declares; optional for others
         Raises BadTensor, NeverFits, and WrongState if graphs read others, or while another thread has a step.
         """

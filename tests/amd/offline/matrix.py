@@ -336,7 +336,7 @@ def launch_rest(row: Row) -> None:
     _launch_fix_ups(runtime)
     if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
         _launch_vectorised(row)
-        _launch_record_stores(row)
+    _launch_record_stores(row)
     if row.is_large:
         return
     _launch_step(runtime, _batch(rows[:1], [1]))

@@ -20,6 +20,7 @@ from rocm_serve.engine_runtime import model_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from tests.amd.coded import kept
 from tests.amd.runner.dense_attention import DenseAttention, dense_logits_of, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import load, random_tokens, save
@@ -76,6 +77,30 @@ def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_pat
     for place, row in rows.items():
         assert_layers_close(row, expected[place])
     assert not torch.equal(rows[29], exact[0][29]), "eight bits show"
+
+
+class RecordedAttention(DenseAttention):
+    """Keeps latents as records in E4M3FN."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        problem = replace(self.problems[layer], kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.GROUP)
+        rows = kept(k, problem, None)
+        super().store(layer, rows, rows[..., : v.shape[2]])
+
+
+def test_served_logits_are_those_of_latents_kept_as_records(tmp_path: Path) -> None:
+    """DeepSeek-V3.2 with latents of one group."""
+    torch.manual_seed(5)
+    loaded = load(save(family_model("deepseek_v32", kv_lora_rank=128), tmp_path))
+    tokens = random_tokens(30)
+    kv = KVFormat.named("fp8", "group", known_target("cpu"))
+    (rows,), _ = served_logits(loaded, [tokens], 17, chunk=7, page_size=16, graphs=False, kv=kv)
+    model, dense = dense_model(loaded, len(tokens))
+    expected = dense_logits_of(model, RecordedAttention(dense.problems, dense.head_weights), tokens)
+    exact = dense_logits_of(*dense_model(loaded, len(tokens)), tokens)
+    for place, row in rows.items():
+        assert_layers_close(row, expected[place])
+    assert not torch.equal(expected[29], exact[29]), "eight bits show"
 
 
 @pytest.mark.parametrize(

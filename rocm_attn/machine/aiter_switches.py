@@ -36,7 +36,8 @@ SWITCHES = (
     Switch(
         EXPERIMENTAL,
         "v0.1.12",
-        "decodes 64 or 128 heads over latent pages in eight bits by kernels that ignore the scales",
+        "decodes 64 or 128 heads over latent pages in eight bits, and verifies four tokens of 16 heads, by kernels "
+        "that ignore the scales",
         "mla_decode_fwd is refused for them",
     ),
     # v0.1.10:csrc/cpp_itfs/pa/pa_ragged.py:30: EXPERIMENTAL compiles another kernel, with offsets of 32 bits.

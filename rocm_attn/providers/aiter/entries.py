@@ -19,7 +19,7 @@ from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.asm import bind_asm
 from rocm_attn.providers.aiter.gluon import bind_gluon, bind_gluon_verify
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend, bind_latent_verify
-from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode
+from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode, bind_eight_bit_latent_verify
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
 from rocm_attn.providers.aiter.persistent import PAGE_TOKENS, bind_persistent
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_eight_bit_batch_prefill, bind_varlen_prefill
@@ -442,11 +442,20 @@ ENTRIES: tuple[KernelEntry, ...] = (
         min_kv_len=FEW_TOKENS,
         notes=(oddities.LAST_ROWS, oddities.FEWER_KEYS, oddities.EIGHT_ROWS),
     ),
-    _unbound(
-        "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",
-        StepKind.VERIFY,
-        _LATENT_EIGHT_BITS,
-        "its schedule of four rows in a sequence is not written yet; AITER's tests run one for 16 heads",
+    replace(
+        _entry(
+            "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",
+            StepKind.VERIFY,
+            replace(_LATENT_EIGHT_BITS, max_gqa_ratio=16),
+            bind_eight_bit_latent_verify,
+        ),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        min_kv_len=FEW_TOKENS,
+        faults=faults.LATENT_EIGHT_BITS_OF_FEW,
+        notes=(oddities.SATURATED_QUERIES, oddities.LAST_ROWS, oddities.FEWER_KEYS),
+        rounds_products=True,
+        rounds_queries=True,
     ),
     *_batch_prefill(StepKind.EXTEND),
     *_unified(StepKind.EXTEND, _BOTH_LENGTHS),

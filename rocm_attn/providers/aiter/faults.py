@@ -220,6 +220,29 @@ SCALES_LEFT_OUT_OF_64 = replace(
     archs=(_MI355,),
 )
 
+# aiter/mla.py:869 in v0.1.20 calls hk_mla_decode_fwd without them for 64 rows of heads and tokens, first in v0.1.14
+# (aiter/mla.py:472). The schedule is then for twice the compute units, more than this call has room for (v0.1.14:csrc/
+# kernels/mla/metadata/v1_2_device.cuh:489).
+SCALES_LEFT_OUT_OF_FEW = replace(
+    SCALES_LEFT_OUT,
+    what=SCALES_LEFT_OUT.what.replace("128 heads", "four tokens of 16 heads"),
+    hits=lambda problem, pool: True,
+    archs=(_MI355,),
+    aiter=ReleaseRange(Release.of("0.1.14")),
+)
+
+# Its kernels for four tokens multiply a page's number by its bytes and keep 32 bits, on both archs.
+LATENT_OF_4_GIB_BY_FEW = replace(LATENT_OF_4_GIB, archs=_BOTH)
+
+# b564a7367b (aiter#2106) gives a sequence's last share at least as many keys as the sequence has new tokens. Before, a
+# token could see no key of it, and its result was NaN.
+SHORT_LAST_SHARE = Fault(
+    "where a sequence's last share has fewer keys than new tokens, results are NaN",
+    lambda problem, pool: True,
+    _BOTH,
+    aiter=_before("0.1.11"),
+)
+
 # aiter#4770 and vllm#52312: its module was declared with one kind of tensor and built with another (aiter/ops/mha.py:
 # 355 in v0.1.20). aiter/ops/mha.py:2895 selects it.
 OPUS_TYPES = Fault(
@@ -280,3 +303,4 @@ LATENT_EIGHT_BITS = (
     SCALES_LEFT_OUT_OF_64,
     *EIGHT_BITS,
 )
+LATENT_EIGHT_BITS_OF_FEW = (SHORT_LAST_SHARE, LATENT_OF_4_GIB_BY_FEW, SCALES_LEFT_OUT_OF_FEW, *EIGHT_BITS)

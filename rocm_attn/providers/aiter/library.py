@@ -211,6 +211,7 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.mla_decode_fwd[verify]": (_LATENT_SPLITS,),
     "aiter.mla_decode_fwd+get_mla_metadata_v1": (_LATENT_SPLITS, _LATENT_SHARES, _LATENT_SCHEDULE),
     "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]": (_LATENT_EIGHT_BITS, _LATENT_SCHEDULE),
+    "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8, verify]": (_LATENT_EIGHT_BITS, _LATENT_SCHEDULE),
     "aiter.mla_prefill_fwd": (EntryPoint(mla_prefill_fwd, _LATENT),),
     "aiter.unified_attention_sparse_mla": (_SELECTED,),
 }

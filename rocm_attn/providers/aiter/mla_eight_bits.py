@@ -3,11 +3,12 @@
 The kernels multiply codes of q with codes of the latent rows. gfx942 has them for 16 and for 128 heads in every
 release. A count in between runs as groups of 16 that each read the rows, which is less work than 128 heads of which
 most are zero. Releases from v0.1.18 on take 64 heads unchanged, and on gfx950 32 too. Earlier releases differ in how
-they group heads on gfx950, so only 16 are taken there (faults.py).
+they group heads on gfx950, so only 16 are taken there (faults.py). 16 heads also have a kernel for four new tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import FEW_TOKENS
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
-from rocm_attn.providers.aiter.mla import FEW_HEADS
+from rocm_attn.providers.aiter.few_tokens import LastRows
+from rocm_attn.providers.aiter.mla import FEW_HEADS, padded_rows
 from rocm_attn.providers.aiter.mla_persistent import LatentShares
 from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for
@@ -96,6 +99,81 @@ class EightBitLatentDecode:
         return (*query_parts(self.problem, shape.num_tokens, self._num_heads), ScratchTensor(rows, self.problem.dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class RowsAndShares:
+    """Schedule of a verify step: shares, the scale of q, where each sequence's rows begin, and its last rows."""
+
+    shares: LatentShares
+    scale_value: ClassVar[ScaleOfOne] = ScaleOfOne()
+    rows: ClassVar[LastRows] = LastRows()
+
+    def words(self, shape: PaddedShape) -> int:
+        scale_words = self.scale_value.words(shape)
+        return self.shares.words(shape) + scale_words + shape.num_seqs + 1 + self.rows.words(shape)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        shares, scale_word, indptr, rows = self.cut(words, bounds.shape)
+        torch.arange(0, len(indptr) * FEW_TOKENS, FEW_TOKENS, out=indptr)
+        self.shares.build_for(indptr, step, bounds, shares)
+        self.scale_value.build(queries, step, bounds, scale_word)
+        self.rows.build(queries, step, bounds, rows)
+
+    def cut(self, words: Tensor, shape: PaddedShape) -> Sequence[Tensor]:
+        """The words of shares, the scale, the indptr of rows, and the words of LastRows."""
+        sizes = self.shares.words(shape), self.scale_value.words(shape), shape.num_seqs + 1, self.rows.words(shape)
+        return words[: sum(sizes)].split(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitLatentVerify:
+    """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows."""
+
+    problem: Problem
+    compute_units: int
+
+    @property
+    def schedule(self) -> RowsAndShares:
+        codes = self.problem.page_format.encoding.dtype
+        return RowsAndShares(LatentShares(self.compute_units, codes, num_rows=FEW_TOKENS))
+
+    def describe(self) -> str:
+        called = f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) of {FEW_TOKENS} rows each"
+        return f"{called} + aiter.get_mla_metadata_v1"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        schedule, (q, codes, out) = self.schedule, cut(args.workspace, self._parts(bounds.shape))
+        shares, scale_word, indptr, rows = schedule.cut(args.schedule, bounds.shape)
+        library.mla_decode_fwd()(
+            q=query_codes(schedule.rows.spread(args.q, q, rows), (q, codes)),
+            kv_buffer=args.pages.k,
+            o=out,
+            qo_indptr=indptr,
+            kv_indptr=step.page_indptr,
+            kv_indices=step.page_list,
+            kv_last_page_lens=step.last_page_len,
+            max_seqlen_q=FEW_TOKENS,
+            sm_scale=self.problem.scale,
+            logit_cap=0.0,
+            q_scale=scale_word.view(torch.float32),
+            kv_scale=args.pages.k_scale,
+            **schedule.shares.as_arguments(bounds.shape, shares),
+        )
+        schedule.rows.collect(out, args.out, rows)
+
+    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
+        """Room for rows of q, saturated and in eight bits, and for rows of out."""
+        q, out = padded_rows(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
+        return q, ScratchTensor(q.shape, self.problem.page_format.encoding.dtype), out
+
+
 def bind_eight_bit_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:
     """Binds the kernel, with shares for the target's compute units."""
     return EightBitLatentDecode(problem, target.compute_units)
+
+
+def bind_eight_bit_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentVerify:
+    """Binds the kernel, with shares for the target's compute units."""
+    return EightBitLatentVerify(problem, target.compute_units)

@@ -40,19 +40,25 @@ class LatentShares:
     compute_units: of the device; AITER always makes this number of shares
     dtype:         of q and of the pages
     num_heads:     query heads that are passed to mla_decode_fwd, a multiple of 16
+    num_rows:      new tokens of each sequence
     """
 
     compute_units: int
     dtype: torch.dtype
     num_heads: int = FEW_HEADS
+    num_rows: int = 1
 
     def words(self, shape: PaddedShape) -> int:
         return num_words(self.parts(shape))
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        self.build_for(step.q_indptr, step, bounds, words)
+
+    def build_for(self, qo_indptr: Tensor, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        """Builds the schedule for tokens at the boundaries qo_indptr, int32 [num_seqs + 1]."""
         addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(bounds.shape))
         library.get_mla_metadata_v1()(
-            seqlens_qo_indptr=step.q_indptr,
+            seqlens_qo_indptr=qo_indptr,
             seqlens_kv_indptr=step.page_indptr,
             kv_last_page_lens=step.last_page_len,
             num_heads_per_head_k=self.num_heads,
@@ -66,8 +72,8 @@ class LatentShares:
             reduce_partial_map=partial_map,
             page_size=1,
             kv_granularity=_KV_GRANULARITY,
-            max_seqlen_qo=1,
-            uni_seqlen_qo=1,
+            max_seqlen_qo=self.num_rows,
+            uni_seqlen_qo=self.num_rows,
             fast_mode=True,
             max_split_per_batch=-1,
             dtype_q=self.dtype,
@@ -75,7 +81,7 @@ class LatentShares:
         )
 
     def parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
-        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for one token.
+        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives.
 
         They are: two addresses; shares by compute unit, and the work of each; partial results by sequence, their
         destinations, and their indices. Heads that no kernel takes unchanged count as further sequences of 16 heads. It

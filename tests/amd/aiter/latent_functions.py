@@ -53,6 +53,7 @@ def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str,
         is_eight_bit
         and eight_bits == EIGHT_BITS["gfx950"]
         and q.shape[1] not in (32, 64, 128)
+        and call["max_seqlen_q"] == 1
         and not release.is_before(0, 1, 20)
     )
     num_seqs = _require_latent(call, eight_bits if is_eight_bit else torch.bfloat16, is_wide=is_wide)
@@ -63,7 +64,9 @@ def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str,
     require(call.get("page_size", 1) == 1 and call.get("nhead_kv", 1) == 1, "plain decode")
     require(not call["return_lse"], "no lse")
     if call["work_meta_data"] is not None:
-        require(each == 1, "a schedule of several tokens differs between releases")
+        # 2 and 3 tokens have kernels of their own in some releases.
+        is_tried = each == 1 or (each == 4 and q.shape[1] == 16 and is_eight_bit)
+        require(is_tried, f"not tried by a schedule: {each} tokens of {q.shape[1]} heads")
         decode_by_schedule(release, eight_bits, call, num_seqs)
         return
     require(not is_eight_bit, "AITER's callers give eight bits a schedule")

@@ -1,6 +1,7 @@
 """The stand-in's get_mla_metadata_v1, and mla_decode_fwd by such a schedule.
 
-A share is [sequence, row of its partial result or -1, first token, end, first key, end, keys after it, nothing].
+A share is [sequence, row of its partial result or -1, first token, end, first key, end, keys after it, nothing]. Its
+partial result has a row for each token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.amd.aiter.checks import Scores, attend, require, require_tensor, rows_of, run, spans, times_zero, worth
+from tests.amd.aiter.checks import (
+    Scores,
+    attend,
+    distances,
+    require,
+    require_tensor,
+    rows_of,
+    run,
+    spans,
+    times_zero,
+    worth,
+)
 from tests.amd.aiter.signatures import Release
 
 # The number on gfx942; AITER asks the device.
@@ -41,7 +53,10 @@ def _groups(release: Release, eight_bits: torch.dtype, num_heads: int, *, is_eig
 
 
 def _require_buffers(buffers: Mapping[str, Tensor], units: int, num_seqs: int, num_heads: int) -> None:
-    """Checks the shapes of get_mla_metadata_info_v1 for one token per sequence, or more: groups are not always used."""
+    """Checks the shapes of get_mla_metadata_info_v1, or larger ones: groups are not always used.
+
+    Four tokens of 16 heads are one tile, as one token is.
+    """
     tiles = 1 if num_heads == 128 else num_heads // 16
     work = (num_seqs + units - 1) * tiles
     require_tensor("work_metadata_ptrs", buffers["work_meta_data"], torch.uint64, (2,))
@@ -63,7 +78,9 @@ def get_mla_metadata_v1(release: Release, eight_bits: torch.dtype, call: Mapping
     _require_buffers(buffers, UNITS_OF[eight_bits], num_seqs, num_heads)
     require(call["num_heads_k"] == 1, "one latent row a token")
     require((call["page_size"], call["kv_granularity"]) == (1, 16), "keys one by one, in shares of 16")
-    require((call["max_seqlen_qo"], call["uni_seqlen_qo"]) == (1, 1), "one new token in each sequence")
+    each = call["max_seqlen_qo"]
+    require(each == call["uni_seqlen_qo"], "as many new tokens in each sequence")
+    require(each == 1 or (each == 4 and num_heads == 16 and is_eight_bit), f"{each} tokens of {num_heads} heads")
     require(call["fast_mode"] is True and call["intra_batch_mode"] is False, "shares of all keys")
     require(call["topk"] == -1 and call["max_split_per_batch"] == -1, "all keys, in any number of shares")
     require(call["dtype_q"] == call["dtype_kv"], "no kernel for two dtypes")
@@ -74,6 +91,9 @@ def get_mla_metadata_v1(release: Release, eight_bits: torch.dtype, call: Mapping
         call["seqlens_kv_indptr"],
         *(buffers[name] for name in WORK_BUFFERS),
         groups=_groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit),
+        each=each,
+        # v1_2_device.cuh, tail_done_threshold, since v0.1.11.
+        least=1 if release.is_before(0, 1, 11) else each,
     )
 
 
@@ -88,7 +108,10 @@ def _run_schedule(
     partial_map: Tensor,
     *,
     groups: int,
+    each: int,
+    least: int,
 ) -> None:
+    require(qo_indptr.diff().eq(each).all(), f"a sequence has not {each} new tokens")
     for buffer in (indptr, work, reduce_indptr, final_map, partial_map):
         buffer.fill_(-(2**31))
     addresses.view(torch.int64).copy_(torch.tensor([indptr.data_ptr(), work.data_ptr()]))
@@ -98,19 +121,19 @@ def _run_schedule(
     shares: list[list[int]] = []
     num_partials, ends = 0, [0]
     for seq, (first, end) in enumerate(spans(kv_indptr, 2**31 - 1, "seqlens_kv_indptr")):
-        cuts = [*range(first, end, share), end]
+        cuts = [cut for cut in range(first, end, share) if cut == first or end - cut >= least] + [end]
         for group in range(groups):
             # A group of a token's heads is a row of its own.
             row = int(qo_indptr[seq].item()) * groups + group
             for begin, stop in pairwise(cuts):
-                partial = -1 if len(cuts) == 2 else num_partials
+                partial = -1 if len(cuts) == 2 else num_partials * each
                 num_partials += partial != -1
-                shares.append([seq * groups + group, partial, row, row + 1, begin, stop, end - stop, 0])
-            final_map[len(ends) - 1] = torch.tensor([row, row + 1])
+                shares.append([seq * groups + group, partial, row, row + each, begin, stop, end - stop, 0])
+            final_map[len(ends) - 1] = torch.tensor([row, row + each])
             ends.append(num_partials)
     require(len(shares) <= len(work) and num_partials <= len(partial_map), "more shares than there is room for")
     work[: len(shares)] = torch.tensor(shares, dtype=torch.int32)
-    partial_map[:num_partials] = torch.arange(num_partials, dtype=torch.int32)
+    partial_map[:num_partials] = torch.arange(num_partials, dtype=torch.int32) * each
     reduce_indptr.fill_(ends[-1])
     reduce_indptr[: len(ends)] = torch.tensor(ends, dtype=torch.int32)
     # One share per compute unit; the last unit takes the rest.
@@ -132,6 +155,7 @@ def decode_by_schedule(release: Release, eight_bits: torch.dtype, call: Mapping[
         q.view(len(q) * groups, num_heads // groups, -1),
         call["kv_buffer"],
         out.view(len(q) * groups, num_heads // groups, -1),
+        call["qo_indptr"],
         call["kv_indptr"],
         call["kv_indices"],
         call["q_scale"] if is_eight_bit else None,
@@ -139,6 +163,7 @@ def decode_by_schedule(release: Release, eight_bits: torch.dtype, call: Mapping[
         *buffers.values(),
         scale=call["sm_scale"],
         groups=groups,
+        each=call["max_seqlen_q"],
     )
 
 
@@ -146,6 +171,7 @@ def _run_by_schedule(
     q: Tensor,
     kv: Tensor,
     out: Tensor,
+    qo_indptr: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     q_scale: Tensor | None,
@@ -159,27 +185,31 @@ def _run_by_schedule(
     *,
     scale: float,
     groups: int,
+    each: int,
 ) -> None:
+    require(qo_indptr.diff().eq(each).all(), f"a sequence has not {each} new tokens")
     here = [indptr.data_ptr(), work.data_ptr()]
     require(addresses.view(torch.int64).tolist() == here, "the schedule has moved since it was made")
     keys = [span for span in spans(kv_indptr, len(kv_indices), "kv_indptr") for _ in range(groups)]
     partials: dict[int, tuple[Tensor, Tensor]] = {}
     seen = [0] * len(keys)
     for seq, partial, token, token_end, first, end, after, _ in work[: int(indptr[-1].item())].tolist():
-        require((token, token_end) == (seq, seq + 1), f"sequence {seq} has tokens {token} to {token_end}")
+        tokens = slice(seq * each, (seq + 1) * each)
+        require(slice(token, token_end) == tokens, f"sequence {seq} has tokens {token} to {token_end}")
         require(keys[seq][0] <= first < end == keys[seq][1] - after, "a schedule of other lengths")
         seen[seq] += end - first
         rows = worth(rows_of(kv, kv_indices[first:end], "kv_indices"), kv_scale)
-        query = worth(q[seq : seq + 1], q_scale)
-        result, lse = attend(query, rows, rows[..., :512], Scores(scale, torch.ones(1, len(rows)).bool()))
+        # A token sees the keys of a share up to its own. One that sees none is 0 / 0.
+        visible = distances(each, end - first + after)[:, : end - first] >= 0
+        result, lse = attend(worth(q[tokens], q_scale), rows, rows[..., :512], Scores(scale, visible))
         if partial == -1:
-            out[seq] = (result[0] + times_zero(kv[0])).to(out.dtype)
+            out[tokens] = (result + times_zero(kv[0])).to(out.dtype)
         else:
-            partials[partial] = (result[0], lse[0])
+            partials[partial] = (result, lse)
     require(seen == [end - first for first, end in keys], f"of {keys}, {seen} keys have a share")
     for seq, (first, end) in enumerate(spans(reduce_indptr, len(partial_map), "reduce_indptr")):
         if end > first:
             results, lses = zip(*(partials[row] for row in partial_map[first:end].tolist()), strict=True)
             shares = torch.stack(lses).softmax(0)
             merged = (shares[..., None] * torch.stack(results)).sum(0)
-            out[final_map[seq, 0]] = (merged + times_zero(kv[0])).to(out.dtype)
+            out[slice(*final_map[seq].tolist())] = (merged + times_zero(kv[0])).to(out.dtype)

@@ -275,6 +275,19 @@ def test_a_switch_that_leaves_out_scales_is_refused(arch: str, refused: set[int]
             assert refusals(*decode, problem, with_switch(on(arch), *off), SMALLEST_POOL) == ()
 
 
+def test_the_switch_that_leaves_out_scales_is_refused_for_verify_steps_on_gfx950() -> None:
+    verify = ("mla_decode_fwd+get_mla_metadata_v1[fp8, verify]", StepKind.VERIFY)
+    for arch, aiter, is_refused in (
+        ("gfx950", "0.1.14", True),
+        ("gfx950", "0.1.13", False),
+        ("gfx942", "0.1.20", False),
+    ):
+        problem, here = in_eight_bits(latent_problem(8), arch=arch), on(arch, aiter=aiter)
+        reasons = refusals(*verify, problem, with_switch(here, "AITER_ENABLE_EXPERIMENTAL=1"), SMALLEST_POOL)
+        assert any("ignores the scales of four tokens of 16 heads; unset it" in each for each in reasons) == is_refused
+        assert refusals(*verify, problem, here, SMALLEST_POOL) == ()
+
+
 def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in SWITCHES:
         monkeypatch.delenv(each.name, raising=False)

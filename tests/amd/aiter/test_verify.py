@@ -17,26 +17,45 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.aiter.few_tokens import LastRows
-from rocm_attn.providers.contract import SMALLEST_POOL, StepBounds
+from rocm_attn.providers.contract import SMALLEST_POOL, LayerKernel, StepBounds
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.one_layer import OneLayer
-from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, vectorised_problem
-from tests.amd.aiter.stand_in import StandIn
+from tests.amd.aiter.serving import (
+    CPU,
+    GFX942,
+    in_eight_bits,
+    latent_problem,
+    partly_torch,
+    plain_problem,
+    vectorised_problem,
+    with_installed_aiter,
+    world,
+)
+from tests.amd.aiter.signatures import E4048607, V0_1_14, Release
+from tests.amd.aiter.stand_in import StandIn, install
 from tests.amd.graphs.small_models import same, serve
 from tests.amd.worlds.world import runtime_of
 
-PROBLEMS = {"vectorised": (vectorised_problem(), "pa_decode_gluon"), "latent": (latent_problem(), "mla_decode_fwd")}
+LATENT_CODES = in_eight_bits(latent_problem())
+PROBLEMS = {
+    "vectorised": (vectorised_problem(), "pa_decode_gluon"),
+    "latent": (latent_problem(), "mla_decode_fwd"),
+    "latent, eight bits": (LATENT_CODES, "get_mla_metadata_v1"),
+}
 each_pool = pytest.mark.parametrize(("problem", "function"), PROBLEMS.values(), ids=PROBLEMS)
 # A prompt and uneven verify steps: of no sequence with one token (extend), and of some (mixed).
 STEPS = [[9, 2, 7], [4, 2, 3], [1, 4, 2], [4, 4, 4], [2, 2], [1, 1, 1], [3, 1, 1, 4]]
 
 
 def model_of(problem: Problem, verify_tokens: int = FEW_TOKENS) -> OneLayer:
-    model = OneLayer.build(problem)
+    # AITER serves no prompts over latent pages in eight bits.
+    selections = [partly_torch(problem)] if problem == LATENT_CODES else None
+    model = OneLayer.build(problem, selections=selections)
     options = RuntimeOptions(
         num_pages=300,
         max_num_seqs=4,
@@ -45,7 +64,7 @@ def model_of(problem: Problem, verify_tokens: int = FEW_TOKENS) -> OneLayer:
         capture_sizes=(2, 4),
         verify_tokens=verify_tokens,
     )
-    runtime = runtime_of([problem], options, CPU, GFX942, None)
+    runtime = runtime_of([problem], options, CPU, GFX942, selections)
     runtime.pool.layer(0).fill_nan(slice(1, None))
     return replace(model, runtime=runtime)
 
@@ -129,15 +148,52 @@ def test_every_token_gets_one_of_the_last_rows_of_its_sequence() -> None:
     assert torch.equal(back[:token], tokens[:token])
 
 
-@pytest.mark.parametrize("problem", [vectorised_problem(), vectorised_problem(heads=(8, 1)), latent_problem()], ids=str)
+@pytest.mark.parametrize(
+    "problem", [vectorised_problem(), vectorised_problem(heads=(8, 1)), latent_problem(), LATENT_CODES], ids=str
+)
 def test_memory_for_the_most_sequences_is_enough_for_fewer_which_are_cut_into_more_parts(problem: Problem) -> None:
-    kernels = select(problem, GFX942, "aiter").kernels
+    kernels = partly_torch(problem).kernels
     for kind, each in ((StepKind.DECODE, 1), (StepKind.VERIFY, FEW_TOKENS)):
         bound, room = kernels[kind].bound, 0
         for num_seqs in range(1, 400):
             words = bound.workspace_words(PaddedShape(kind, num_seqs, num_seqs * each))
             assert words >= room, f"{kind} of {num_seqs}"
             room = words
+
+
+# 33 to 35 keys are cut after 32, unless what is left has fewer keys than a sequence has new tokens.
+SHORT_SHARES = [[29, 31, 60], [4, 4, 4], [1, 4, 2]]
+
+
+@pytest.mark.parametrize("heads", [5, 16])
+@pytest.mark.parametrize("version", [E4048607, V0_1_14], ids=lambda version: version.version)
+def test_every_token_sees_a_key_of_each_share_of_latent_pages_in_eight_bits(
+    version: Release, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aiter = install(version, monkeypatch)
+    problem = in_eight_bits(latent_problem(heads))
+    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in SHORT_SHARES:
+        serving.step(requests, q_len, pad_to=4)
+    assert aiter.calls == ["get_mla_metadata_v1", "mla_decode_fwd"] * 2
+
+
+def test_a_release_that_leaves_a_share_fewer_keys_than_tokens_is_refused_and_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(Release("0.1.10.post2", V0_1_14.parameters), monkeypatch)
+    target = with_installed_aiter(GFX942)
+    (row,) = (row for row in ENTRIES if row.name.endswith("[fp8, verify]"))
+    (reason,) = row.refusals(LATENT_CODES, target)
+    assert reason.startswith("where a sequence's last share has fewer keys than new tokens, results are NaN (AITER bef")
+    selection = partly_torch(LATENT_CODES, target)
+    selection.kernels[StepKind.VERIFY] = LayerKernel(row, row.bind(LATENT_CODES, target, SMALLEST_POOL))
+    serving = world(LATENT_CODES, max_kv_len=80, selections=[selection])
+    requests = [serving.admit() for _ in range(3)]
+    serving.step(requests, SHORT_SHARES[0])
+    with pytest.raises(AssertionError, match="not close"):
+        serving.step(requests, SHORT_SHARES[1])
 
 
 def test_a_part_of_a_sequence_without_a_window_loses_keys_of_early_queries(

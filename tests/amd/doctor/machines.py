@@ -413,7 +413,7 @@ BROKEN = {
         _with(AITER_ENABLE_EXPERIMENTAL="1", QKV_VERSION="EXPERIMENTAL"),
         "aiter-switches",
         _WARNING,
-        "AITER_ENABLE_EXPERIMENTAL=1 decodes 64 or 128 heads over latent pages in eight bits by kernels that ignore",
+        "AITER_ENABLE_EXPERIMENTAL=1 decodes 64 or 128 heads over latent pages in eight bits, and verifies four tokens",
         "unset AITER_ENABLE_EXPERIMENTAL, QKV_VERSION",
     ),
     "the AITER whose tag moved": Broken(

@@ -67,6 +67,8 @@ class ExternalRuns:
             if any(problem.custom_mask for problem in core.kinds.problems):
                 kinds.append(StepKind.MASKED)
             shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
+            if _verifies(core):
+                shapes.append(PaddedShape(StepKind.VERIFY, num_seqs, num_tokens))
             with on_device(self._tables.device):
                 core.memory.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
         self._is_sealed = True
@@ -105,7 +107,8 @@ class ExternalRuns:
         return run
 
     def _new_run(self, step: ExternalStep, max_kv_len: int) -> ExternalRun:
-        core, shape, tables = self.core(step.causality), step.shape, self._tables
+        core, tables = self.core(step.causality), self._tables
+        shape = step.shape.of_few(step.max_q_len) if _verifies(core) else step.shape
         kernels = [selection.kernel(shape.kind) for selection in core.selections]
         bakes = {baked for kernel in kernels for baked in kernel.entry.bakes}
         if Baked.MAX_KV_LEN not in bakes:
@@ -170,6 +173,11 @@ class ExternalRuns:
             raise WrongState("the step has a mask and no layer uses one; build with problems of custom_mask")
         if step.lengths.kv_len.device != self._tables.device:
             raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")
+
+
+def _verifies(core: StepCore) -> bool:
+    """True if a layer has a kernel for verify steps."""
+    return any(StepKind.VERIFY in selection.kernels for selection in core.selections)
 
 
 def _check_plan(plan: StepPlan, *, captured: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import NeverFits
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.sglang.drafts import DraftSteps
@@ -152,3 +153,36 @@ def test_a_step_of_more_sequences_than_were_built_for_is_refused(engine: Engine)
     batch.seq_lens = batch.seq_lens.repeat(99)
     with pytest.raises(NeverFits, match="99 sequences and the most is"):
         engine.hooks.init_forward_metadata(batch)
+
+
+@pytest.mark.fast(interpreted=0)
+def test_chains_of_drafts_are_verified_by_kernels_for_verify_steps(
+    kinds: list[StepKind], provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, draft_tokens=4)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [9, 2, 5])
+    engine.run(Mode.TARGET_VERIFY, requests[:2], [3, 3])
+    engine.run(Mode.DRAFT_EXTEND_V2, requests, [2, 2, 2])
+    engine.run(Mode.MIXED, requests, [1, 4, 1])
+    engine.hooks.init_cuda_graph_state(4, 16)
+    verify = Graph(engine, 4, width=4, mode=Mode.TARGET_VERIFY)
+    for batch in (requests, requests[2:], requests[:2]):
+        verify.replay(batch)
+    assert kinds == [StepKind.EXTEND, *[StepKind.VERIFY] * 7]
+    engine.run(Mode.TARGET_VERIFY, requests, [5, 5, 5])
+    engine.run(Mode.DECODE, requests, [1, 1, 1])
+    assert kinds[8:] == [StepKind.EXTEND, StepKind.DECODE]
+    engine.hooks.attention.check_device()
+
+
+def test_a_tree_of_drafts_is_verified_by_its_mask_alone(
+    kinds: list[StepKind], provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, with_trees=True, draft_tokens=DRAFTS)
+    requests = [engine.admit() for _ in range(2)]
+    engine.run(Mode.EXTEND, requests, [9, 5])
+    engine.hooks.init_cuda_graph_state(4, 4 * DRAFTS)
+    graph = Graph(engine, 4, width=DRAFTS, mode=Mode.TARGET_VERIFY, topk=2)
+    graph.replay(requests, mask=chains_and_branches(requests), into=engine.hooks.mask_cells)
+    assert kinds == [StepKind.EXTEND, StepKind.MASKED, StepKind.MASKED]

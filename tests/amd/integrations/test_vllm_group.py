@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
 from rocm_attn.external import ExternalAttention
@@ -174,6 +175,31 @@ def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
     runner.step([1, 1, 1, 6])
     of_four.run([1, 1, 1, 1])
     runner.groups[0].attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("name", ["window", "plain"])
+def test_drafts_of_n_grams_and_chains_are_verified_by_kernels_for_verify_steps(
+    name: str, kinds: list[StepKind], device: torch.device, provider: str
+) -> None:
+    runner = started(Runner([LAYERS[name]], device=device, provider=provider))
+    for new in ([4, 1, 2], [4, 4, 4], [1, 3, 1]):
+        runner.step(new)
+    verify = runner.capture(4, 16, 4)
+    for new in ([4, 4, 4], [1, 2, 4], [3]):  # vLLM pads n-grams to the length that it has captured
+        verify.run(new)
+    assert kinds == [StepKind.MIXED, *[StepKind.VERIFY] * 8]
+    runner.step([5, 1, 1])
+    assert kinds[9:] == [StepKind.MIXED]
+    runner.groups[0].attention.check_device()
+
+
+def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(
+    kinds: list[StepKind], device: torch.device, provider: str
+) -> None:
+    runner = started(Runner(device=device, provider=provider, wide=True))
+    runner.capture(4, 16, 4).run([4, 4, 4])
+    assert kinds[-2:] == [StepKind.MIXED] * 2
 
 
 @pytest.mark.fast(interpreted=0)

@@ -1,0 +1,189 @@
+"""Verify steps of engines, by ExternalAttention over AITER's kernels: even, uneven and padded, eager and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+import rocm_attn.external
+from rocm_attn.batch.step_kinds import FEW_TOKENS, StepKind
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.kv_pool import KVPool
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.step.external_step import Boundaries, ExternalStep, NewLengths
+from rocm_attn.step.plan import StepPlan
+from tests.amd.aiter.eight_bit_world import held_exactly
+from tests.amd.aiter.serving import CPU, GFX942, in_eight_bits, latent_problem, partly_torch, vectorised_problem
+from tests.amd.aiter.stand_in import StandIn
+from tests.amd.external.oracle import attention
+from tests.amd.tolerances import assert_attention_close
+
+ROWS, ROOM = 4, 96
+PROBLEMS = {
+    "vectorised": (vectorised_problem(heads=(6, 2)), "pa_decode_gluon"),
+    "vectorised, window": (replace(vectorised_problem(heads=(8, 1)), window_left=5), "pa_decode_gluon"),
+    "latent": (latent_problem(5), "mla_decode_fwd"),
+    "latent, eight bits": (in_eight_bits(latent_problem(16)), "get_mla_metadata_v1"),
+}
+each_problem = pytest.mark.parametrize(("problem", "function"), PROBLEMS.values(), ids=PROBLEMS)
+each_engine = pytest.mark.parametrize("is_vllm", [False, True], ids=["sglang", "vllm"])
+
+
+class Engine:
+    """An engine of one layer: its table, pages and lengths, which are padded to ROWS sequences in every step.
+
+    is_vllm: steps have boundaries, and pads no KV, as vLLM's; if not, new lengths and the number of sequences
+    """
+
+    def __init__(self, problem: Problem, monkeypatch: pytest.MonkeyPatch, *, is_vllm: bool) -> None:
+        self.problem, self.is_vllm, self.random = problem, is_vllm, torch.Generator().manual_seed(5)
+        width = ROOM // problem.page_size
+        num_pages = 1 + ROWS * width
+        # Triton serves nothing on a CPU, and AITER no prompts over latent pages in eight bits.
+        monkeypatch.setattr(
+            rocm_attn.external, "choose_kernels", lambda problems, *_, **__: tuple(map(partly_torch, problems))
+        )
+        self.attention = ExternalAttention(
+            [LayerSource(problem)],
+            TableSource((torch.randperm(num_pages - 1, generator=self.random) + 1).int().view(ROWS, width)),
+            device=CPU,
+            bounds=Bounds(num_seqs=ROWS, num_tokens=ROWS * ROOM, kv_len=ROOM, num_pages=num_pages),
+            options=ExternalOptions(zero_tails=True),
+            target=GFX942,
+        )
+        (self.pages,) = KVPool([problem], num_pages=num_pages, page_size=problem.page_size, device=CPU).layers
+        self.pages.fill_nan(slice(1, None))
+        if problem.kv_scales is not Scales.NONE:
+            assert self.pages.k_scale is not None
+            self.pages.k_scale.fill_(2.0**-5)
+        self.attention.pages.bind(0, self.pages.k, self.pages.v, self.pages)
+        self.k, self.v = ([torch.zeros(0, problem.num_kv_heads, dim)] * ROWS for dim in self.dims)
+        self.kv_len, self.new = (torch.zeros(ROWS, dtype=torch.int32) for _ in range(2))
+        self.ends = torch.zeros(ROWS + 1, dtype=torch.int32)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.problem.head_dim, self.problem.v_head_dim
+
+    def rows(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v, which pages hold exactly; NaN in padded rows."""
+        problem = self.problem
+        counts = (
+            (problem.num_q_heads, self.dims[0]),
+            (problem.num_kv_heads, self.dims[0]),
+            (problem.num_kv_heads, self.dims[1]),
+        )
+        q, k, v = (torch.randn(padded, *each, generator=self.random).to(problem.dtype) for each in counts)
+        k = held_exactly(k, problem, self.pages.k_scale)
+        v = k[..., : self.dims[1]] if problem.pool is PoolKind.LATENT else v
+        for each in (q, k, v):
+            each[num_tokens:] = float("nan")
+        return q, k, v
+
+    def write(self, new: Sequence[int]) -> None:
+        """Writes the lengths of a step of the first requests, and the engine's pads."""
+        pads = [0] * (ROWS - len(new))
+        self.kv_len.copy_(torch.tensor([len(k) + q for k, q in zip(self.k, new, strict=False)] + pads))
+        self.new.copy_(torch.tensor([*new, *pads]))
+        self.ends.copy_(torch.tensor([*accumulate([*new, *pads], initial=0)]))
+
+    def begin(self, new: Sequence[int], padded: int, most: int, *, captured: bool) -> StepPlan:
+        q = Boundaries(self.ends) if self.is_vllm else NewLengths(self.new)
+        count = ROWS if self.is_vllm else len(new)
+        return self.attention.begin(
+            ExternalStep(count, ROWS, padded, self.kv_len, q, None, 1, most, ROOM, captured=captured)
+        )
+
+    def run(self, new: Sequence[int], padded: int) -> StepPlan:
+        """Runs an eager step of the first requests, and compares it with the reference."""
+        self.write(new)
+        given = self.rows(sum(new), padded)
+        plan = self.begin(new, padded, max(new), captured=False)
+        self.attention.fill()
+        self.keep(new, given, self.forward(*given))
+        return plan
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_full((len(q), self.problem.num_q_heads, self.dims[1]), 7.0)
+        self.attention.layers.store_and_attend(0, q, k, v, out)
+        return out
+
+    def keep(self, new: Sequence[int], given: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+        """Records the rows that were stored, and compares a step's outputs with the float64 reference."""
+        q, k, v = (each.split([*new, len(out) - sum(new)]) for each in given)
+        problem, is_coded = self.problem, self.problem.kv_scales is not Scales.NONE
+        for row, (count, found) in enumerate(zip(new, out.split([*new, len(out) - sum(new)]), strict=False)):
+            self.k[row], self.v[row] = (torch.cat([a[row], b[row]]) for a, b in ((self.k, k), (self.v, v)))
+            queries = q[row].to(problem.page_format.encoding.dtype) if is_coded else q[row]
+            want, _ = attention(
+                *(each.double().numpy() for each in (queries, self.k[row], self.v[row])),
+                scale=problem.scale,
+                window_left=problem.window_left,
+            )
+            assert_attention_close(found, torch.from_numpy(want), problem.dtype, eight_bit_products=is_coded)
+            assert len(found) == count
+        assert bool((out[sum(new) :] == 0).all())
+
+
+@pytest.fixture
+def engine(problem: Problem, is_vllm: bool, aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Returns an engine whose first three requests have 9, 2 and 7 tokens."""
+    made = Engine(problem, monkeypatch, is_vllm=is_vllm)
+    made.run([9, 2, 7], 20)
+    aiter.calls.clear()
+    return made
+
+
+@each_problem
+@each_engine
+def test_an_engines_steps_with_few_new_tokens_are_verify_steps(engine: Engine, function: str, aiter: StandIn) -> None:
+    for new, padded in (([4, 4, 4], 16), ([4, 2, 3], 9), ([1, 4, 2], 8), ([2, 2], 16), ([3], 3)):
+        assert engine.run(new, padded).shape.kind is StepKind.VERIFY
+        assert function in aiter.calls
+        aiter.calls.clear()
+    assert engine.run([5, 2], 7).shape.kind is not StepKind.VERIFY
+
+
+@each_problem
+@each_engine
+def test_one_graph_of_an_engine_serves_even_and_uneven_verify_steps(
+    engine: Engine, function: str, aiter: StandIn
+) -> None:
+    engine.attention.seal(replace(engine.attention.bounds, num_tokens=ROWS * FEW_TOKENS))
+    engine.write([])
+    given = engine.rows(0, ROWS * FEW_TOKENS)
+    plan = engine.begin([], ROWS * FEW_TOKENS, FEW_TOKENS, captured=True)
+    assert plan.shape.kind is StepKind.VERIFY
+    assert plan.replayable
+
+    def body() -> Tensor:
+        engine.attention.fill()
+        return engine.forward(*given)
+
+    recording, out = recorder_for(CPU).record(body)
+    assert function in aiter.calls
+    for new in ([4, 4, 4], [1, 3, 2], [2, 4], [3, 1, 1, 4]):
+        engine.write(new)
+        fresh = engine.rows(sum(new), len(out))
+        for to, values in zip(given, fresh, strict=True):
+            to.copy_(values)
+        assert engine.begin(new, len(out), FEW_TOKENS, captured=True) is plan
+        recording.replay()
+        engine.keep(new, given, out)
+        engine.run([1, 4, 2], 8)
+    engine.attention.check_device()
+
+
+@pytest.mark.parametrize("problem", [PROBLEMS["latent"][0]], ids=str)
+@each_engine
+def test_a_captured_step_that_may_have_more_tokens_than_a_verify_step_is_none(engine: Engine) -> None:
+    engine.attention.seal()
+    assert engine.begin([], ROWS * 8, 8, captured=True).shape.kind is StepKind.MIXED

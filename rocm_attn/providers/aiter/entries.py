@@ -360,6 +360,15 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "it rounds probabilities of 256 keys to eight bits without a scale, so that those below 1/2048 vanish "
         "(1/1024 on gfx950) and with them up to an eighth (a quarter) of a result",
     ),
+    _unbound(
+        "paged_attention_v1",
+        StepKind.DECODE,
+        replace(_RAGGED, exact_dims=((128, 128),), page_sizes=(16,), dtypes=(torch.float16,), window=True),
+        # In e4048607 the grid of csrc/cpp_itfs/pa/pa_v1.cuh:76 covers all keys, and pa_kernels.cuh:445 masks products.
+        # op_tests/test_pa_v1.py:593 runs windows.
+        "it reads all keys of a sequence and then hides those before the window; aiter.unified_attention, which is "
+        "bound, leaves them out",
+    ),
     # For vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
     replace(
         _entry("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
@@ -416,7 +425,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
             StepKind.DECODE,
             replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD)),
             "it drops the rows of tokens whose slot is -1, and a step's slots name page 0 for them, which must stay "
-            "zero; it stores NaN unchanged",
+            "zero; it stores NaN unchanged; and rope_and_store, which serves instead, is one launch too",
         )
         for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
     ),

@@ -85,7 +85,8 @@ class LatentShares:
 
         They are: two addresses; shares by compute unit, and the work of each; partial results by sequence, their
         destinations, and their indices. Heads that no kernel takes unchanged count as further sequences of 16 heads. It
-        depends on the release which those are, and unneeded room stays empty.
+        depends on the release which those are, and unneeded room stays empty. Up to 128 rows of heads and tokens are
+        one tile, so four tokens of 16 heads take the room of one.
         """
         units, tiles = self.compute_units, 1 if self.num_heads == MANY_HEADS else self.num_heads // FEW_HEADS
         num_seqs, shares = shape.num_seqs, (shape.num_seqs + units - 1) * tiles

@@ -16,6 +16,7 @@ from rocm_attn.batch.step_kinds import FEW_TOKENS, StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.aiter.few_tokens import LastRows
@@ -166,13 +167,13 @@ SHORT_SHARES = [[29, 31, 60], [4, 4, 4], [1, 4, 2]]
 
 
 @pytest.mark.parametrize("heads", [5, 16])
-@pytest.mark.parametrize("version", [E4048607, V0_1_14], ids=lambda version: version.version)
+@pytest.mark.parametrize(("version", "arch"), [(E4048607, "gfx942"), (E4048607, "gfx950"), (V0_1_14, "gfx942")])
 def test_every_token_sees_a_key_of_each_share_of_latent_pages_in_eight_bits(
-    version: Release, heads: int, monkeypatch: pytest.MonkeyPatch
+    version: Release, arch: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aiter = install(version, monkeypatch)
-    problem = in_eight_bits(latent_problem(heads))
-    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
+    aiter = install(version, monkeypatch, arch=arch)
+    problem = in_eight_bits(latent_problem(heads), arch=arch)
+    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem, known_target(arch))])
     requests = [serving.admit() for _ in range(3)]
     for q_len in SHORT_SHARES:
         serving.step(requests, q_len, pad_to=4)

@@ -121,7 +121,7 @@ class RowsAndShares:
     def cut(self, words: Tensor, shape: PaddedShape) -> Sequence[Tensor]:
         """The words of shares, the scale, the indptr of rows, and the words of LastRows."""
         sizes = self.shares.words(shape), self.scale_value.words(shape), shape.num_seqs + 1, self.rows.words(shape)
-        return words[: sum(sizes)].split(sizes)
+        return torch.split(words[: sum(sizes)], list(sizes))
 
 
 @dataclass(frozen=True, slots=True)

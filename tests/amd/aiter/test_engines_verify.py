@@ -16,6 +16,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.external_step import Boundaries, ExternalStep, NewLengths
@@ -64,7 +65,8 @@ class Engine:
         if problem.kv_scales is not Scales.NONE:
             assert self.pages.k_scale is not None
             self.pages.k_scale.fill_(2.0**-5)
-        self.attention.pages.bind(0, self.pages.k, self.pages.v, self.pages)
+        coded = EnginePages(self.pages.k_scale, self.pages.v_scale, self.pages.format)
+        self.attention.pages.bind(0, self.pages.k, self.pages.v, coded)
         self.k, self.v = ([torch.zeros(0, problem.num_kv_heads, dim)] * ROWS for dim in self.dims)
         self.kv_len, self.new = (torch.zeros(ROWS, dtype=torch.int32) for _ in range(2))
         self.ends = torch.zeros(ROWS + 1, dtype=torch.int32)
@@ -118,9 +120,9 @@ class Engine:
 
     def keep(self, new: Sequence[int], given: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """Records the rows that were stored, and compares a step's outputs with the float64 reference."""
-        q, k, v = (each.split([*new, len(out) - sum(new)]) for each in given)
+        q, k, v = (torch.split(each, [*new, len(out) - sum(new)]) for each in given)
         problem, is_coded = self.problem, self.problem.kv_scales is not Scales.NONE
-        for row, (count, found) in enumerate(zip(new, out.split([*new, len(out) - sum(new)]), strict=False)):
+        for row, (count, found) in enumerate(zip(new, torch.split(out, [*new, len(out) - sum(new)]), strict=False)):
             self.k[row], self.v[row] = (torch.cat([a[row], b[row]]) for a, b in ((self.k, k), (self.v, v)))
             queries = q[row].to(problem.page_format.encoding.dtype) if is_coded else q[row]
             want, _ = attention(

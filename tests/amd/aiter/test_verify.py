@@ -189,7 +189,8 @@ def test_a_release_that_leaves_a_share_fewer_keys_than_tokens_is_refused_and_wro
     (reason,) = row.refusals(LATENT_CODES, target)
     assert reason.startswith("where a sequence's last share has fewer keys than new tokens, results are NaN (AITER bef")
     selection = partly_torch(LATENT_CODES, target)
-    selection.kernels[StepKind.VERIFY] = LayerKernel(row, row.bind(LATENT_CODES, target, SMALLEST_POOL))
+    wrong = LayerKernel(row, row.bind(LATENT_CODES, target, SMALLEST_POOL))
+    selection = replace(selection, kernels={**selection.kernels, StepKind.VERIFY: wrong})
     serving = world(LATENT_CODES, max_kv_len=80, selections=[selection])
     requests = [serving.admit() for _ in range(3)]
     serving.step(requests, SHORT_SHARES[0])

@@ -238,7 +238,7 @@ def test_lists_that_contradict_each_other_are_refused(device: torch.device) -> N
 
 
 def test_providers_are_chosen_by_name(device: torch.device) -> None:
-    with pytest.raises(BadSetting, match="provider is 'fa2'; it must be one of auto, torch, triton, aiter"):
+    with pytest.raises(BadSetting, match="provider is 'fa2'; it must be one of auto, cpu, torch, triton, aiter"):
         flashinfer.use_provider("fa2")
     cache = new_batch((6, 3), 4, device=device).cache
     for backend in ("fa2", "torch"):

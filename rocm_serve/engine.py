@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -25,6 +26,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.output import Output
 from rocm_serve.pending import FoundPicks, PendingStep, ReadSpeculativeSteps, ReadStep, with_pending_tokens
 from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, KeepsHidden, PromptLogprobs, PromptPart
 from rocm_serve.recent_steps import RecentSteps
 from rocm_serve.report import Report
 from rocm_serve.request import (
@@ -37,7 +39,7 @@ from rocm_serve.request import (
 )
 from rocm_serve.request_times import note_tokens
 from rocm_serve.sampling.compared import RankComparison
-from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker
 from rocm_serve.sampling.sampling import Sampler, TokenPicker
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
@@ -99,13 +101,18 @@ class Engine:
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
         self._picker = ParameterPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
-        forward = forward_of(model, options)
+        forward, of_prompts = forward_of(model, options), KeepsHidden(model, options).run
         if self._steps_ahead and not options.speculates:
             forward = with_pending_tokens(forward, plain.tokens)
+            of_prompts = with_pending_tokens(of_prompts, plain.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
+        runner_of_prompts = StepRunner(self.runtime, of_prompts, None, flight=self.flight)
+        runner_of_prompts.metrics = self.metrics
+        rows, vocab = most * options.rows_of_each, loaded.config.vocab_size
+        self._prompts = PromptLogprobs(model, runner_of_prompts, ops, vocab, rows)
         # A recorder or watcher of single steps needs the host to plan each step.
         looks_on = self._steps is not self._runner or path is not None
         host_plans = why_no_speculative_steps(options, looks_on=looks_on)
@@ -124,6 +131,7 @@ class Engine:
             chunk=options.chunk_on(self.runtime.device.type),
             max_kv_len=self.max_kv_len,
             steps_until_known=self.runtime.faults.steps_until_known,
+            priority_aging=options.priority_aging,
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
@@ -209,12 +217,16 @@ class Engine:
             stops=stops,
             sampler=Sampler(request.sampling),
             token_ids=list(request.prompt_token_ids),
-            cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
+            cached_row=CachedRow(request.cache_salt, is_cached=self._may_cache(request)),
             parameters=sampling_parameters_of(request, stops, matcher),
         )
         self._outputs[number] = Output(sequence, self._loaded.tokenizer)
+        self._prompts.add(sequence)
         self._scheduler.add(sequence)
         return number
+
+    def _may_cache(self, request: Request) -> bool:
+        return self.options.prefix_caching and request.prefix_caching and request.prompt_logprobs == NO_LOGPROBS
 
     def abort(self, number: int) -> None:
         """Ends a request that waits or runs. Its completion has the tokens so far, and finish_reason "abort".
@@ -428,7 +440,7 @@ class Engine:
                 self.settle()
                 return
             self._is_launching = True
-            picks = self._run(step)
+            picks, prompts = self._run(step)
             if self._speculation.has_speculative_steps:
                 picks = self._speculative_steps.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
@@ -438,7 +450,8 @@ class Engine:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
         # This comes first: an interrupt may leave a step that the scheduler has not noted; they take nothing of it.
-        self._pending.append(PendingStep(step, self.runtime.faults.step_number, picks, started, launched))
+        number = self.runtime.faults.step_number
+        self._pending.append(PendingStep(step, number, picks, started, launched, prompts))
         self._is_launching = False
         self._scheduler.launched(step)
         self._speculative_steps.noted()
@@ -561,7 +574,7 @@ class Engine:
         if self._pending:
             self._scheduler.launched_again(self._pending[0].step)
         self._speculation.follow(pending.step, appended, is_followed=pending.picks.is_followed)
-        read = ReadStep(found, appended, pending.picks.logprobs())
+        read = ReadStep(found, appended, pending.picks.logprobs(), pending.prompts.read())
         # One statement: after an interrupt they are either still to be taken, or taken.
         self._found, self._read = None, [*self._read, read]
 
@@ -580,6 +593,8 @@ class Engine:
     def _publish_step(self, read: ReadStep) -> None:
         """Like _publish_speculative_steps, for a step that was read by itself."""
         (pending, picks, read_at), emitted = read.found, read.logprobs
+        for part in read.prompts:
+            self._take_prompt_part(part, pending)
         each = zip(pending.step.picking, picks, read.appended, strict=True)
         for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
             output = self._outputs.get(sequence.number)
@@ -595,6 +610,24 @@ class Engine:
                 self._fail(sequence.number, str(pick))
         del self._read[0]
         self._note_times(pending, read.appended, read_at)
+
+    def _take_prompt_part(self, part: PromptPart, pending: PendingStep) -> None:
+        """Notes logprobs of a prompt. A repeated call changes nothing. Its request fails if no token has any."""
+        number, first = part.sequence.number, part.first
+        output = self._outputs.get(number)
+        if output is None:
+            return
+        output.prompt_logprobs[first - 1 :] = part.logprobs
+        for place, each in enumerate(part.logprobs, first):
+            if math.isnan(each.logprob):
+                self._scheduler.fail(output.sequence)
+                self._recent.leave(number, pending.number, pending.picks.speculative_step_number)
+                self._fail(
+                    number,
+                    f"the logits before token {place} of the prompt hold NaN or infinity, so its tokens have no "
+                    "logprobs; look for weights that are too large for the dtype, or use a wider one (float32)",
+                )
+                return
 
     def _note_times(self, pending: PendingStep, appended: Many[AppendedTokens], now: float) -> None:
         """Notes the times of a step whose tokens were taken. The device was not waited for at its launch."""
@@ -621,16 +654,21 @@ class Engine:
             self._runner.check_device()
             self._scheduler.all_is_right()
 
-    def _run(self, step: ScheduledStep) -> StepPicks:
-        """Launches a step, and the kernels that pick its tokens."""
+    def _run(self, step: ScheduledStep) -> tuple[StepPicks, ComingPromptLogprobs]:
+        """Launches a step, the kernels that pick its tokens, and those that find logprobs of its prompts."""
         before, batch = self.runtime.faults.step_number, step.batch
         self._must_check = True
         self._compared.before_step(batch.kv_len, batch.q_len, batch.token_ids)
+        prompts, rows = NO_PROMPT_LOGPROBS, self._prompts.rows(step, self._outputs.keys())
         try:
-            logits = self._steps.run(self._speculation.batch(step))
+            if rows:
+                with self._watch.watch(f"a step with logprobs of {len(rows)} prompts ({batch.num_tokens} tokens)"):
+                    logits, prompts = self._prompts.run(self._speculation.batch(step), rows)
+            else:
+                logits = self._steps.run(self._speculation.batch(step))
         finally:
             self._recent.note(before, self.runtime.faults.step_number, [sequence.number for sequence in step.sequences])
-        return self._speculation.pick(step, logits, self.settle)
+        return self._speculation.pick(step, logits, self.settle), prompts
 
     def _publish(
         self,

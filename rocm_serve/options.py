@@ -67,6 +67,14 @@ class EngineOptions(AttentionOptions):
         "requests with the same first tokens",
         default_is="on",
     )
+    priority_aging: int = option(
+        0,
+        "steps after which a request that waits counts as one priority better than new ones, so that none waits for "
+        "ever; 0: priorities never age",
+        unit="STEPS",
+        least=0,
+        on_generate=False,
+    )
     speculative: str = option(
         OFF,
         "source of draft tokens, several of which a step verifies: the text itself (ngram), a small model with "

@@ -26,6 +26,7 @@ class Output:
 
     tokenizer:  None: there is no text, and nothing that could end it
     num_tokens: new tokens of the sequence that were published
+    prompt_logprobs: of the prompt's tokens from the second on that steps have taken in
     reason:     why it has ended; None: it goes on
     error:      why it has failed
     _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
@@ -36,6 +37,7 @@ class Output:
     text: str = ""
     num_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
     _is_whole: bool = False
@@ -106,6 +108,7 @@ class Output:
             tuple(self.logprobs),
             self.sequence.num_cached,
             times.queue_seconds,
+            tuple(self.prompt_logprobs),
         )
 
     def _begin(self) -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
+from rocm_attn.step.outputs import Outputs
 from rocm_serve.appended import AppendedTokens
+from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, PromptPart
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.reading import Together
@@ -26,6 +28,7 @@ class PendingStep:
     picks:    of each of step.picking
     started:  when scheduling it began, in seconds of time.perf_counter()
     launched: when its launches were made
+    prompts:  logprobs of prompts that it takes in
     """
 
     step: ScheduledStep
@@ -33,6 +36,7 @@ class PendingStep:
     picks: StepPicks
     started: float
     launched: float
+    prompts: ComingPromptLogprobs = NO_PROMPT_LOGPROBS
 
 
 class FoundPicks(NamedTuple):
@@ -52,11 +56,13 @@ class ReadStep(NamedTuple):
 
     appended:    of each of step.picking
     logprobs: see StepPicks.logprobs
+    prompts:  logprobs of prompts that it has taken in
     """
 
     found: FoundPicks
     appended: Many[AppendedTokens]
     logprobs: Mapping[int, Many[TokenLogprobs]]
+    prompts: Many[PromptPart]
 
 
 class ReadSpeculativeSteps(NamedTuple):
@@ -70,7 +76,7 @@ class ReadSpeculativeSteps(NamedTuple):
     read_at: float
 
 
-def with_pending_tokens(forward: Forward, picked: Tensor) -> Forward:
+def with_pending_tokens(forward: Forward[Outputs], picked: Tensor) -> Forward[Outputs]:
     """The forward with token ids in the place of the ids of scheduler.pending(): it looks them up on the device.
 
     It may run any number of times for a step, until the step's own tokens are picked.

@@ -34,7 +34,8 @@ class Request:
     stop_token_ids:   tokens that end the text, in addition to the model's own
     ignore_eos:       whether the model's own end tokens are ignored
     priority:         a request with a lower number is served first, and takes the pages and the place of running ones
-                      with higher numbers; among equals the order of submission counts
+                      with higher numbers; among equals the order of submission counts. EngineOptions.priority_aging
+                      bounds how long better ones can keep it waiting
     cache_salt:       cached prefixes are shared by requests of one salt: give each tenant its own, so that no tenant
                       can find out from response times which prompts another one has sent
     prefix_caching:   whether this request may find cached prefixes and leave its own in the cache
@@ -45,6 +46,8 @@ class Request:
                       they end in a later token
     logprobs:         number of likeliest tokens reported for each new token, 0 to 20, in addition to its own logprob;
                       NO_LOGPROBS (-1): neither
+    prompt_logprobs:  likewise for each token of the prompt except the first; such a request finds no cached prefix and
+                      leaves none, because tokens of cached pages have no logits
     constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
                       server
 
@@ -64,6 +67,7 @@ class Request:
     min_tokens: int = 0
     logprobs: int = NO_LOGPROBS
     constraint: Constraint | None = None
+    prompt_logprobs: int = NO_LOGPROBS
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -75,11 +79,12 @@ class Request:
                 f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, "
                 f"which is {self.max_new_tokens}"
             )
-        if not NO_LOGPROBS <= self.logprobs <= MOST_LIKELIEST:
-            raise BadRequest(
-                f"logprobs is {self.logprobs}; it must be {NO_LOGPROBS} (none), or the number of likeliest tokens, "
-                f"0 to {MOST_LIKELIEST}"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if not NO_LOGPROBS <= getattr(self, name) <= MOST_LIKELIEST:
+                raise BadRequest(
+                    f"{name} is {getattr(self, name)}; it must be {NO_LOGPROBS} (none), or the number of likeliest "
+                    f"tokens, 0 to {MOST_LIKELIEST}"
+                )
         if isinstance(self.stop, str):
             raise BadRequest(f"stop is the text {self.stop!r}; give a tuple of texts")
         if len(self.stop) > MOST_STOPS:
@@ -106,8 +111,10 @@ class Completion:
     logprobs:      of each new token if the request asks for them, else none
     cached_tokens: tokens of the prompt whose K and V were found in the prefix cache when the request was first admitted
     queue_seconds: from taking the request to its first step; 0 if it had none
+    prompt_logprobs: of each token of the prompt except the first, if the request asks for them, else none; of fewer
+                   tokens if it was ended before its prompt was taken in
 
-    Completions that differ only in the last two are equal.
+    Completions that differ only in cached_tokens and queue_seconds are equal.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -118,6 +125,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = field(default=0, compare=False)
     queue_seconds: float = field(default=0.0, compare=False)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 # A tuple: every token makes one, and a tuple takes a quarter of the time of a class with fields.
@@ -216,6 +224,7 @@ class Sequence:
     most_tokens: of prompt and text together: at this number the text ends
     parameters: demands of its picks in addition to draws; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
+    level:      its priority among those that it is served with; see Scheduler.add
     """
 
     number: int
@@ -233,9 +242,11 @@ class Sequence:
     most_tokens: int = INT32_MAX
     parameters: SequenceParameters | None = None
     is_plain: bool = field(init=False)
+    level: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_plain = self.sampler.is_greedy and self.parameters is None
+        self.level = self.request.priority
 
     @property
     def num_tokens(self) -> int:
@@ -249,8 +260,8 @@ class Sequence:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Sort key of sequences: they are served by priority, then by age."""
-        return self.request.priority, self.number
+        """Sort key of sequences: they are served by level, then by age."""
+        return self.level, self.number
 
     @property
     def num_new(self) -> int:

@@ -14,7 +14,9 @@ without pages of the cache.
 
 A sequence that waits and has a better priority than some that run takes their places and pages, if that admits it. No
 sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to their
-end unless better ones keep coming.
+end unless better ones keep coming. With priority_aging they do even then: each sequence gets a level when it comes, its
+priority plus one for every so many steps before it. Levels never change, and from some step on every better one comes
+at a level that is no better.
 
 A step may be scheduled while the one before it runs, whose tokens are only on the device. A sequence with such a token
 goes on with it unread. If that token is its last one in any case, it gets no more. If the token turns out to end the
@@ -123,6 +125,7 @@ class Scheduler:
     chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token per step
     max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
     steps_until_known: FaultReports.steps_until_known
+    priority_aging:    steps in which a sequence that waits gains one priority on new ones; 0: never
 
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
@@ -136,7 +139,9 @@ class Scheduler:
         chunk: int,
         max_kv_len: int,
         steps_until_known: int,
+        priority_aging: int = 0,
     ) -> None:
+        self._priority_aging, self._num_steps = priority_aging, 0
         self._metrics = metrics
         self._table = table
         self._cache = PrefixCache(table, steps_until_known)
@@ -179,6 +184,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence whose prompt fits max_kv_len and the pool."""
         request = sequence.request
+        if self._priority_aging:
+            sequence.level = request.priority + self._num_steps // self._priority_aging
         # the token that is picked last is never stored
         sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
@@ -243,6 +250,7 @@ class Scheduler:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
         assert self._num_pending == 0
         self._num_pending = 1
+        self._num_steps += 1
         stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
         for place, drafts in step.drafts.items():
             stored[place] -= len(drafts.token_ids)
@@ -537,7 +545,7 @@ class Scheduler:
         """
         while self._waiting and self._running:
             newcomer = self._waiting[0]
-            if newcomer.request.priority >= self._running[-1].request.priority or not self._gets_tokens(newcomer):
+            if newcomer.level >= self._running[-1].level or not self._gets_tokens(newcomer):
                 return
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
@@ -555,7 +563,7 @@ class Scheduler:
 
     def _fits_beside_better(self, newcomer: Sequence) -> bool:
         """True if a sequence has room once all running ones with a worse priority have given way."""
-        staying = [held for held in self._running if held.request.priority <= newcomer.request.priority]
+        staying = [held for held in self._running if held.level <= newcomer.level]
         if len(staying) >= self._max_batch_size:
             return False
         rows = np.array([held.row for held in staying], np.int32)
@@ -608,7 +616,7 @@ class Scheduler:
         if self._has_ahead and self._waiting and self._running:
             newcomer = self._waiting[0]
             has_place = len(self._running) < self._max_batch_size
-            takes_place = newcomer.request.priority < self._running[-1].request.priority
+            takes_place = newcomer.level < self._running[-1].level
             if not (has_place or takes_place):
                 return
             if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):

@@ -23,7 +23,7 @@ from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.step.host_ring import Fence, NoFence
-from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
+from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
 from rocm_serve.sampling.sampling import GREEDY, NOTHING_LEFT, Draw, PickedRows, PickedTokens, TokenPicker, terms_of
 from rocm_serve.sampling.sending import coming, sent
 from rocm_serve.sampling.token_counts import CountedText, TokenCounts
@@ -105,12 +105,7 @@ class TokensWithLogprobs:
         for (row, num), ids, bits in zip(nums.items(), found.tolist(), found.view(torch.float32).tolist(), strict=True):
             token = picks[row]
             if not isinstance(token, BadLogits):
-                num = min(num, (len(ids) - 1) // 2)
-                pairs = zip(ids[1 : 1 + 2 * num : 2], bits[2 : 2 + 2 * num : 2], strict=True)
-                likeliest = sorted(
-                    (pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0])
-                )
-                emitted[row] = TokenLogprobs(token, bits[0], tuple(likeliest))
+                emitted[row] = logprobs_of(token, ids, bits, num)
         return emitted
 
 

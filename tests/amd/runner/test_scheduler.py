@@ -128,6 +128,7 @@ class World:
     windows: tuple[SpacePages, ...] = ()
     draft: Drafter = no_drafts
     ahead: bool = False
+    priority_aging: int = 0
     pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -151,6 +152,7 @@ class World:
             chunk=self.chunk,
             max_kv_len=self.max_kv_len,
             steps_until_known=STEPS_UNTIL_ECHO,
+            priority_aging=self.priority_aging,
         )
 
     def add(self, number: int, request: Request) -> None:
@@ -438,6 +440,33 @@ def test_a_prompt_of_better_priority_is_computed_before_those_that_run() -> None
     assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1], [8])
     served.step()
     assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1, 0], [2, 6])
+
+
+def steps_beside_better_ones(priority_aging: int, most_steps: int) -> int:
+    """Steps until one of priority 3 ends, while one of priority 0 comes in each step and fills the only place."""
+    served = World(4, 65, max_batch_size=1, chunk=8, max_kv_len=64, priority_aging=priority_aging)
+    served.add(0, Request((1, 2, 3), 4, priority=3))
+    while 0 not in served.results and len(served.steps) < most_steps:
+        served.add(len(served.sequences), Request((len(served.sequences) % VOCAB, 2), 1))
+        served.step()
+    if 0 in served.results:
+        assert served.results[0] == expected_tokens(served.sequences[0].request, served.max_kv_len)
+    return len(served.steps)
+
+
+def test_a_worse_priority_beside_an_endless_stream_of_better_ones_ends_if_priorities_age() -> None:
+    assert steps_beside_better_ones(0, most_steps=400) == 400, "without aging it waits as long as they come"
+    ends = [steps_beside_better_ones(aging, most_steps=400) for aging in (5, 20, 60)]
+    assert ends == sorted(set(ends))
+    assert all(end <= (3 + 1) * aging + 4 for end, aging in zip(ends, (5, 20, 60), strict=True))
+    assert ends == [steps_beside_better_ones(aging, most_steps=400) for aging in (5, 20, 60)], "no clock decides"
+
+
+def test_priorities_that_age_keep_the_order_of_those_that_come_at_a_time() -> None:
+    served = World(4, 65, max_batch_size=1, chunk=8, max_kv_len=64, priority_aging=1000)
+    for number, priority in enumerate([5, 0, 5, -3, 0]):
+        served.add(number, Request((number, 1, 2), 3, priority=priority))
+    assert served_in_turn(served) == [3, 1, 4, 0, 2]
 
 
 def test_none_gives_way_to_one_that_would_have_to_wait_all_the_same() -> None:

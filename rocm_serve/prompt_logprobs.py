@@ -1,0 +1,176 @@
+"""PromptLogprobs: the logprobs of the tokens of prompts, from the steps that take these prompts in.
+
+A plain step has logits of each sequence's last token alone. A step with a prompt whose tokens get logprobs runs
+eagerly, and keeps the last layer's output of all of its tokens. Their logits are computed from it, a block of rows at a
+time: no step takes more memory for logits, however long its prompts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.providers.launches import PickOps
+from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_attn.step.outputs import PerToken
+from rocm_attn.step.protocols import RunsSteps
+from rocm_attn.step.step import Part
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Sequence
+from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
+from rocm_serve.sampling.sending import coming, sent
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.last_rows import GivesRows, forward_of
+
+# Most rows of logits at a time. Fewer if a step has fewer rows to pick from: that memory was measured.
+_MOST_ROWS = 256
+
+# Logits like those of a step, and the last layer's output for each of its tokens.
+LogitsAndHidden = tuple[Tensor, PerToken]
+
+
+class PromptRows(NamedTuple):
+    """Tokens of a step whose logits give logprobs to the tokens after them in a prompt.
+
+    row:   the first of them among the step's tokens
+    first: the place in the prompt of the token after it
+    num:   of these tokens, at least one
+    """
+
+    sequence: Sequence
+    row: int
+    first: int
+    num: int
+
+    @property
+    def next_token_ids(self) -> Many[int]:
+        """The tokens that get logprobs."""
+        return self.sequence.request.prompt_token_ids[self.first : self.first + self.num]
+
+
+class PromptPart(NamedTuple):
+    """The logprobs of a prompt's tokens from the place `first` on. NaN where no token could be picked."""
+
+    sequence: Sequence
+    first: int
+    logprobs: list[TokenLogprobs]
+
+
+class ComingPromptLogprobs:
+    """The logprobs of a step's prompts, on their way to the host.
+
+    found: int32 [tokens, words]; see launch_likeliest
+    """
+
+    def __init__(self, rows: Many[PromptRows], found: Tensor, done: Fence) -> None:
+        self._rows, self._found, self._done = rows, found, done
+
+    def read(self) -> list[PromptPart]:
+        """Waits for them."""
+        self._done.synchronize()
+        ids, numbers = self._found.tolist(), self._found.view(torch.float32).tolist()
+        parts, begin = [], 0
+        for each in self._rows:
+            most = each.sequence.request.prompt_logprobs
+            found = [
+                logprobs_of(token, ids[place], numbers[place], most)
+                for place, token in enumerate(each.next_token_ids, begin)
+            ]
+            parts.append(PromptPart(each.sequence, each.first, found))
+            begin += each.num
+        return parts
+
+
+NO_PROMPT_LOGPROBS = ComingPromptLogprobs((), torch.empty(0, 1, dtype=torch.int32), NoFence())
+
+
+class KeepsHidden:
+    """A model whose steps also give the last layer's output of each of their tokens."""
+
+    def __init__(self, model: GivesRows, options: EngineOptions) -> None:
+        self._model, self.weights = model, model.weights
+        self._hidden = torch.empty(0)
+        self._forward = forward_of(self, options)
+
+    def run(self, step: Part) -> LogitsAndHidden:
+        """Runs the forward; see LogitsAndHidden."""
+        logits = self._forward(step)
+        return logits, PerToken(self._hidden)
+
+    def forward(self, step: Part) -> Tensor:
+        """Like Model.forward."""
+        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
+
+    def hidden(self, step: Part) -> Tensor:
+        """Like Model.hidden."""
+        self._hidden = self._model.hidden(step)
+        return self._hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Like Model.logits."""
+        return self._model.logits(hidden)
+
+
+class PromptLogprobs:
+    """Runs the steps that have prompts whose tokens get logprobs.
+
+    model:     gives logits
+    steps:     runs the forward of KeepsHidden, without graphs
+    most_rows: that a step picks from
+    """
+
+    def __init__(
+        self, model: GivesRows, steps: RunsSteps[LogitsAndHidden], ops: PickOps, vocab: int, most_rows: int
+    ) -> None:
+        self._model, self._steps, self._ops, self._vocab = model, steps, ops, vocab
+        self._most_rows = min(_MOST_ROWS, most_rows)
+        self._asking: set[int] = set()  # numbers of requests that may get logprobs in a later step
+
+    def add(self, sequence: Sequence) -> None:
+        """Notes a sequence that is submitted."""
+        if sequence.request.prompt_logprobs != NO_LOGPROBS:
+            self._asking.add(sequence.number)
+
+    def rows(self, step: ScheduledStep, alive: Set[int]) -> list[PromptRows]:
+        """The tokens of a step whose logits are needed. alive: numbers of all requests that have not ended"""
+        if not self._asking:
+            return []
+        self._asking &= alive
+        found = []
+        batch = step.batch
+        ends = np.cumsum(batch.q_len, dtype=np.int64).tolist()
+        for sequence, end, kv_len, q_len in zip(
+            step.sequences, ends, batch.kv_len.tolist(), batch.q_len.tolist(), strict=True
+        ):
+            num = min(kv_len, len(sequence.request.prompt_token_ids) - 1) - (kv_len - q_len)
+            if num > 0 and sequence.number in self._asking:
+                found.append(PromptRows(sequence, end - q_len, kv_len - q_len + 1, num))
+        return found
+
+    @torch.no_grad()
+    def run(self, batch: StepBatch, rows: Many[PromptRows]) -> tuple[Tensor, ComingPromptLogprobs]:
+        """Runs a step; returns its logits as any step does, and the logprobs. rows: of this step, at least one"""
+        logits, hidden = self._steps.run(batch)
+        device = logits.device
+        places = sent(np.concatenate([np.arange(each.row, each.row + each.num) for each in rows]), device)
+        tokens = sent(np.concatenate([np.array(each.next_token_ids, np.int32) for each in rows]), device)
+        nums = np.repeat([each.sequence.request.prompt_logprobs for each in rows], [each.num for each in rows])
+        words = 1 + 2 * min(int(nums.max()), self._vocab)
+        found = torch.full((len(nums), words), torch.nan, device=device).view(torch.int32)
+        for begin in range(0, len(nums), self._most_rows):
+            block = slice(begin, begin + self._most_rows)
+            each_row = self._model.logits(hidden.tensor.index_select(0, places[block]))
+            parameters = np.stack((np.arange(len(each_row)), nums[block]), axis=1).astype(np.int32)
+            self._ops.likeliest(each_row, sent(parameters, device), tokens[block], found[block])
+        emitted = coming(found)
+        done: Fence = torch.Event(device) if device.type != "cpu" else NoFence()
+        done.record()
+        return logits, ComingPromptLogprobs(rows, emitted, done)
+
+

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.request import Request
 from rocm_serve.text.constraint import library
+
+
+class ContextExceeded(BadRequest):
+    """A prompt, or a prompt with its answer, is longer than the model's context or than the pool's sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +29,33 @@ class RequestLimits:
     vocab_size: int
     has_text: bool
 
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        return min(self.context_len, self.max_kv_len)
+
+    def room(self, prompt_len: int) -> int:
+        """The most new tokens after a prompt, at least 0."""
+        return max(0, self.max_len - prompt_len)
+
+    def check_room(self, prompt_len: int, max_new_tokens: int) -> None:
+        """Raises ContextExceeded for a request whose answer may not fit. An engine would end it early: "length"."""
+        if max_new_tokens > self.room(prompt_len):
+            raise ContextExceeded(
+                f"the prompt has {prompt_len} tokens and the answer may have {max_new_tokens}, together "
+                f"{prompt_len + max_new_tokens}, and the context holds {self.max_len}; shorten the prompt, or lower "
+                "max_tokens"
+            )
+
     def check(self, request: Request) -> None:
         """Raises BadRequest for a request that the engine can never serve."""
         prompt = request.prompt_token_ids
         if len(prompt) > self.context_len:
-            raise BadRequest(
+            raise ContextExceeded(
                 f"the prompt has {len(prompt)} tokens and the model's context is {self.context_len}; shorten it"
             )
         if len(prompt) > self.max_kv_len:
-            raise BadRequest(
+            raise ContextExceeded(
                 f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
                 "shorten it, or raise max_kv_len, kv_bytes or num_pages"
             )
@@ -41,6 +64,10 @@ class RequestLimits:
             raise BadRequest(f"the request has {what} and the model has no tokenizer; leave them out")
         if request.constraint is not None:
             library()
-        for token in (*prompt, *request.stop_token_ids, *(token for token, _ in request.sampling.logit_bias)):
+        self.check_tokens((*prompt, *request.stop_token_ids, *(token for token, _ in request.sampling.logit_bias)))
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises BadRequest for a token that the model does not have."""
+        for token in token_ids:
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

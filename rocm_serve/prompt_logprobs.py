@@ -7,8 +7,8 @@ time: no step takes more memory for logits, however long its prompts are.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from collections.abc import Sequence as Many
+from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
@@ -172,5 +172,3 @@ class PromptLogprobs:
         done: Fence = torch.Event(device) if device.type != "cpu" else NoFence()
         done.record()
         return logits, ComingPromptLogprobs(rows, emitted, done)
-
-

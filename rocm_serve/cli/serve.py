@@ -21,6 +21,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import find_model, load_model, open_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.server.generation_config import defaults_from
 from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
@@ -37,7 +38,8 @@ def run(options: argparse.Namespace) -> None:
     name = settings.served_model_name or options.model
     traces = otlp_traces(name) if settings.traces else NO_TRACES
     with bind(settings) as bound, _engine(options) as (engine, tokenizer):
-        model = ServedModel(name, tokenizer, engine.limits, settings)
+        defaults = defaults_from(settings.generation_config, options.model)
+        model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
         asyncio.run(serve(engine, model, keys, bound, _announce, traces))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rocm_attn.errors import BadModel, BadRequest, FitsLater, RocmAttnError
 from rocm_serve.async_engine import EngineEnded
+from rocm_serve.limits import ContextExceeded
 from rocm_serve.request_stream import RequestFailed
 from rocm_serve.server.record import note_error, request_id
 
@@ -104,6 +105,8 @@ def api_error(error: RocmAttnError, retry_after: int) -> ApiError:
     """Converts an error of the engine to an answer. retry_after: seconds until a place is free"""
     if isinstance(error, FitsLater):
         return ApiError(429, str(error), code="too_many_requests", retry_after=retry_after)
+    if isinstance(error, ContextExceeded):
+        return bad_request(str(error), "max_tokens", code="context_length_exceeded")
     if isinstance(error, BadRequest | BadModel):
         return bad_request(str(error))
     if isinstance(error, RequestFailed):

@@ -27,22 +27,30 @@ from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
 from rocm_serve.server.observed import Observed, Observers
 from rocm_serve.server.record import note_choices, note_error, request_id
-from rocm_serve.server.replies import ChatReplies, CompletionReplies, Replies, Usage
+from rocm_serve.server.replies import (
+    ChatReplies,
+    CompletionReplies,
+    PromptReport,
+    Replies,
+    Usage,
+    without_new_tokens,
+)
 from rocm_serve.server.schema import (
     LEAST_DEADLINE_SECONDS,
     SHAPES,
     ChatBody,
     CompletionBody,
     GenerationBody,
-    refuse_unserved,
 )
 from rocm_serve.server.scrape import Scrape
 from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.text_routes import add_text_routes
 from rocm_serve.server.truth import TruthProbe
+from rocm_serve.server.unserved import no_such_path, refuse_unserved
 
 # The header with which a client sets a deadline, in seconds. The body's field timeout does the same.
 DEADLINE_HEADER = "x-request-timeout"
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODES = {405: "method_not_allowed"}
 
 
 def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
@@ -51,6 +59,7 @@ def build_app(generations: Generations, model: ServedModel, observers: Observers
     _add_status(app, generations, model, observers.health)
     _add_truth(app, truth)
     _add_generation(app, generations, model)
+    add_text_routes(app, generations, model)
     _add_errors(app, generations)
     _document(app)
     return Observed(ServerGate(app, generations, observers.keys, model.options), observers)
@@ -119,7 +128,7 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
         echoed = model.echoed(body, requests) if body.echo else ()
-        replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed)
+        replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed, PromptReport.of(body))
         return await _answer(generations, job, requests, body, replies)
 
     @app.post("/v1/chat/completions")
@@ -127,7 +136,8 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Continues a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
-        replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), partial(model.reader_of, body))
+        reader, prompts = partial(model.reader_of, body), PromptReport.of(body)
+        replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), reader, prompts)
         return await _answer(generations, job, requests, body, replies)
 
 
@@ -135,7 +145,11 @@ def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:
     """Returns the job of a request, with its own deadline. Raises ApiError for requests that can be refused at once."""
     job: Job = request.scope[JOB]
     model.require(body.model)
-    refuse_unserved(body)
+    refuse_unserved(body.model_extra or {})
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is for streams; leave it out, or set stream to true", "stream_options")
+    if body.is_answered_by_echo and body.stream:
+        raise bad_request("max_tokens is 0, so there is nothing to stream; set stream to false", "stream")
     header = request.headers.get(DEADLINE_HEADER)
     if header is not None:
         job.hasten(_seconds(header))
@@ -170,9 +184,11 @@ async def _answer(
     if body.stream:
         return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
     completions = await generation.completions()
+    if body.is_answered_by_echo:
+        completions = list(map(without_new_tokens, completions))
     num_tokens = sum(len(each.token_ids) for each in completions)
     usage = Usage.of(requests, num_choices, num_tokens, generation.cached_tokens(num_choices))
-    if requests[0].logprobs == NO_LOGPROBS:
+    if requests[0].logprobs == requests[0].prompt_logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
     # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
     return JSONResponse(await asyncio.to_thread(replies.whole, completions, usage))
@@ -193,6 +209,8 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            return error_response(no_such_path(request.url.path))
         answer = ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code, "bad_request"))
         response = error_response(answer)
         response.headers.update(error.headers or {})

@@ -1,7 +1,8 @@
-"""EmittedTokens: logprobs in OpenAI's two forms."""
+"""EmittedTokens: logprobs in OpenAI's two forms, and in vLLM's form for prompts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ from rocm_serve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# JSON has no infinity. A token that the model excludes gets this number, as in OpenAI's and vLLM's answers.
+_EXCLUDED = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +24,32 @@ class EmittedTokens:
 
     def beside_text(self, logprobs: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
         """Returns logprobs for /v1/completions, and the next token's offset in the text. offset: the first one's"""
-        texts = [self._text(each.token_id) for each in logprobs]
         offsets = []
-        for text in texts:
+        for each in logprobs:
             offsets.append(offset)
-            offset += len(text)
+            offset += self._num_characters(each.token_id)
         emitted = {
-            "tokens": texts,
-            "token_logprobs": [each.logprob for each in logprobs],
+            "tokens": [self._beside_text(each.token_id) for each in logprobs],
+            "token_logprobs": [_number(each.logprob) for each in logprobs],
             "top_logprobs": [self._by_text(each.likeliest) for each in logprobs],
             "text_offset": offsets,
         }
         return emitted, offset
+
+    def of_echo(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], num: int) -> tuple[Json, int]:
+        """Does the same for an echoed prompt, whose first token has no logprob. num: of likeliest tokens"""
+        first = self._num_characters(prompt[0])
+        cut = [TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num]) for each in logprobs]
+        emitted, offset = self.beside_text(cut, first)
+        before = {"tokens": self._beside_text(prompt[0]), "token_logprobs": None, "top_logprobs": None}
+        return {name: [{**before, "text_offset": 0}[name], *values] for name, values in emitted.items()}, offset
+
+    def of_prompt(self, logprobs: Sequence[TokenLogprobs], num: int) -> list[Json | None]:
+        """Returns a prompt's logprobs in vLLM's form: for each token null, or token id -> what is known of it.
+
+        num: of likeliest tokens, to which the prompt's own is added
+        """
+        return [None, *(self._ranked(each, num) for each in logprobs)]
 
     def in_messages(self, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         """Returns logprobs for /v1/chat/completions, or None if there are none."""
@@ -48,18 +64,50 @@ class EmittedTokens:
         ]
         return {"content": content, "refusal": None}
 
+    def _ranked(self, each: TokenLogprobs, num: int) -> Json:
+        """rank: null for a token that is not among the likeliest ones, because it was not counted."""
+        known = {token: (logprob, rank) for rank, (token, logprob) in enumerate(each.likeliest[:num], 1)}
+        known.setdefault(each.token_id, (each.logprob, None))
+        return {
+            str(token): {"logprob": _number(logprob), "rank": rank, "decoded_token": self._text(token)}
+            for token, (logprob, rank) in known.items()
+        }
+
     def _token(self, token_id: int, logprob: float) -> Json:
-        text = self._text(token_id)
-        # The text of a token that holds a part of a character does not have its bytes.
-        whole = list(text.encode()) if _REPLACEMENT not in text else None
-        return {"token": text, "logprob": logprob, "bytes": whole}
+        of_token = self.tokenizer.bytes_of(token_id) if self.tokenizer is not None else b""
+        # Only an id that is no entry of the vocabulary has no bytes.
+        return {"token": self._text(token_id), "logprob": _number(logprob), "bytes": list(of_token) or None}
 
     def _by_text(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Returns text -> logprob. If several tokens have one text, the likeliest is used."""
         found: dict[str, float] = {}
         for token, logprob in likeliest:
-            found.setdefault(self._text(token), logprob)
+            found.setdefault(self._beside_text(token), _number(logprob))
         return found
 
-    def _text(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id]) if self.tokenizer is not None else f"token_id:{token_id}"
+    def _beside_text(self, token_id: int) -> str:
+        """The token in /v1/completions."""
+        return self._text(token_id, "bytes:")
+
+    def _text(self, token_id: int, mark: str = "") -> str:
+        """The token's text. A part of a character is written by its bytes, as in \\xf0\\x9f, like OpenAI's.
+
+        mark: put before such bytes
+        """
+        of_token = self.tokenizer.bytes_of(token_id) if self.tokenizer is not None else b""
+        if not of_token:
+            return f"token_id:{token_id}"
+        try:
+            return of_token.decode()
+        except UnicodeDecodeError:
+            return mark + "".join(f"\\x{byte:02x}" for byte in of_token)
+
+    def _num_characters(self, token_id: int) -> int:
+        """Characters of the text that begin in a token. A special one is not in the text."""
+        if self.tokenizer is None or not self.tokenizer.is_text(token_id):
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self.tokenizer.bytes_of(token_id))
+
+
+def _number(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _EXCLUDED

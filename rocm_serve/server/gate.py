@@ -23,7 +23,11 @@ from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-_ROUTES = GENERATING | {"/v1/models", "/health", "/health/truth", "/ready", "/metrics", "/openapi.json"}
+# The paths whose bodies are kept. Their requests need a key, and take places.
+_WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
+_ROUTES = _WITH_BODY | {
+    *("/v1/models", "/health", "/health/truth", "/ready", "/metrics", "/openapi.json", "/ping", "/version", "/load"),
+}
 _OF_A_MODEL = "/v1/models/"
 # Code of an error -> the reason for a refusal in http_metrics.py.
 _REFUSED_FOR = {
@@ -63,7 +67,7 @@ class ServerGate:
     async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
         """Passes a request on. Raises ApiError for requests that the application must not see."""
         salt = self._admit(scope)
-        if scope["method"] == "POST" and scope["path"] in GENERATING:
+        if scope["method"] == "POST" and scope["path"] in _WITH_BODY:
             await self._generate(scope, receive, send, salt)
         else:
             # These routes have no use for a body, and nothing bounds the number of such requests.
@@ -83,7 +87,8 @@ class ServerGate:
                 "them",
                 code="ambiguous_length",
             )
-        salt = self._keys.salt_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else ""
+        needs_key = scope["path"].startswith("/v1/") or scope["path"] in _WITH_BODY
+        salt = self._keys.salt_of(headers.get(b"authorization")) if needs_key else ""
         if salt is None:
             raise ApiError(
                 401,

@@ -29,6 +29,13 @@ class ServerOptions:
     served_model_name: str | None = option(
         None, "name of the model in requests and answers", kind=str, unit="NAME", default_is="the value of --model"
     )
+    generation_config: str = option(
+        "auto",
+        "sampling of requests that do not say how they are sampled: auto takes temperature, top_p, top_k, min_p and "
+        "repetition_penalty of the model's generation_config.json, none takes OpenAI's defaults, and a path names "
+        "another such file",
+        unit="auto|none|FILE",
+    )
     api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
         "file with one API key per line, alone or after its name and a space; empty lines and lines with # are "

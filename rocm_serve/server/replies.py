@@ -6,14 +6,15 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rocm_serve.request import Completion, FinishReason, Request
 from rocm_serve.request_stream import OutputChunk
-from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.server.call_reader import Reader, ToolCall
 from rocm_serve.server.emitted_tokens import EmittedTokens, Json
+from rocm_serve.server.schema import GenerationBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +57,60 @@ class Replies(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReport:
+    """The logprobs of prompts that are in an answer: numbers of likeliest tokens, or NO_LOGPROBS.
+
+    num_likeliest: in vLLM's form
+    num_echoed:    in OpenAI's, beside the echoed prompt
+    """
+
+    num_likeliest: int = NO_LOGPROBS
+    num_echoed: int = NO_LOGPROBS
+
+    @classmethod
+    def of(cls, body: GenerationBody) -> PromptReport:
+        """Returns what a body asks for."""
+        asked = body.prompt_logprobs
+        return cls(NO_LOGPROBS if asked is None else asked, body.num_echoed_logprobs)
+
+
+NO_PROMPT_REPORT = PromptReport()
+
+
+def without_new_tokens(completion: Completion) -> Completion:
+    """Returns the completion of a request that asks for its prompt alone."""
+    return replace(completion, token_ids=(), text="", logprobs=(), finish_reason="length")
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionReplies:
     """Answers of /v1/completions.
 
     emitted:     writes logprobs
     echoed:      text before each choice's own; empty if the prompts are not asked for
+    prompts:     what is reported of each choice's prompt
     _offsets: index of a choice -> characters of the tokens whose logprobs were sent
     """
 
     model: str
     emitted: EmittedTokens
     echoed: Sequence[str] = ()
+    prompts: PromptReport = NO_PROMPT_REPORT
     _offsets: dict[int, int] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """Returns the whole answer."""
-        choices = [self._choice(index, each) for index, each in enumerate(completions)]
-        for choice, text in zip(choices, self.echoed, strict=False):
-            choice["text"] = text + choice["text"]
+        choices = []
+        for index, done in enumerate(completions):
+            before = self._echo(index, done)
+            choice = self._choice(index, done)
+            choice["text"] = before["text"] + choice["text"]
+            choice["logprobs"] = _joined(before["logprobs"], choice["logprobs"])
+            if self.prompts.num_likeliest != NO_LOGPROBS:
+                choice["prompt_logprobs"] = self.emitted.of_prompt(done.prompt_logprobs, self.prompts.num_likeliest)
+            choices.append(choice)
         return {**self._head(), "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> Json | None:
@@ -92,6 +127,16 @@ class CompletionReplies:
         """Returns the last chunk, with the usage."""
         return {**self._head(), "choices": [], "usage": usage.as_dict()}
 
+    def _echo(self, index: int, done: Completion) -> Json:
+        """Returns the part of a choice that repeats its prompt."""
+        if not self.echoed:
+            return {"text": "", "logprobs": None}
+        logprobs, num = None, self.prompts.num_echoed
+        if num != NO_LOGPROBS:
+            emitted = self.emitted.of_echo(done.prompt_token_ids, done.prompt_logprobs, num)
+            logprobs, self._offsets[index] = emitted
+        return {"text": self.echoed[index], "logprobs": logprobs}
+
     def _choice(self, index: int, said: Completion | OutputChunk) -> Json:
         logprobs, offset = None, self._offsets.get(index, 0)
         if said.logprobs:
@@ -100,6 +145,13 @@ class CompletionReplies:
 
     def _head(self) -> Json:
         return {"id": self.reply_id, "object": "text_completion", "created": self.created, "model": self.model}
+
+
+def _joined(before: Json | None, after: Json | None) -> Json | None:
+    """Joins the logprobs of a prompt and of its continuation."""
+    if before is None or after is None:
+        return before or after
+    return {name: [*values, *after[name]] for name, values in before.items()}
 
 
 @dataclass(slots=True)
@@ -133,12 +185,14 @@ class ChatReplies:
 
     emitted:     writes logprobs
     reader:      makes the reader of a choice's text
+    prompts:     what is reported of the prompt
     _readers: index of a choice -> the reader of its text, with the number of calls so far
     """
 
     model: str
     emitted: EmittedTokens
     reader: Callable[[], Reader]
+    prompts: PromptReport = NO_PROMPT_REPORT
     _readers: dict[int, _Read] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -146,7 +200,11 @@ class ChatReplies:
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """Returns the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
+        whole = {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
+        if self.prompts.num_likeliest != NO_LOGPROBS:
+            of_prompt = completions[0].prompt_logprobs  # all choices have the same
+            whole["prompt_logprobs"] = self.emitted.of_prompt(of_prompt, self.prompts.num_likeliest)
+        return whole
 
     def opening(self, index: int) -> Json | None:
         """Returns the chunk before a choice's first piece, which has the role."""

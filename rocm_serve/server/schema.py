@@ -1,7 +1,6 @@
 """Bodies that clients may send, in the form of OpenAI's API, with their bounds.
 
-Unknown fields are ignored. Fields of OpenAI's that would change the text and are not served are refused by
-refuse_unserved(): an answer that silently differs from the request is worse than none.
+Unknown fields are ignored. Those that would change the text and are not served are refused (unserved.py).
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ LEAST_DEADLINE_SECONDS = 0.01
 # The largest seed is the one of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
+# Bounds keep priorities comparable: where they age, the worst one waits for a bounded time behind the best ones.
+MOST_PRIORITY = 1000
 _SAMPLING = option_texts(Sampling)
 
 
@@ -104,8 +105,9 @@ class ResponseFormat(ToolPart):
 class GenerationBody(BaseModel):
     """The fields that both kinds of request have.
 
-    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p and repetition_penalty, as in
-    rocm_attn.Request and Sampling; cache_salt, within the key's own; timeout, in seconds.
+    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p, repetition_penalty, prompt_logprobs
+    and priority, as in rocm_attn.Request and Sampling; include_stop_str_in_output, which is Request.include_stop;
+    cache_salt, within the key's own; timeout, in seconds.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -128,6 +130,9 @@ class GenerationBody(BaseModel):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     timeout: Annotated[float, Field(ge=LEAST_DEADLINE_SECONDS, allow_inf_nan=False)] | None = None
 
@@ -164,6 +169,29 @@ class GenerationBody(BaseModel):
         return Constraint.json_schema(form.json_schema.content)
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """The value of Request.prompt_logprobs. Raises ApiError."""
+        asked = NO_LOGPROBS if self.prompt_logprobs is None else self.prompt_logprobs
+        most = max(asked, self.num_echoed_logprobs)
+        if most != NO_LOGPROBS and self.stream:
+            raise bad_request(
+                "logprobs of a prompt are not sent in a stream; leave out prompt_logprobs, echo or logprobs, or set "
+                "stream to false",
+                "stream",
+            )
+        return most
+
+    @property
+    def num_echoed_logprobs(self) -> int:
+        """See CompletionBody."""
+        return NO_LOGPROBS
+
+    @property
+    def is_answered_by_echo(self) -> bool:
+        """See CompletionBody."""
+        return False
+
+    @property
     def includes_usage(self) -> bool:
         """True if a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -173,20 +201,29 @@ class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    max_tokens: _Positive | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int:
-        """The value of Request.logprobs. Raises ApiError."""
-        if self.echo and self.logprobs is not None:
-            raise bad_request(
-                "echo is set together with logprobs, which are not computed for a prompt; leave one of them out",
-                "echo",
-                code="unsupported_parameter",
-            )
+        """The value of Request.logprobs."""
         return NO_LOGPROBS if self.logprobs is None else self.logprobs
+
+    @property
+    def num_echoed_logprobs(self) -> int:
+        """Likeliest tokens that are reported for each token of an echoed prompt; NO_LOGPROBS: it has no logprobs."""
+        return self.num_logprobs if self.echo else NO_LOGPROBS
+
+    @property
+    def is_answered_by_echo(self) -> bool:
+        """True if the prompt alone is asked for. Raises ApiError if nothing is."""
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request(
+                "max_tokens is 0 and echo is not set, so there would be no answer; set echo, or raise max_tokens",
+                "max_tokens",
+            )
+        return self.max_tokens == 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -278,57 +315,8 @@ SHAPES = {
     ),
 }
 
-# Fields that would change the answer -> the values that have no effect, which are allowed.
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "prompt_logprobs": (None, 0),
-    "skip_special_tokens": (None, True),
-    "truncate_prompt_tokens": (None,),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "include_stop_str_in_output": (None, False),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-}
-
-
-def refuse_unserved(body: GenerationBody) -> None:
-    """Raises ApiError for a field that would change the answer and that this server does not support."""
-    for name, value in (body.model_extra or {}).items():
-        if name in _UNSERVED and value not in _UNSERVED[name]:
-            raise _unserved(name)
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options is for streams; leave it out, or set stream to true", "stream_options")
-
 
 def _no_biases() -> ApiError:
     return bad_request(
         f"logit_bias must map token ids, as texts, to numbers from -{LARGEST_BIAS} to {LARGEST_BIAS}", "logit_bias"
-    )
-
-
-def _unserved(name: str) -> ApiError:
-    return bad_request(
-        f"{name} is not supported here, and ignoring it would change the answer; leave it out",
-        name,
-        code="unsupported_parameter",
     )

@@ -17,6 +17,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
 from rocm_serve.server.call_forms import calls_only, form_of, require_tools
 from rocm_serve.server.call_reader import CallReader, Reader, TextReader
+from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
 from rocm_serve.server.tokenising import Tokenising
@@ -39,6 +40,7 @@ class ServedModel:
     name:       by which they ask for it
     tokenizer:  None if prompts must be token ids
     limits:     of the engine
+    defaults:   sampling of requests that do not say how they are sampled
     created:    when the server began, in seconds since 1970
     tokenising: turns texts into tokens; None if there is no tokenizer
     """
@@ -47,6 +49,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     limits: RequestLimits
     options: ServerOptions
+    defaults: Sampling = OPENAI_DEFAULTS
     created: int = field(default_factory=lambda: int(time.time()))
     tokenising: Tokenising | None = field(init=False, repr=False)
 
@@ -59,7 +62,7 @@ class ServedModel:
     @property
     def max_len(self) -> int:
         """The most tokens of prompt and answer together."""
-        return min(self.limits.context_len, self.limits.max_kv_len)
+        return self.limits.max_len
 
     @property
     def card(self) -> dict[str, object]:
@@ -97,8 +100,9 @@ class ServedModel:
             raise bad_request("the list of prompts is empty; give at least one", "prompt")
         self._check_options(len(prompts), body)
         tokens = [await self._tokens(prompt) for prompt in prompts]
-        most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
-        return await self._requests(body, tokens, most, salt, body.constraint)
+        # An engine picks one token at least. It is left out of an answer that is the prompt alone.
+        most = 1 if body.is_answered_by_echo else body.max_tokens
+        return await self._requests(body, tokens, most, _COMPLETION_TOKENS, salt, body.constraint)
 
     def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
         """Returns the prompt's text, as it was sent, for each of a body's requests. Raises ApiError."""
@@ -121,8 +125,8 @@ class ServedModel:
         messages, tools = [each.as_template for each in body.messages], body.tools_as_template
         constraint = await asyncio.to_thread(self._calls_of, body)
         tokens = await self.tokenising.conversation(messages, tools)
-        most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
-        return await self._requests(body, [tokens], most, salt, constraint or body.constraint)
+        most = body.max_completion_tokens or body.max_tokens
+        return await self._requests(body, [tokens], most, self.max_len, salt, constraint or body.constraint)
 
     def reader_of(self, body: ChatBody) -> Reader:
         """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors."""
@@ -170,9 +174,10 @@ class ServedModel:
                 "some out",
                 "stop",
             )
-        if body.num_logprobs > self.options.max_logprobs:
+        most_logprobs = max(body.num_logprobs, body.num_prompt_logprobs)
+        if most_logprobs > self.options.max_logprobs:
             raise bad_request(
-                f"the request asks for {body.num_logprobs} likely tokens at each position and this server allows "
+                f"the request asks for {most_logprobs} likely tokens at each position and this server allows "
                 f"at most {self.options.max_logprobs}; ask for fewer",
                 "logprobs",
             )
@@ -181,12 +186,14 @@ class ServedModel:
         self,
         body: CompletionBody | ChatBody,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        max_new_tokens: int | None,
+        by_default: int,
         salt: str,
         constraint: Constraint | None,
     ) -> list[Request]:
-        most = self.options.max_new_tokens
-        if most is not None and max_new_tokens > most:
+        """max_new_tokens: None if the request does not say; then it is by_default, or less if there is no room"""
+        most = self.options.max_new_tokens or self.max_len
+        if max_new_tokens is not None and self.options.max_new_tokens is not None and max_new_tokens > most:
             raise bad_request(
                 f"the request asks for up to {max_new_tokens} new tokens and this server allows at most {most}; "
                 "lower max_tokens",
@@ -194,18 +201,24 @@ class ServedModel:
             )
         for prompt in prompts:
             self._check_prompt(prompt)
+            if max_new_tokens is not None:
+                self.limits.check_room(len(prompt), max_new_tokens)
+        by_default = min(by_default, most)
         seed = body.seed if body.seed is not None else secrets.randbits(63)
-        sampling = _sampling(body)
+        sampling = _sampling(body, self.defaults)
         return [
             Request(
                 prompt_token_ids=tuple(prompt),
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=max_new_tokens or min(by_default, self.limits.room(len(prompt))),
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
                 logprobs=body.num_logprobs,
+                prompt_logprobs=body.num_prompt_logprobs,
+                include_stop=bool(body.include_stop_str_in_output),
+                priority=body.priority or 0,
                 constraint=constraint,
                 cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
             )
@@ -232,16 +245,13 @@ class ServedModel:
             param="prompt",
         )
 
-    def _most_new_tokens(self, prompt_len: int) -> int:
-        """Returns the most new tokens of a request that does not set a number."""
-        room = max(1, self.max_len - prompt_len)
-        return min(room, self.options.max_new_tokens or room)
 
-
-def _sampling(body: GenerationBody) -> Sampling:
-    """Returns the sampling, with OpenAI's defaults if they differ. Raises ApiError, BadRequest."""
+def _sampling(body: GenerationBody, defaults: Sampling) -> Sampling:
+    """Returns the sampling, with defaults for all that the body does not say. Raises ApiError, BadRequest."""
     said = {name: getattr(body, name) for name in _SAMPLED if getattr(body, name) is not None}
-    return Sampling(**{"temperature": 1.0, **said}, top_k=max(0, body.top_k or 0), logit_bias=body.biases)
+    if body.top_k is not None:
+        said["top_k"] = max(0, body.top_k)
+    return replace(defaults, **said, logit_bias=body.biases)
 
 
 def seed_of_answer(seed: int, place: int, choice: int) -> int:

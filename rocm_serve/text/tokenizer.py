@@ -10,6 +10,7 @@ import tokenizers
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Marks around function calls: part of a model's text, although the files of some models call them special.
@@ -29,16 +30,22 @@ class Tokenizer:
     bos_token_id: int | None
     chat_template: ChatTemplate | None
     _silent: frozenset[int] = field(init=False, repr=False)  # tokens that are no text
+    _bytes: TokenBytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         added = self.backend.get_added_tokens_decoder()
         silent = (number for number, token in added.items() if token.special and token.content not in CALL_MARKS)
         object.__setattr__(self, "_silent", frozenset(silent))
+        object.__setattr__(self, "_bytes", TokenBytes(self.backend))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest."""
         before = [] if self.bos_token_id is None else [self.bos_token_id]
         return before + _ids(self.backend, text, add_special_tokens=True)
+
+    def encode_unmarked(self, text: str) -> list[int]:
+        """Like encode(), without any token that the text itself does not have."""
+        return _ids(self.backend, text, add_special_tokens=False)
 
     def encode_chat(self, user: str) -> list[int]:
         """Token ids of a conversation that starts with the user's text, up to where the model continues.
@@ -68,6 +75,18 @@ class Tokenizer:
         """The text of the tokens, without special ones except CALL_MARKS; bytes that are not UTF-8 become U+FFFD."""
         said = [token for token in token_ids if token not in self._silent]
         return str(self.backend.decode(said, skip_special_tokens=False))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Likewise, with the names of special ones."""
+        return str(self.backend.decode(token_ids, skip_special_tokens=False))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character, or the name of a special one."""
+        return self._bytes.of(token_id)
+
+    def is_text(self, token_id: int) -> bool:
+        """True if decode() writes the token."""
+        return token_id not in self._silent
 
     def stream(self) -> TextStream:
         return TextStream(self)

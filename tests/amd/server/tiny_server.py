@@ -11,6 +11,8 @@ import rocm_serve.cli.serve as command
 from rocm_attn.cli import main
 from rocm_serve.models.loading import LoadedModel, ModelFiles
 from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, tiny_model, word_tokenizer
 
 FLAGS = ("--model", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")
@@ -37,10 +39,16 @@ def dtype(*requested: Any) -> torch.dtype:
     return torch.float32
 
 
+def defaults(generation_config: str, model: str) -> Sampling:
+    """Replaces `defaults_from`; ignores the path."""
+    return OPENAI_DEFAULTS
+
+
 if __name__ == "__main__":
     from tests.amd.server import tiny_server  # ranks import it by this name
 
     replaced = {"find_model": "place", "load_model": "load", "open_model": "files", "dtype_of": "dtype"}
+    replaced["defaults_from"] = "defaults"
     for name, replacement in replaced.items():
         setattr(command, name, getattr(tiny_server, replacement))
     sys.exit(main(["serve", *FLAGS, *sys.argv[1:]]))

@@ -1,0 +1,52 @@
+"""Defaults of sampling: the model's own, as its authors write them in generation_config.json, or OpenAI's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rocm_attn.errors import BadModel, BadRequest, BadSetting
+from rocm_attn.models.fields import Fields, read_json
+from rocm_serve.models.loading import find_model
+from rocm_serve.sampling.sampling_options import Sampling
+
+# Values of --generation-config that are not a place.
+OF_MODEL, OF_OPENAI = "auto", "none"
+
+# OpenAI's defaults where they differ from those of Sampling.
+OPENAI_DEFAULTS = Sampling(temperature=1.0)
+
+_FILE = "generation_config.json"
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def defaults_from(generation_config: str, model: str) -> Sampling:
+    """Returns the sampling of requests that do not say how they are sampled.
+
+    generation_config: auto (the model's file, if it has one), none, or a file or its folder
+    Raises BadSetting if there is no such file, BadModel if it cannot be used.
+    """
+    if generation_config == OF_OPENAI:
+        return OPENAI_DEFAULTS
+    if generation_config == OF_MODEL:
+        place = find_model(model)
+        file = place / _FILE
+        return _read(file) if place.is_dir() and file.is_file() else OPENAI_DEFAULTS
+    place = Path(generation_config)
+    file = place / _FILE if place.is_dir() else place
+    if not file.is_file():
+        raise BadSetting(
+            f"generation_config is {generation_config}, and there is no file {file}; give {OF_MODEL}, {OF_OPENAI}, or "
+            f"a {_FILE}"
+        )
+    return _read(file)
+
+
+def _read(file: Path) -> Sampling:
+    """Returns the defaults of a file, and OpenAI's for all that it does not say. Raises BadModel."""
+    fields = Fields(read_json(file), str(file))
+    said = {name: 0.0 if fields.values[name] == 0 else fields.positive(name) for name in _NUMBERS if fields.has(name)}
+    top_k = max(0, fields.whole("top_k")) if fields.has("top_k") else 0
+    try:
+        return Sampling(**{"temperature": OPENAI_DEFAULTS.temperature, **said}, top_k=top_k)
+    except BadRequest as error:
+        raise BadModel(f"{file} cannot give defaults of sampling: {error}; set --generation-config none") from error

@@ -1,0 +1,118 @@
+"""Routes beside OpenAI's, with vLLM's names and fields: texts and their tokens, and small facts about the server."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from typing import Annotated
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from rocm_serve.server.api_errors import bad_request
+from rocm_serve.server.generation import Generations
+from rocm_serve.server.schema import Message, TokenIds
+from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.tools import MOST_TOOLS, Tool
+from rocm_serve.server.unserved import refuse_unserved
+from rocm_serve.text.tokenizer import Tokenizer
+
+
+class _TextBody(BaseModel):
+    """model: the one that is served, if it is given"""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class TokenizeBody(_TextBody):
+    """The body of /tokenize.
+
+    prompt, messages:   one of the two
+    add_special_tokens: whether a prompt gets the tokens that the model puts before a text; it does by default. A
+                        conversation has those of its template
+    return_token_strs:  whether the vocabulary's entries are returned too
+    """
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_TextBody):
+    """The body of /detokenize."""
+
+    tokens: TokenIds
+
+
+def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) -> None:
+    """Adds the routes to an application."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        """Returns the tokens of a prompt, or of a conversation."""
+        tokenizer = _tokenizer_for(model, body)
+        tokens = await asyncio.to_thread(_tokens_of, tokenizer, body)
+        entries = None
+        if body.return_token_strs:
+            entries = [tokenizer.backend.id_to_token(token) for token in tokens]
+        answer = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": entries}
+        return JSONResponse(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """Returns the text of tokens, with the names of special ones."""
+        tokenizer = _tokenizer_for(model, body)
+        model.limits.check_tokens(body.tokens)
+        return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode_all, body.tokens)})
+
+    @app.get("/version")
+    async def served_version() -> Response:
+        """Returns the version of the package rocm-serve."""
+        return JSONResponse({"version": version("rocm-serve")})
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        """Returns 200 if the engine serves."""
+        generations.front.check()
+        return Response(status_code=200)
+
+    @app.get("/load")
+    async def load() -> Response:
+        """Returns the number of requests that are read, wait or run."""
+        return JSONResponse({"server_load": generations.jobs.num_served})
+
+
+def _tokenizer_for(model: ServedModel, body: _TextBody) -> Tokenizer:
+    """Raises ApiError for a body that is not served."""
+    if body.model is not None:
+        model.require(body.model)
+    refuse_unserved(body.model_extra or {})
+    if model.tokenizer is None:
+        raise bad_request("the model has no tokenizer, so texts have no tokens and tokens no text")
+    return model.tokenizer
+
+
+def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
+    """Raises ApiError, BadRequest, BadModel."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("the body has both prompt and messages, or neither; give one of them", "prompt")
+    if body.prompt is not None:
+        return (
+            tokenizer.encode_unmarked(body.prompt)
+            if body.add_special_tokens is False
+            else tokenizer.encode(body.prompt)
+        )
+    if body.add_special_tokens:
+        raise bad_request(
+            "add_special_tokens is set together with messages, whose template writes special tokens itself; leave it "
+            "out",
+            "add_special_tokens",
+        )
+    messages = [each.as_template for each in body.messages or ()]
+    return tokenizer.encode_messages(messages, [tool.as_template for tool in body.tools or ()])

@@ -1,0 +1,113 @@
+"""The parts of OpenAI's, vLLM's and SGLang's APIs that this server has not: each is refused with its reason.
+
+An answer that silently differs from the request is worse than none. Fields that change nothing in an answer are ignored
+instead, as all unknown ones are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rocm_serve.server.api_errors import ApiError, bad_request
+
+
+class _Unserved(NamedTuple):
+    """A field that is refused. why: in words; harmless: values with which it changes no answer"""
+
+    why: str
+    harmless: tuple[Any, ...]
+
+
+_CALLS = "functions are given as tools here"
+_CONSTRAINTS = "an answer's form is given as response_format here"
+_IMAGES = "the model reads and writes text alone"
+_BEAMS = "one answer is drawn for each choice, and beams are not searched"
+_TEMPLATES = "conversations are formatted by the model's own template"
+
+_FIELDS = {
+    "best_of": _Unserved("n answers are drawn and all of them returned", (None, 1)),
+    "suffix": _Unserved("text is only continued at its end", (None, "")),
+    "tools": _Unserved("calls of functions need a conversation: use /v1/chat/completions", (None, [])),
+    "tool_choice": _Unserved(
+        "calls of functions need a conversation: use /v1/chat/completions", (None, "none", "auto")
+    ),
+    "functions": _Unserved(_CALLS, (None, [])),
+    "function_call": _Unserved(_CALLS, (None, "none", "auto")),
+    "modalities": _Unserved(_IMAGES, (None, ["text"])),
+    "audio": _Unserved(_IMAGES, (None,)),
+    "prediction": _Unserved("drafts come from the server's own --speculative", (None,)),
+    "web_search_options": _Unserved("the server reaches no other one", (None,)),
+    "use_beam_search": _Unserved(_BEAMS, (None, False)),
+    "length_penalty": _Unserved(_BEAMS, (None, 1, 1.0)),
+    "early_stopping": _Unserved(_BEAMS, (None, False)),
+    "prompt_embeds": _Unserved("prompts are texts or token ids", (None,)),
+    "skip_special_tokens": _Unserved("an answer's text never has special tokens", (None, True)),
+    "spaces_between_special_tokens": _Unserved("an answer's text never has special tokens", (None, True)),
+    "truncate_prompt_tokens": _Unserved("a prompt is never cut; shorten it", (None,)),
+    "add_special_tokens": _Unserved("send token ids to choose the tokens of a prompt", (None,)),
+    "add_generation_prompt": _Unserved(_TEMPLATES, (None, True)),
+    "continue_final_message": _Unserved(_TEMPLATES, (None, False)),
+    "chat_template": _Unserved(_TEMPLATES, (None,)),
+    "chat_template_kwargs": _Unserved(_TEMPLATES, (None, {})),
+    "documents": _Unserved(_TEMPLATES, (None, [])),
+    "bad_words": _Unserved("texts are not excluded; give their tokens a logit_bias of -100", (None, [])),
+    "allowed_token_ids": _Unserved("tokens are excluded one by one, by a logit_bias of -100", (None,)),
+    "logits_processors": _Unserved("the server runs no code of clients", (None, [])),
+    "custom_logit_processor": _Unserved("the server runs no code of clients", (None,)),
+    "return_hidden_states": _Unserved("answers have tokens and their logprobs alone", (None, False)),
+    "return_tokens_as_token_ids": _Unserved("logprobs name tokens by their texts and bytes", (None, False)),
+    "return_token_ids": _Unserved("answers have texts; their tokens are in logprobs", (None, False)),
+    "lora_path": _Unserved("a server has one model, without adapters; merge them into its weights", (None,)),
+    "kv_transfer_params": _Unserved("KV stays in the server that computed it", (None,)),
+    "guided_json": _Unserved(_CONSTRAINTS, (None,)),
+    "guided_regex": _Unserved(_CONSTRAINTS, (None,)),
+    "guided_choice": _Unserved(_CONSTRAINTS, (None,)),
+    "guided_grammar": _Unserved(_CONSTRAINTS, (None,)),
+    "structured_outputs": _Unserved(_CONSTRAINTS, (None,)),
+    "regex": _Unserved(_CONSTRAINTS, (None,)),
+    "ebnf": _Unserved(_CONSTRAINTS, (None,)),
+    "json_schema": _Unserved(_CONSTRAINTS, (None,)),
+}
+
+_EMBEDDINGS = "the server generates text, and gives no vectors or scores of texts; use a server of embeddings"
+_ADAPTERS = "a server has one model, without adapters; merge them into its weights"
+_FILES = "the server keeps nothing of a request; send each request by itself"
+
+# Path -> why nothing is there.
+PATHS: Mapping[str, str] = {
+    "/v1/embeddings": _EMBEDDINGS,
+    "/pooling": _EMBEDDINGS,
+    "/classify": _EMBEDDINGS,
+    "/score": _EMBEDDINGS,
+    "/v1/score": _EMBEDDINGS,
+    "/rerank": _EMBEDDINGS,
+    "/v1/rerank": _EMBEDDINGS,
+    "/v2/rerank": _EMBEDDINGS,
+    "/v1/load_lora_adapter": _ADAPTERS,
+    "/v1/unload_lora_adapter": _ADAPTERS,
+    "/v1/batches": _FILES,
+    "/v1/files": _FILES,
+    "/v1/messages": "this is another API's form; send the messages to /v1/chat/completions",
+    "/v1/images/generations": _IMAGES,
+    "/v1/audio/speech": _IMAGES,
+    "/v1/audio/transcriptions": _IMAGES,
+    "/v1/audio/translations": _IMAGES,
+    "/v1/moderations": "the server judges no texts; use a server of classifiers",
+}
+
+
+def refuse_unserved(given: Mapping[str, Any]) -> None:
+    """Raises ApiError for a field that would change the answer. given: fields that a body has and its form has not"""
+    for name, value in given.items():
+        unserved = _FIELDS.get(name)
+        if unserved is not None and value not in unserved.harmless:
+            raise bad_request(f"not served: {name}; {unserved.why}; leave it out", name, code="unsupported_parameter")
+
+
+def no_such_path(path: str) -> ApiError:
+    """Returns the answer to a request for a path that is not served."""
+    why = PATHS.get(path)
+    if why is None:
+        return ApiError(404, "Not Found", code="not_found")
+    return ApiError(404, f"not served: {path}; {why}", code="not_served")

@@ -94,9 +94,9 @@ class EmittedTokens:
 
         mark: put before such bytes
         """
-        of_token = self.tokenizer.bytes_of(token_id) if self.tokenizer is not None else b""
-        if not of_token:
+        if self.tokenizer is None:
             return f"token_id:{token_id}"
+        of_token = self.tokenizer.bytes_of(token_id)
         try:
             return of_token.decode()
         except UnicodeDecodeError:

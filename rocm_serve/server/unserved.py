@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rocm_serve.server.api_errors import ApiError, bad_request
 
 
-class _Unserved(NamedTuple):
+class Unserved(NamedTuple):
     """A field that is refused. why: in words; harmless: values with which it changes no answer"""
 
     why: str
@@ -25,49 +25,48 @@ _IMAGES = "the model reads and writes text alone"
 _BEAMS = "one answer is drawn for each choice, and beams are not searched"
 _TEMPLATES = "conversations are formatted by the model's own template"
 
-_FIELDS = {
-    "best_of": _Unserved("n answers are drawn and all of them returned", (None, 1)),
-    "suffix": _Unserved("text is only continued at its end", (None, "")),
-    "tools": _Unserved("calls of functions need a conversation: use /v1/chat/completions", (None, [])),
-    "tool_choice": _Unserved(
-        "calls of functions need a conversation: use /v1/chat/completions", (None, "none", "auto")
-    ),
-    "functions": _Unserved(_CALLS, (None, [])),
-    "function_call": _Unserved(_CALLS, (None, "none", "auto")),
-    "modalities": _Unserved(_IMAGES, (None, ["text"])),
-    "audio": _Unserved(_IMAGES, (None,)),
-    "prediction": _Unserved("drafts come from the server's own --speculative", (None,)),
-    "web_search_options": _Unserved("the server reaches no other one", (None,)),
-    "use_beam_search": _Unserved(_BEAMS, (None, False)),
-    "length_penalty": _Unserved(_BEAMS, (None, 1, 1.0)),
-    "early_stopping": _Unserved(_BEAMS, (None, False)),
-    "prompt_embeds": _Unserved("prompts are texts or token ids", (None,)),
-    "skip_special_tokens": _Unserved("an answer's text never has special tokens", (None, True)),
-    "spaces_between_special_tokens": _Unserved("an answer's text never has special tokens", (None, True)),
-    "truncate_prompt_tokens": _Unserved("a prompt is never cut; shorten it", (None,)),
-    "add_special_tokens": _Unserved("send token ids to choose the tokens of a prompt", (None,)),
-    "add_generation_prompt": _Unserved(_TEMPLATES, (None, True)),
-    "continue_final_message": _Unserved(_TEMPLATES, (None, False)),
-    "chat_template": _Unserved(_TEMPLATES, (None,)),
-    "chat_template_kwargs": _Unserved(_TEMPLATES, (None, {})),
-    "documents": _Unserved(_TEMPLATES, (None, [])),
-    "bad_words": _Unserved("texts are not excluded; give their tokens a logit_bias of -100", (None, [])),
-    "allowed_token_ids": _Unserved("tokens are excluded one by one, by a logit_bias of -100", (None,)),
-    "logits_processors": _Unserved("the server runs no code of clients", (None, [])),
-    "custom_logit_processor": _Unserved("the server runs no code of clients", (None,)),
-    "return_hidden_states": _Unserved("answers have tokens and their logprobs alone", (None, False)),
-    "return_tokens_as_token_ids": _Unserved("logprobs name tokens by their texts and bytes", (None, False)),
-    "return_token_ids": _Unserved("answers have texts; their tokens are in logprobs", (None, False)),
-    "lora_path": _Unserved("a server has one model, without adapters; merge them into its weights", (None,)),
-    "kv_transfer_params": _Unserved("KV stays in the server that computed it", (None,)),
-    "guided_json": _Unserved(_CONSTRAINTS, (None,)),
-    "guided_regex": _Unserved(_CONSTRAINTS, (None,)),
-    "guided_choice": _Unserved(_CONSTRAINTS, (None,)),
-    "guided_grammar": _Unserved(_CONSTRAINTS, (None,)),
-    "structured_outputs": _Unserved(_CONSTRAINTS, (None,)),
-    "regex": _Unserved(_CONSTRAINTS, (None,)),
-    "ebnf": _Unserved(_CONSTRAINTS, (None,)),
-    "json_schema": _Unserved(_CONSTRAINTS, (None,)),
+# A field -> why it is refused.
+FIELDS: Mapping[str, Unserved] = {
+    "best_of": Unserved("n answers are drawn and all of them returned", (None, 1)),
+    "suffix": Unserved("text is only continued at its end", (None, "")),
+    "tools": Unserved("calls of functions need a conversation: use /v1/chat/completions", (None, [])),
+    "tool_choice": Unserved("calls of functions need a conversation: use /v1/chat/completions", (None, "none", "auto")),
+    "functions": Unserved(_CALLS, (None, [])),
+    "function_call": Unserved(_CALLS, (None, "none", "auto")),
+    "modalities": Unserved(_IMAGES, (None, ["text"])),
+    "audio": Unserved(_IMAGES, (None,)),
+    "prediction": Unserved("drafts come from the server's own --speculative", (None,)),
+    "web_search_options": Unserved("the server reaches no other one", (None,)),
+    "use_beam_search": Unserved(_BEAMS, (None, False)),
+    "length_penalty": Unserved(_BEAMS, (None, 1, 1.0)),
+    "early_stopping": Unserved(_BEAMS, (None, False)),
+    "prompt_embeds": Unserved("prompts are texts or token ids", (None,)),
+    "skip_special_tokens": Unserved("an answer's text never has special tokens", (None, True)),
+    "spaces_between_special_tokens": Unserved("an answer's text never has special tokens", (None, True)),
+    "truncate_prompt_tokens": Unserved("a prompt is never cut; shorten it", (None,)),
+    "add_special_tokens": Unserved("send token ids to choose the tokens of a prompt", (None,)),
+    "add_generation_prompt": Unserved(_TEMPLATES, (None, True)),
+    "continue_final_message": Unserved(_TEMPLATES, (None, False)),
+    "chat_template": Unserved(_TEMPLATES, (None,)),
+    "chat_template_kwargs": Unserved(_TEMPLATES, (None, {})),
+    "documents": Unserved(_TEMPLATES, (None, [])),
+    "bad_words": Unserved("texts are not excluded; give their tokens a logit_bias of -100", (None, [])),
+    "allowed_token_ids": Unserved("tokens are excluded one by one, by a logit_bias of -100", (None,)),
+    "logits_processors": Unserved("the server runs no code of clients", (None, [])),
+    "custom_logit_processor": Unserved("the server runs no code of clients", (None,)),
+    "return_hidden_states": Unserved("answers have tokens and their logprobs alone", (None, False)),
+    "return_tokens_as_token_ids": Unserved("logprobs name tokens by their texts and bytes", (None, False)),
+    "return_token_ids": Unserved("answers have texts; their tokens are in logprobs", (None, False)),
+    "lora_path": Unserved("a server has one model, without adapters; merge them into its weights", (None,)),
+    "kv_transfer_params": Unserved("KV stays in the server that computed it", (None,)),
+    "guided_json": Unserved(_CONSTRAINTS, (None,)),
+    "guided_regex": Unserved(_CONSTRAINTS, (None,)),
+    "guided_choice": Unserved(_CONSTRAINTS, (None,)),
+    "guided_grammar": Unserved(_CONSTRAINTS, (None,)),
+    "structured_outputs": Unserved(_CONSTRAINTS, (None,)),
+    "regex": Unserved(_CONSTRAINTS, (None,)),
+    "ebnf": Unserved(_CONSTRAINTS, (None,)),
+    "json_schema": Unserved(_CONSTRAINTS, (None,)),
 }
 
 _EMBEDDINGS = "the server generates text, and gives no vectors or scores of texts; use a server of embeddings"
@@ -100,7 +99,7 @@ PATHS: Mapping[str, str] = {
 def refuse_unserved(given: Mapping[str, Any]) -> None:
     """Raises ApiError for a field that would change the answer. given: fields that a body has and its form has not"""
     for name, value in given.items():
-        unserved = _FIELDS.get(name)
+        unserved = FIELDS.get(name)
         if unserved is not None and value not in unserved.harmless:
             raise bad_request(f"not served: {name}; {unserved.why}; leave it out", name, code="unsupported_parameter")
 

@@ -23,7 +23,7 @@ from rocm_serve.models.loading import find_model, load_tokenizer
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import CALL_MARKS, Tokenizer
-from tests.amd.runner.small_tokenizers import from_gguf, sentencepiece_fields
+from tests.amd.runner.small_tokenizers import from_gguf, sentencepiece, sentencepiece_fields
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, we'll see!",
@@ -359,3 +359,26 @@ def test_a_template_may_refuse_and_may_ask_for_the_date() -> None:
 def test_a_template_that_fails_is_a_bad_model(source: str) -> None:
     with pytest.raises(BadModel, match="chat template fails"):
         ChatTemplate(source).render([])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
+def test_the_bytes_of_a_texts_tokens_are_the_text(kind: str, trained: tokenizers.Tokenizer) -> None:
+    tokenizer = sentencepiece() if kind == "SentencePiece" else Tokenizer(trained, None, None)
+    before = " " if kind == "SentencePiece" else ""  # its texts begin with a space that the decoder drops
+    num_parts = 0
+    for text in (*CORPUS, "hello 🎂 low 🎈", "é", "<|end|> a"):
+        token_ids = tokenizer.encode_unmarked(text)
+        found = [tokenizer.bytes_of(token) for token in token_ids]
+        assert b"".join(found) == (before + text).encode()
+        num_parts += sum("\N{REPLACEMENT CHARACTER}" in each.decode(errors="replace") for each in found)
+    assert num_parts > 3, "some tokens are parts of characters"
+
+
+def test_the_bytes_of_a_special_token_are_those_of_its_name(trained: tokenizers.Tokenizer) -> None:
+    tokenizer = Tokenizer(trained, None, None)
+    for name in SPECIAL:
+        token = trained.token_to_id(name)
+        assert tokenizer.bytes_of(token) == name.encode()
+        assert not tokenizer.is_text(token)
+    assert sentencepiece().bytes_of(1) == b"<s>"
+    assert tokenizer.bytes_of(trained.get_vocab_size()) == b"", "no entry"

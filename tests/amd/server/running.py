@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
+from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.generation import Generations
+from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.job import Job, Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
@@ -120,6 +122,7 @@ def running(
     tokenizer: Tokenizer | None = None,
     keys: Sequence[str] = (),
     traces: Traces = NO_TRACES,
+    defaults: Sampling = OPENAI_DEFAULTS,
     **options: Any,
 ) -> Iterator[Running]:
     """A server on its own port; it has ended afterwards.
@@ -127,7 +130,7 @@ def running(
     options: of ServerOptions
     """
     settings = ServerOptions(**{"port": 0, **options})
-    model = ServedModel(NAME, word_tokenizer() if tokenizer is None else tokenizer, engine.limits, settings)
+    model = ServedModel(NAME, word_tokenizer() if tokenizer is None else tokenizer, engine.limits, settings, defaults)
     begun: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
     lines: list[str] = []
 

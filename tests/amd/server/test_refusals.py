@@ -20,6 +20,8 @@ from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ApiKeys, keys_from
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.schema import ChatBody, CompletionBody
+from rocm_serve.server.unserved import FIELDS
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
@@ -28,6 +30,7 @@ from tests.amd.server.raw import CHAT, head_of_a_post, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 MOST_BYTES = 20_000
+USER = [{"role": "user", "content": "w9"}]
 KEYS = ("first-secret-key", "second-secret-key")
 
 
@@ -122,7 +125,9 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Ru
         ({"timeout": 5e-324}, "timeout"),
         ({"response_format": {"type": "poem"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"priority": 1001}, "priority"),
+        ({"priority": -1001}, "priority"),
+        ({"priority": "high"}, "priority"),
         ({"suffix": "w3"}, "suffix"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 2}, "best_of"),
@@ -132,6 +137,34 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Ru
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, server: Running) -> None:
     reply = post(server, requested(**fields))
     assert (reply.status, reply.error["param"], reply.error["type"]) == (400, param, "invalid_request_error")
+
+
+def test_a_prompt_and_an_answer_longer_than_the_context_are_refused() -> None:
+    """max_kv_len is 64."""
+    with running(engine(tiny_model())) as served:
+        for path, body in (
+            ("/v1/completions", requested(prompt=[9] * 40, max_tokens=25)),
+            ("/v1/completions", requested(prompt=[[9], [9] * 40], max_tokens=25)),
+            (CHAT, {"model": NAME, "messages": [{"role": "user", "content": "w9 " * 39}], "max_tokens": 25}),
+        ):
+            reply = post(served, body, path)
+            assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+            assert "the prompt has 40 tokens and the answer may have 25, together 65" in reply.error["message"]
+            assert "and the context holds 64" in reply.error["message"]
+        fits = post(served, requested(prompt=[9] * 40, max_tokens=24))
+        assert fits.json["usage"]["total_tokens"] == 64
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_a_field_that_is_not_served_says_why(name: str, server: Running) -> None:
+    for path, body in (("/v1/completions", requested()), (CHAT, {"model": NAME, "messages": USER, "max_tokens": 1})):
+        if name in (ChatBody if path == CHAT else CompletionBody).model_fields:
+            continue
+        reply = post(server, {**body, name: ["a", "value"]}, path)
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "unsupported_parameter", name)
+        assert reply.error["message"].startswith(f"not served: {name}; ")
+        for value in FIELDS[name].harmless:
+            assert post(server, {**body, name: value}, path).status == 200
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,9 @@ def test_a_long_answers_logprobs_are_not_written_in_the_event_loop(
 ) -> None:
     text_of, threads = EmittedTokens._text, set[threading.Thread]()
 
-    def seen(reported: EmittedTokens, token_id: int) -> str:
+    def seen(reported: EmittedTokens, token_id: int, mark: str = "") -> str:
         threads.add(threading.current_thread())
-        return text_of(reported, token_id)
+        return text_of(reported, token_id, mark)
 
     monkeypatch.setattr(EmittedTokens, "_text", seen)
     assert post(server, requested(prompt=list(PROMPT), logprobs=2)).status == 200

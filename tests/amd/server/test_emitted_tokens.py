@@ -1,0 +1,71 @@
+"""Logprobs name each token by its text and its bytes, as OpenAI's answers do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.server.emitted_tokens import EmittedTokens
+from rocm_serve.text.tokenizer import Tokenizer
+
+END = "<|end|>"
+# GPT-2's characters for the four bytes of U+1F389, two to a token, and for " a".
+VOCABULARY = {"ðŁ": 0, "İī": 1, "Ġa": 2, "b": 3}
+
+
+@pytest.fixture
+def emitted() -> EmittedTokens:
+    backend = tokenizers.Tokenizer(models.BPE(VOCABULARY, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END])
+    return EmittedTokens(Tokenizer(backend, None, None))
+
+
+def of(*token_ids: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token, -1.0, ((token, -1.0),)) for token in token_ids]
+
+
+def test_parts_of_a_character_have_their_bytes(emitted: EmittedTokens) -> None:
+    answer = emitted.in_messages(of(0, 1, 2))
+    assert answer is not None
+    content = answer["content"]
+    assert [each["token"] for each in content] == ["\\xf0\\x9f", "\\x8e\\x89", " a"]
+    assert bytes(byte for each in content for byte in each["bytes"]).decode() == "\N{PARTY POPPER} a"
+    assert [each["top_logprobs"][0]["bytes"] for each in content] == [each["bytes"] for each in content]
+
+
+def test_a_special_token_has_its_name_and_no_place_in_the_text(emitted: EmittedTokens) -> None:
+    answer = emitted.in_messages(of(4))
+    assert answer is not None
+    assert (answer["content"][0]["token"], answer["content"][0]["bytes"]) == (END, list(END.encode()))
+    beside, offset = emitted.beside_text(of(3, 4, 3), 0)
+    assert (beside["tokens"], beside["text_offset"], offset) == (["b", END, "b"], [0, 1, 1], 2)
+
+
+def test_offsets_count_the_characters_that_begin_before_a_token(emitted: EmittedTokens) -> None:
+    beside, offset = emitted.beside_text(of(0, 1, 2, 3), 5)
+    assert beside["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\x8e\\x89", " a", "b"]
+    assert (beside["text_offset"], offset) == ([5, 6, 6, 8], 9)
+
+
+def test_a_token_that_the_model_excludes_has_a_number_that_json_can_hold(emitted: EmittedTokens) -> None:
+    excluded = [TokenLogprobs(3, -math.inf, ((2, 0.0),))]
+    beside, _ = emitted.beside_text(excluded, 0)
+    assert beside["token_logprobs"] == [-9999.0]
+    assert emitted.of_prompt(excluded, 1)[1] == {
+        "2": {"logprob": 0.0, "rank": 1, "decoded_token": " a"},
+        "3": {"logprob": -9999.0, "rank": None, "decoded_token": "b"},
+    }
+
+
+def test_an_id_without_an_entry_has_no_bytes(emitted: EmittedTokens) -> None:
+    answer = emitted.in_messages(of(9))
+    assert answer is not None
+    assert (answer["content"][0]["token"], answer["content"][0]["bytes"]) == ("", None)
+    nameless = EmittedTokens(None).in_messages(of(9))
+    assert nameless is not None
+    assert nameless["content"][0]["token"] == "token_id:9"

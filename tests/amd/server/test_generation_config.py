@@ -1,0 +1,79 @@
+"""Requests that do not say how they are sampled are sampled as the model's generation_config.json says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadModel, BadSetting
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.generation_config import OPENAI_DEFAULTS, defaults_from
+from tests.amd.runner.async_engines import engine
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.server.raw import post
+from tests.amd.server.running import NAME, Running, running
+
+OF_MODEL = Sampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
+FIELDS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(engine(tiny_model(tokenizer=word_tokenizer())), defaults=OF_MODEL) as served:
+        yield served
+
+
+def write(folder: Path, fields: dict[str, Any]) -> Path:
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(fields))
+    return file
+
+
+def test_the_models_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert defaults_from("auto", str(tmp_path)) == OPENAI_DEFAULTS
+    file = write(tmp_path, {**FIELDS, "eos_token_id": 2, "do_sample": True, "max_new_tokens": 5})
+    assert defaults_from("auto", str(tmp_path)) == OF_MODEL
+    assert defaults_from("none", str(tmp_path)) == OPENAI_DEFAULTS
+    for place in (tmp_path, file):
+        assert defaults_from(str(place), "no model there") == OF_MODEL
+    write(tmp_path, {"temperature": 0, "top_k": -1, "top_p": None})
+    assert defaults_from("auto", str(tmp_path)) == Sampling(temperature=0.0)
+    write(tmp_path, {"top_k": 50})
+    assert defaults_from("auto", str(tmp_path)) == Sampling(temperature=1.0, top_k=50)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"top_p": 1.5}, "top_p is 1.5"), ({"temperature": "hot"}, "temperature"), ({"top_k": 1.5}, "top_k")],
+)
+def test_a_file_that_cannot_be_used_is_refused_before_the_server_begins(
+    fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    write(tmp_path, fields)
+    with pytest.raises(BadModel, match=says):
+        defaults_from("auto", str(tmp_path))
+    with pytest.raises(BadSetting, match="generation_config is nowhere, and there is no file nowhere"):
+        defaults_from("nowhere", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, OF_MODEL),
+        ({"temperature": 0}, Sampling(repetition_penalty=1.1)),
+        ({"temperature": 1.5, "top_k": -1}, Sampling(1.5, 0.9, min_p=0.05, repetition_penalty=1.1)),
+        ({"top_p": 1, "min_p": 0, "top_k": 3, "repetition_penalty": 1}, Sampling(0.6, top_k=3)),
+    ],
+    ids=str,
+)
+def test_what_a_request_says_wins(said: dict[str, Any], expected: Sampling, server: Running) -> None:
+    body = {"model": NAME, "prompt": [9, 12, 33], "max_tokens": 20, "seed": 3, **said}
+    text = post(server, body).json["choices"][0]["text"]
+    sampling = Sampling(**{name: getattr(expected, name) for name in FIELDS}, seed=3)
+    (done,) = engine(server.engine._loaded).generate([Request((9, 12, 33), 20, sampling)])
+    assert text == done.text

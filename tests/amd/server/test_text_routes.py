@@ -1,0 +1,112 @@
+"""/tokenize, /detokenize and small facts about the server, with vLLM's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import tokenizers
+
+from rocm_serve.engine import Engine
+from rocm_serve.server.unserved import PATHS
+from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner.async_engines import engine
+from tests.amd.runner.serving import BASE
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.server.raw import CHAT, post, requested, send
+from tests.amd.server.running import NAME, Running, running
+
+KEY = "first-secret-key"
+
+
+def with_special_tokens() -> Tokenizer:
+    """w63 is special; w2 comes before each plain text."""
+    words = word_tokenizer()
+    words.backend.add_special_tokens([tokenizers.AddedToken("w63", special=True)])
+    return Tokenizer(words.backend, 2, words.chat_template)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(Engine(tiny_model(), BASE), tokenizer=with_special_tokens()) as served:
+        yield served
+
+
+def test_a_prompt_is_tokenised_as_a_completion_is(server: Running) -> None:
+    reply = post(server, {"model": NAME, "prompt": "w9 w12"}, "/tokenize")
+    assert (reply.status, reply.json) == (
+        200,
+        {"count": 3, "max_model_len": 64, "tokens": [2, 9, 12], "token_strs": None},
+    )
+    usage = post(server, requested(prompt="w9 w12")).json["usage"]
+    assert usage["prompt_tokens"] == 3
+    bare = post(server, {"prompt": "w9 w12", "add_special_tokens": False, "return_token_strs": True}, "/tokenize")
+    assert (bare.json["tokens"], bare.json["token_strs"]) == ([9, 12], ["w9", "w12"])
+
+
+def test_a_conversation_is_tokenised_as_it_is_answered(server: Running) -> None:
+    messages = [{"role": "user", "content": "w9 w12"}]
+    reply = post(server, {"messages": messages}, "/tokenize")
+    assert reply.json["tokens"] == [63, 9, 12]
+    answer = post(server, {"model": NAME, "messages": messages, "max_tokens": 1}, CHAT)
+    assert answer.json["usage"]["prompt_tokens"] == reply.json["count"]
+
+
+def test_tokens_become_the_text_with_special_ones(server: Running) -> None:
+    assert post(server, {"tokens": [63, 9, 12]}, "/detokenize").json == {"prompt": "w63 w9 w12"}
+    assert post(server, {"tokens": []}, "/detokenize").json == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/tokenize", {}, 400, "both prompt and messages, or neither"),
+        ("/tokenize", {"prompt": "w1", "messages": [{"role": "user", "content": "w1"}]}, 400, "or neither"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "w1"}], "add_special_tokens": True}, 400, "template"),
+        ("/tokenize", {"prompt": "w1", "model": "other"}, 404, "there is no model 'other'"),
+        ("/tokenize", {"prompt": [1]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "w1", "chat_template": "x"}, 400, "not served: chat_template"),
+        ("/detokenize", {"tokens": "w1"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [64]}, 400, "token 64 is not in the model's vocabulary"),
+        ("/detokenize", {}, 400, "tokens is missing"),
+    ],
+    ids=str,
+)
+def test_a_wrong_body_is_refused_in_a_sentence(
+    path: str, body: dict[str, Any], status: int, says: str, server: Running
+) -> None:
+    reply = post(server, body, path)
+    assert reply.status == status
+    assert says in reply.error["message"]
+
+
+def test_small_facts_are_told_without_a_key() -> None:
+    with running(engine(tiny_model()), keys=[KEY]) as locked:
+        assert send(locked, "GET", "/version").json == {"version": version("rocm-serve")}
+        assert send(locked, "GET", "/load").json == {"server_load": 0}
+        assert [send(locked, method, "/ping").status for method in ("GET", "POST")] == [200, 200]
+        for path, body in {"/tokenize": {"prompt": "w1"}, "/detokenize": {"tokens": [1]}}.items():
+            assert post(locked, body, path).status == 401
+            assert post(locked, body, path, Authorization=f"Bearer {KEY}").status == 200
+
+
+def test_the_load_counts_requests_that_are_not_answered(server: Running) -> None:
+    end = server.hold()
+    try:
+        assert send(server, "GET", "/load").json == {"server_load": 1}
+    finally:
+        end()
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_a_path_that_is_not_served_says_why(path: str, server: Running) -> None:
+    for reply in (post(server, {}, path), send(server, "GET", path)):
+        assert (reply.status, reply.error["code"]) == (404, "not_served")
+        assert reply.error["message"].startswith(f"not served: {path}; ")
+
+
+def test_another_path_is_not_found(server: Running) -> None:
+    reply = send(server, "GET", "/v1/nothing")
+    assert (reply.status, reply.error["code"]) == (404, "not_found")

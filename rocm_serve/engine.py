@@ -26,7 +26,14 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.output import Output
 from rocm_serve.pending import FoundPicks, PendingStep, ReadSpeculativeSteps, ReadStep, with_pending_tokens
 from rocm_serve.prefix_cache import CachedRow
-from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, KeepsHidden, PromptLogprobs, PromptPart
+from rocm_serve.prompt_logprobs import (
+    NO_PROMPT_LOGPROBS,
+    ComingPromptLogprobs,
+    KeepsHidden,
+    LogitsAndHidden,
+    PromptLogprobs,
+    PromptPart,
+)
 from rocm_serve.recent_steps import RecentSteps
 from rocm_serve.report import Report
 from rocm_serve.request import (
@@ -101,7 +108,8 @@ class Engine:
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
         self._picker = ParameterPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
-        forward, of_prompts = forward_of(model, options), KeepsHidden(model, options).run
+        forward = forward_of(model, options)
+        of_prompts: Forward[LogitsAndHidden] = KeepsHidden(model, options).run
         if self._steps_ahead and not options.speculates:
             forward = with_pending_tokens(forward, plain.tokens)
             of_prompts = with_pending_tokens(of_prompts, plain.tokens)

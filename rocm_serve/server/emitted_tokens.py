@@ -66,7 +66,9 @@ class EmittedTokens:
 
     def _ranked(self, each: TokenLogprobs, num: int) -> Json:
         """rank: null for a token that is not among the likeliest ones, because it was not counted."""
-        known = {token: (logprob, rank) for rank, (token, logprob) in enumerate(each.likeliest[:num], 1)}
+        known: dict[int, tuple[float, int | None]] = {
+            token: (logprob, rank) for rank, (token, logprob) in enumerate(each.likeliest[:num], 1)
+        }
         known.setdefault(each.token_id, (each.logprob, None))
         return {
             str(token): {"logprob": _number(logprob), "rank": rank, "decoded_token": self._text(token)}

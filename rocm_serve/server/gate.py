@@ -23,10 +23,15 @@ from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-# The paths whose bodies are kept. Their requests need a key, and take places.
+# The paths whose bodies are kept. Their requests take places.
 _WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
-_ROUTES = _WITH_BODY | {
+# The paths whose bodies are kept. Their requests take places.
+_WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
+# Paths that need a key, in addition to those of /v1/.
+_KEYED = _WITH_BODY | {"/tokenizer_info"}
+_ROUTES = _KEYED | {
     *("/v1/models", "/health", "/health/truth", "/ready", "/metrics", "/openapi.json", "/ping", "/version", "/load"),
+}
 }
 _OF_A_MODEL = "/v1/models/"
 # Code of an error -> the reason for a refusal in http_metrics.py.
@@ -87,7 +92,7 @@ class ServerGate:
                 "them",
                 code="ambiguous_length",
             )
-        needs_key = scope["path"].startswith("/v1/") or scope["path"] in _WITH_BODY
+        needs_key = scope["path"].startswith("/v1/") or scope["path"] in _KEYED
         salt = self._keys.salt_of(headers.get(b"authorization")) if needs_key else ""
         if salt is None:
             raise ApiError(

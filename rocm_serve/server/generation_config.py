@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rocm_attn.errors import BadModel, BadRequest, BadSetting
 from rocm_attn.models.fields import Fields, read_json
@@ -44,9 +46,12 @@ def defaults_from(generation_config: str, model: str) -> Sampling:
 def _read(file: Path) -> Sampling:
     """Returns the defaults of a file, and OpenAI's for all that it does not say. Raises BadModel."""
     fields = Fields(read_json(file), str(file))
-    said = {name: 0.0 if fields.values[name] == 0 else fields.positive(name) for name in _NUMBERS if fields.has(name)}
-    top_k = max(0, fields.whole("top_k")) if fields.has("top_k") else 0
+    said: dict[str, Any] = {
+        name: 0.0 if fields.values[name] == 0 else fields.positive(name) for name in _NUMBERS if fields.has(name)
+    }
+    if fields.has("top_k"):
+        said["top_k"] = max(0, fields.whole("top_k"))
     try:
-        return Sampling(**{"temperature": OPENAI_DEFAULTS.temperature, **said}, top_k=top_k)
+        return replace(OPENAI_DEFAULTS, **said)
     except BadRequest as error:
         raise BadModel(f"{file} cannot give defaults of sampling: {error}; set --generation-config none") from error

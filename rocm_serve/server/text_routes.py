@@ -70,6 +70,15 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
         model.limits.check_tokens(body.tokens)
         return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode_all, body.tokens)})
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Returns the chat template, and the texts of the tokens that it may name; null for what the model lacks."""
+        tokenizer = _require_tokenizer(model)
+        template = tokenizer.chat_template
+        source, bos, eos = (template.source, template.bos_token, template.eos_token) if template else ("", "", "")
+        answer = {"chat_template": source, "bos_token": bos, "eos_token": eos}
+        return JSONResponse({name: text or None for name, text in answer.items()})
+
     @app.get("/version")
     async def served_version() -> Response:
         """Returns the version of the package rocm-serve."""
@@ -93,6 +102,10 @@ def _tokenizer_for(model: ServedModel, body: _TextBody) -> Tokenizer:
     if body.model is not None:
         model.require(body.model)
     refuse_unserved(body.model_extra or {})
+    return _require_tokenizer(model)
+
+
+def _require_tokenizer(model: ServedModel) -> Tokenizer:
     if model.tokenizer is None:
         raise bad_request("the model has no tokenizer, so texts have no tokens and tokens no text")
     return model.tokenizer

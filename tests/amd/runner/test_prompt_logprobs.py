@@ -24,7 +24,7 @@ PROMPTS = tuple(
     tuple((7 * place + 3 * first) % 90 + 3 for place in range(length)) for first, length in enumerate((1, 2, 19, 30))
 )
 # Logits of small models are sums of float32 products in another order.
-TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
+TOLERANCE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
+from rocm_serve.prompt_logprobs import ComingPromptLogprobs
 from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
@@ -94,7 +95,7 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     last = whole.token_ids.index(stop) + 1
     engine, numbers = Engine(loaded, BASE), itertools.count(1)
 
-    def wiping(engine: Engine, step: Any) -> StepPicks:
+    def wiping(engine: Engine, step: Any) -> tuple[StepPicks, ComingPromptLogprobs]:
         if next(numbers) == last + 1:
             engine.runtime.gate._publisher.apply_table_changes()
             engine.runtime.table.full.entries.zero_()

@@ -378,6 +378,7 @@ def test_the_bytes_of_a_special_token_are_those_of_its_name(trained: tokenizers.
     tokenizer = Tokenizer(trained, None, None)
     for name in SPECIAL:
         token = trained.token_to_id(name)
+        assert token is not None
         assert tokenizer.bytes_of(token) == name.encode()
         assert not tokenizer.is_text(token)
     assert sentencepiece().bytes_of(1) == b"<s>"

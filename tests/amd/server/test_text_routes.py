@@ -82,12 +82,22 @@ def test_a_wrong_body_is_refused_in_a_sentence(
     assert says in reply.error["message"]
 
 
+def test_the_tokenizer_is_described_for_clients_that_write_conversations(server: Running) -> None:
+    """lm-eval's client asks for it, and needs no tokenizer of its own then."""
+    template = with_special_tokens().chat_template
+    assert template is not None
+    expected = {"chat_template": template.source, "bos_token": None, "eos_token": None}
+    assert send(server, "GET", "/tokenizer_info").json == expected
+
+
 def test_small_facts_are_told_without_a_key() -> None:
     with running(engine(tiny_model()), keys=[KEY]) as locked:
         assert send(locked, "GET", "/version").json == {"version": version("rocm-serve")}
         assert send(locked, "GET", "/load").json == {"server_load": 0}
         assert [send(locked, method, "/ping").status for method in ("GET", "POST")] == [200, 200]
-        for path, body in {"/tokenize": {"prompt": "w1"}, "/detokenize": {"tokens": [1]}}.items():
+        assert send(locked, "GET", "/tokenizer_info").status == 401
+        bodies: dict[str, dict[str, Any]] = {"/tokenize": {"prompt": "w1"}, "/detokenize": {"tokens": [1]}}
+        for path, body in bodies.items():
             assert post(locked, body, path).status == 401
             assert post(locked, body, path, Authorization=f"Bearer {KEY}").status == 200
 

@@ -25,13 +25,10 @@ from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 # The paths whose bodies are kept. Their requests take places.
 _WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
-# The paths whose bodies are kept. Their requests take places.
-_WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
 # Paths that need a key, in addition to those of /v1/.
 _KEYED = _WITH_BODY | {"/tokenizer_info"}
 _ROUTES = _KEYED | {
     *("/v1/models", "/health", "/health/truth", "/ready", "/metrics", "/openapi.json", "/ping", "/version", "/load"),
-}
 }
 _OF_A_MODEL = "/v1/models/"
 # Code of an error -> the reason for a refusal in http_metrics.py.

@@ -60,6 +60,13 @@ _ANSWERS: dict[str, Json] = {
     "/v1/models/{name}": _CARD,
     "/v1/completions": _answer("text_completion", text=_TEXT),
     "/v1/chat/completions": _answer("chat.completion", message=_MESSAGE),
+    "/tokenize": _object(
+        count=_COUNT, max_model_len=_COUNT, tokens=_list_of(_COUNT), token_strs=_or_null(_list_of(_or_null(_TEXT)))
+    ),
+    "/detokenize": _object(prompt=_TEXT),
+    "/tokenizer_info": _object(chat_template=_or_null(_TEXT), bos_token=_or_null(_TEXT), eos_token=_or_null(_TEXT)),
+    "/version": _object(version=_TEXT),
+    "/load": _object(server_load=_COUNT),
 }
 # The content type that a path sends in addition to JSON, or in its place.
 _TEXTS = {

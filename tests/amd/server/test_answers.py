@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -15,6 +17,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.served_model import seed_of_answer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.server.raw import post, requested
 from tests.amd.server.running import NAME, Running, running
 
 PROMPT = "w9 w12 w33"
@@ -181,3 +184,31 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 def test_nothing_is_left_of_what_was_answered(server: Running, client: openai.OpenAI) -> None:
     client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10)
     assert server.holds_nothing()
+
+
+def test_a_request_of_lower_priority_is_answered_first(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has one place; all three have come by the end of its first step."""
+    served = engine(loaded, max_batch_size=1)
+    ended: list[int] = []
+    completion, step = served.completion, served.step
+    priorities, all_there = [2, 0, -1], threading.Event()
+
+    def in_turn(number: int) -> Completion:
+        done = completion(number)
+        ended.append(done.prompt_token_ids[0])
+        return done
+
+    def once_all_wait() -> Any:
+        all_there.wait()
+        return step()
+
+    monkeypatch.setattr(served, "completion", in_turn)
+    monkeypatch.setattr(served, "step", once_all_wait)
+    with running(served) as server, ThreadPoolExecutor() as threads:
+        bodies = [requested(prompt=[9 + place], priority=each) for place, each in enumerate(priorities)]
+        replies = [threads.submit(post, server, body) for body in bodies]
+        while server.between_loops(lambda: server.front.num_requests) < len(bodies):
+            pass
+        all_there.set()
+        assert [each.result().status for each in replies] == [200] * 3
+    assert ended == [11, 10, 9]

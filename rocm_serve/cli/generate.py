@@ -251,6 +251,7 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
         "finish_reason": completion.finish_reason,
         "error": completion.error,
         "logprobs": [asdict(each) for each in completion.logprobs],
+        "prompt_logprobs": [asdict(each) for each in completion.prompt_logprobs],
     }
 
 

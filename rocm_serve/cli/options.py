@@ -98,6 +98,13 @@ LOGPROBS = option(
     metavar="N",
     help=f"with --json: the logprob of each new token, and of the N likeliest tokens, up to {MOST_LIKELIEST} (none)",
 )
+PROMPT_LOGPROBS = option(
+    "--prompt-logprobs",
+    type=natural,
+    default=NO_LOGPROBS,
+    metavar="N",
+    help="with --json: likewise for each token of the prompt except the first (none)",
+)
 JSON_SCHEMA = option(
     "--json-schema",
     metavar="SCHEMA|FILE",
@@ -105,4 +112,7 @@ JSON_SCHEMA = option(
 )
 REGEX = option("--regex", metavar="PATTERN", help="generate a text that matches from beginning to end (any text)")
 # Options of a request, in addition to those of sampling.
-OF_REQUEST = (MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS, LOGPROBS, JSON_SCHEMA, REGEX)
+OF_REQUEST = (
+    *(MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS),
+    *(LOGPROBS, PROMPT_LOGPROBS, JSON_SCHEMA, REGEX),
+)

@@ -18,8 +18,9 @@ def request_of(options: argparse.Namespace) -> Request:
 
     The seed is the same for each, so a completion does not depend on the other prompts.
     """
-    if options.logprobs != NO_LOGPROBS and not options.json:
-        raise BadSetting("--logprobs is printed only with --json; add --json")
+    for flag, asked in {"--logprobs": options.logprobs, "--prompt-logprobs": options.prompt_logprobs}.items():
+        if asked != NO_LOGPROBS and not options.json:
+            raise BadSetting(f"{flag} is printed only with --json; add --json")
     constraint = _constraint(options)
     if constraint is not None:
         constraint.check()
@@ -33,6 +34,7 @@ def request_of(options: argparse.Namespace) -> Request:
         include_stop=options.include_stop,
         min_tokens=options.min_tokens,
         logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
         constraint=constraint,
     )
 

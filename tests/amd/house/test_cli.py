@@ -54,7 +54,9 @@ def test_every_flag_of_generate_that_serves_is_a_field_of_the_engines_options() 
     parsed = build_parser().parse_args(["generate", "a prompt"])
     given = {name: getattr(parsed, name) for name in ON_GENERATE}
     assert EngineOptions(**given) == EngineOptions()
-    assert {field.name for field in fields(EngineOptions)} - set(given) == {"capture_after", "max_kv_len", "kv_bytes"}
+    assert {field.name for field in fields(EngineOptions)} - set(given) == {
+        *("capture_after", "max_kv_len", "kv_bytes", "priority_aging")
+    }
 
 
 def test_every_flag_of_serve_is_a_field_of_the_engines_options_or_of_the_servers() -> None:

@@ -22,7 +22,16 @@ from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_nan_token, with_windows, word_tokenizer
 
-RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "logprobs"]
+RESULT_KEYS = [
+    "prompt",
+    "prompt_token_ids",
+    "token_ids",
+    "text",
+    "finish_reason",
+    "error",
+    "logprobs",
+    "prompt_logprobs",
+]
 
 
 class Terminal(io.StringIO):
@@ -208,6 +217,8 @@ def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -
     reported = requested("--logprobs", "2")["logprobs"]
     assert [each["token_id"] for each in reported] == plain["token_ids"]
     assert all(len(each["likeliest"]) == 2 for each in reported)
+    reported = requested("--prompt-logprobs", "1")
+    assert [each["token_id"] for each in reported["prompt_logprobs"]] == reported["prompt_token_ids"][1:]
     drawn = ("--temperature", "2", "--seed", "3")
     assert requested(*drawn, "--top-k", "1") == requested(*drawn, "--min-p", "1") == plain
     assert requested(*drawn) != plain

@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> None:
     keys = keys_from(settings, os.environ)
     name = settings.served_model_name or options.model
     traces = otlp_traces(name) if settings.traces else NO_TRACES
+    defaults = defaults_from(settings.generation_config, options.model)
     with bind(settings) as bound, _engine(options) as (engine, tokenizer):
-        defaults = defaults_from(settings.generation_config, options.model)
         model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
         asyncio.run(serve(engine, model, keys, bound, _announce, traces))
 

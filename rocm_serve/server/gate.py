@@ -101,7 +101,7 @@ class ServerGate:
             raise _too_large(self._options.max_body_bytes)
         if (
             scope["method"] == "POST"
-            and scope["path"] in GENERATING
+            and scope["path"] in _WITH_BODY
             and not _is_json(headers.get(b"content-type", b""))
         ):
             # A page in a browser may send text to a server on the loopback address without asking, but not JSON.

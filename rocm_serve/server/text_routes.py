@@ -56,7 +56,9 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
     async def tokenize(body: TokenizeBody) -> Response:
         """Returns the tokens of a prompt, or of a conversation."""
         tokenizer = _tokenizer_for(model, body)
-        tokens = await asyncio.to_thread(_tokens_of, tokenizer, body)
+        assert model.tokenising is not None, "there is a tokenizer"
+        said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
+        tokens = await model.tokenising.in_thread(sum(map(len, said)), _tokens_of, tokenizer, body)
         entries = None
         if body.return_token_strs:
             entries = [tokenizer.backend.id_to_token(token) for token in tokens]

@@ -37,21 +37,22 @@ class Tokenising:
         """Returns the tokens of a plain text. Raises ApiError, BadRequest."""
         if len(text) <= _SHORT:
             return self._prompt(text)
-        return await self._in_thread(len(text), self._prompt, text)
+        return await self.in_thread(len(text), self._prompt, text)
 
     async def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel."""
         length = sum(len(message["content"]) for message in messages)
-        return await self._in_thread(length, self._conversation, messages, tools)
+        return await self.in_thread(length, self._conversation, messages, tools)
 
     def close(self) -> None:
         """Ends the threads. A text that is being read does not delay this; those that wait are given up."""
         for threads in (self._for_short, self._for_long):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, length: int, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    async def in_thread(self, length: int, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """Calls a function that tokenises. length: characters of its text"""
         threads: Executor = self._for_long if length > _LONG else self._for_short
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 

@@ -37,10 +37,11 @@ def run(options: argparse.Namespace) -> None:
     keys = keys_from(settings, os.environ)
     name = settings.served_model_name or options.model
     traces = otlp_traces(name) if settings.traces else NO_TRACES
-    defaults = defaults_from(settings.generation_config, options.model)
-    with bind(settings) as bound, _engine(options) as (engine, tokenizer):
-        model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
-        asyncio.run(serve(engine, model, keys, bound, _announce, traces))
+    with bind(settings) as bound:
+        defaults = defaults_from(settings.generation_config, options.model)
+        with _engine(options) as (engine, tokenizer):
+            model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
+            asyncio.run(serve(engine, model, keys, bound, _announce, traces))
 
 
 def _announce(line: str) -> None:

@@ -65,6 +65,7 @@ _ANSWERS: dict[str, Json] = {
     ),
     "/detokenize": _object(prompt=_TEXT),
     "/tokenizer_info": _object(chat_template=_or_null(_TEXT), bos_token=_or_null(_TEXT), eos_token=_or_null(_TEXT)),
+    "/ping": _object(),
     "/version": _object(version=_TEXT),
     "/load": _object(server_load=_COUNT),
 }

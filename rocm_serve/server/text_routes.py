@@ -91,12 +91,12 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
     async def ping() -> Response:
         """Returns 200 if the engine serves."""
         generations.front.check()
-        return Response(status_code=200)
+        return JSONResponse({})
 
     @app.get("/load")
     async def load() -> Response:
-        """Returns the number of requests that are read, wait or run."""
-        return JSONResponse({"server_load": generations.jobs.num_served})
+        """Returns the number of requests that are not answered to the last byte."""
+        return JSONResponse({"server_load": len(generations.jobs)})
 
 
 def _tokenizer_for(model: ServedModel, body: _TextBody) -> Tokenizer:

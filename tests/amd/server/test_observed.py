@@ -156,7 +156,7 @@ def test_a_server_error_is_logged_with_its_cause_without_an_access_log(loaded: L
 
 def test_a_client_that_leaves_is_logged_with_the_tokens_that_it_cost(loaded: LoadedModel) -> None:
     with logged(loaded, access_log=True) as (server, lines):
-        client = Client(server, requested(prompt="w9", max_tokens=1000, ignore_eos=True, stream=True))
+        client = Client(server, requested(prompt="w9", max_tokens=60, ignore_eos=True, stream=True))
         client.read_until(b"data: ")
         client.leave()
         line = lines.next(server)
@@ -189,7 +189,7 @@ def test_health_tells_when_requests_fail_and_when_one_is_served_again(loaded: Lo
 
 def test_deadlines_of_clients_do_not_make_a_server_ill(loaded: LoadedModel) -> None:
     with running(engine(loaded), unhealthy_after=1) as server:
-        reply = post(server, requested(max_tokens=1000, ignore_eos=True, timeout=0.01))
+        reply = post(server, requested(max_tokens=60, ignore_eos=True, timeout=0.01))
         assert reply.status == 504
         assert send(server, "GET", "/health").status == 200
 

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 from rocm_attn.machine.distributions import OWN_DISTRIBUTIONS, version_of
 from rocm_attn.machine.releases import triton_version
 
 _DISTRIBUTIONS = (*OWN_DISTRIBUTIONS, "torch", "numpy", "safetensors", "tokenizers", "gguf")
+
+
+def _failure(action: Callable[[], object]) -> str:
+    """Runs an action. Returns the first line of its error; "" if there is none.
+
+    A broken torch raises ImportError, OSError, RuntimeError, AttributeError and others.
+    """
+    try:
+        action()
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return ""
+
+
+# This is asked while the command is imported: an interrupt that the import of torch swallows is noticed before
+# anything is printed.
+_TORCH_ERROR = _failure(lambda: importlib.import_module("torch"))
 
 # Variables that Triton or the GPU's driver reads; each has changed the behaviour that a user saw.
 _VARIABLES = (
@@ -52,14 +71,12 @@ def environment() -> dict[str, Any]:
     variables:   those of _VARIABLES that are set
     """
     built_for: dict[str, str | None] = {"rocm": None, "cuda": None}
-    devices, torch_error = [], ""
-    try:
-        import torch
-
-        built_for = {"rocm": torch.version.hip, "cuda": torch.version.cuda}
-        devices = [_device(index) for index in range(torch.cuda.device_count())]
-    except Exception as error:  # a broken torch raises ImportError, OSError, RuntimeError, AttributeError...
-        torch_error = (str(error).splitlines() or [type(error).__name__])[0]
+    devices: list[dict[str, Any]] = []
+    torch_error = _TORCH_ERROR
+    if not torch_error:
+        torch_error = _failure(lambda: built_for.update(_built_for()))
+    if not torch_error:
+        torch_error = _failure(lambda: devices.extend(_devices()))
     return {
         "versions": {
             "python": platform.python_version(),
@@ -79,6 +96,18 @@ def _aiter_version() -> str | None:
     if importlib.util.find_spec("aiter") is None:
         return None
     return version_of("amd-aiter") or "of unknown version; the distribution amd-aiter is not installed"
+
+
+def _built_for() -> dict[str, str | None]:
+    import torch
+
+    return {"rocm": torch.version.hip, "cuda": torch.version.cuda}
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    return [_device(index) for index in range(torch.cuda.device_count())]
 
 
 def _device(index: int) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
         return with_nan_token(loaded) if path == "poisoned" else loaded
 
+    monkeypatch.setattr("rocm_serve.cli.generate.find_model", Path)
     monkeypatch.setattr("rocm_serve.cli.generate.load_model", load_tiny)
     monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)
     monkeypatch.setattr(sys, "stdin", Terminal())

@@ -153,6 +153,7 @@ def test_what_an_engine_cannot_serve_is_a_failure() -> None:
 def test_the_runner_command_serves_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(runner_command, "find_model", Path)
     monkeypatch.setattr(runner_command, "load_model", lambda path, dtype, device: tiny_model(dtype=dtype))
     trace = tmp_path / "trace.jsonl"
     trace.write_text(Traffic(4, 100.0, 5, 3, spread=0.0).trace(seed=0).text())

@@ -67,7 +67,7 @@ def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, scale
     "family", [pytest.param(family, marks=[pytest.mark.nightly] * (at % 4 > 0)) for at, family in enumerate(FAMILIES)]
 )
 def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(8)  # no key or value lies so near the middle of two codes that the order of a sum decides
     kv_dtype = list(CODES)[list(FAMILIES).index(family) % 3]
     loaded, tokens = load(save(family_model(family), tmp_path)), random_tokens(30)
     kv = KVFormat.named(kv_dtype, "layer", known_target("cpu"))

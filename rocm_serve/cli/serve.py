@@ -13,7 +13,7 @@ from functools import partial
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
-from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.errors import BadModel, BadRequest, BadSetting
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.cli.generate import dtype_of
 from rocm_serve.cli.options import ON_SERVE, SERVER
@@ -28,6 +28,7 @@ from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import NO_TRACES, otlp_traces
 from rocm_serve.speculation.engines import require_drafter
+from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 
 
@@ -37,11 +38,26 @@ def run(options: argparse.Namespace) -> None:
     keys = keys_from(settings, os.environ)
     name = settings.served_model_name or options.model
     traces = otlp_traces(name) if settings.traces else NO_TRACES
+    template = _template(settings)
     with bind(settings) as bound:
         defaults = defaults_from(settings.generation_config, options.model)
         with _engine(options) as (engine, tokenizer):
+            if template is not None and tokenizer is not None:
+                tokenizer = tokenizer.with_template(template)
             model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
             asyncio.run(serve(engine, model, keys, bound, _announce, traces))
+
+
+def _template(settings: ServerOptions) -> str | None:
+    """Returns the text of --chat-template, or None. Raises BadSetting for one that cannot write a conversation."""
+    if settings.chat_template is None:
+        return None
+    try:
+        source = settings.chat_template.read_text(encoding="utf-8")
+        ChatTemplate(source).render([{"role": "user", "content": "?"}])
+    except (OSError, UnicodeDecodeError, BadModel, BadRequest) as error:
+        raise BadSetting(f"chat_template {settings.chat_template} cannot be used: {error}") from error
+    return source
 
 
 def _announce(line: str) -> None:

@@ -35,6 +35,8 @@ from rocm_serve.server.replies import (
     Usage,
     without_new_tokens,
 )
+from rocm_serve.server.response_replies import ResponseReplies
+from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.schema import (
     LEAST_DEADLINE_SECONDS,
     SHAPES,
@@ -136,9 +138,18 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Continues a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
-        reader, prompts = partial(model.reader_of, body), PromptReport.of(body)
+        reader, prompts = partial(model.reader_of, body, requests[0]), PromptReport.of(body)
         replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), reader, prompts)
         return await _answer(generations, job, requests, body, replies)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Continues a conversation, in the form of OpenAI's newer API. Nothing is kept."""
+        chat = body.as_chat
+        job = _job(request, chat, model)
+        requests = await model.chat_requests(chat, job.salt)
+        replies = ResponseReplies(model.name, body, partial(model.reader_of, chat, requests[0]), model.count_tokens)
+        return await _answer(generations, job, requests, chat, replies)
 
 
 def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:

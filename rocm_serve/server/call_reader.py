@@ -1,16 +1,19 @@
-"""CallReader: extracts function calls from a text that comes in pieces."""
+"""AnswerReader: finds reasoning and function calls in a text that comes in pieces, by rows of written_forms.py."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
-from rocm_serve.server.call_forms import CallForm
-from rocm_serve.server.finite_json import FINITE_JSON
+from rocm_serve.server.call_arguments import PythonCalls, from_object, from_parameters
+from rocm_serve.text.written_forms import HOLE, MOST_SHORT, CallForm, ReasoningForm
+
+_NAME = re.compile(r"[A-Za-z0-9_-]*")
+_BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,185 +25,324 @@ class ToolCall:
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A part of a model's reasoning."""
+
+    text: str
+
+
+Part = str | ToolCall | Thought
+
+
 class Reader(Protocol):
     """Reads the text of one choice."""
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str) -> list[Part]:
         """Takes the next text, and returns the parts that are decided now and were not returned yet."""
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[Part]:
         """Returns the rest. The text has ended."""
 
 
 class TextReader:
-    """The reader of a choice that has no calls."""
+    """The reader of a choice that has no parts but text."""
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str) -> list[Part]:
         return [text] if text else []
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[Part]:
         return []
 
 
-class _At(Enum):
-    """The part that comes next: text, a call's object, the rest of it, or its closing mark."""
+# A step waits, by yielding, whenever the text so far does not decide. So its result does not depend on the pieces.
+_Waits = Generator[None, None, bool]
+_Found = dict[str, Any]
 
-    TEXT, OBJECT, REST, CLOSE = auto(), auto(), auto(), auto()
 
+class AnswerReader:
+    """The reader of a choice that may have reasoning or calls.
 
-class CallReader:
-    """The reader of a choice that may have calls.
+    Anything but reasoning and complete calls of known functions stays text, so nothing that a model writes is lost.
+    Text that may become a call is held back until that is decided. Blanks around calls and reasoning are dropped.
 
-    Anything but a complete call of a known function stays text, so nothing that a model writes is lost. Text that may
-    become a call is held back until that is decided. Blanks around calls are dropped.
-
-    form:  of the model
-    names: of the functions
+    calls:     the form of calls; None if there may be none
+    functions: name of a function -> the schema of its parameters
+    reasoning: the form of reasoning; None if the model writes none
+    is_inside: whether the prompt ends inside of reasoning
     """
 
-    def __init__(self, form: CallForm, names: Collection[str]) -> None:
-        self._opens, self._closes, self._arguments = form.opens.strip(), form.closes.strip(), form.arguments
-        self._mark, self._names = form.mark, frozenset(names)
-        self._at = _At.TEXT if self._opens else _At.OBJECT
-        self._held = ""  # text that was not returned yet
-        self._before = ""  # text before the object, which is returned if the object is no call
-        self._object = _JsonObject()
-        self._has_called = False
+    def __init__(
+        self,
+        calls: CallForm | None,
+        functions: Mapping[str, Mapping[str, Any]],
+        reasoning: ReasoningForm | None = None,
+        *,
+        is_inside: bool = False,
+    ) -> None:
+        self._calls, self._functions, self._reasoning, self._is_inside = calls, functions, reasoning, is_inside
+        self._held, self._at = "", 0  # text that was not returned yet, and how much of it was read
+        self._has_ended = self._has_called = False
+        self._is_fresh = True  # nothing but blanks came since the beginning, or since the last mark
+        self._has_mark = self._has_said = False
+        self._parts: list[Part] = []
+        self._steps = self._read()
 
-    def push(self, text: str) -> list[str | ToolCall]:
+    def push(self, text: str) -> list[Part]:
         """Does the same as Reader.push."""
         self._held += text
-        found: list[str | ToolCall] = []
-        steps = {_At.TEXT: self._text, _At.OBJECT: self._begin, _At.REST: self._rest, _At.CLOSE: self._close}
-        while steps[self._at](found):
-            pass
-        return found
+        return self._run()
 
-    def finish(self) -> list[str | ToolCall]:
+    def finish(self) -> list[Part]:
         """Does the same as Reader.finish."""
-        left = self._before + self._held if self._at in (_At.OBJECT, _At.REST) else self._held
-        if self._at is _At.CLOSE and self._closes.startswith(left.strip()):
-            left = ""
-        self._held = self._before = ""
-        return [left] if left and not (self._has_called and left.isspace()) else []
+        self._has_ended = True
+        return self._run()
 
-    def _tell(self, found: list[str | ToolCall], text: str) -> None:
-        if text:
-            found.append(text)
+    def _run(self) -> list[Part]:
+        next(self._steps, None)
+        parts, self._parts = self._parts, []
+        return parts
 
-    def _text(self, found: list[str | ToolCall]) -> bool:
-        """Takes what it can of the held text, like the other steps. Returns whether the next step may run."""
-        if not self._opens:
-            self._tell(found, self._held)
-            self._held = ""
-            return False
-        before, opens, after = self._held.partition(self._opens)
-        if opens:
-            self._tell(found, before.rstrip())
-            self._held, self._before, self._at = after, before[len(before.rstrip()) :] + opens, _At.OBJECT
-            return True
-        begun = max(n for n in range(len(self._opens)) if self._held.endswith(self._opens[:n]))
-        known = len(self._held[: len(self._held) - begun].rstrip())
-        self._tell(found, self._held[:known])
-        self._held = self._held[known:]
-        return False
+    @cached_property
+    def _marks(self) -> dict[str, str]:
+        """Each mark that may come in a text, and what it does."""
+        opens = self._calls.opens if self._calls is not None else ()
+        marks = dict.fromkeys((mark.strip() for mark in opens), "calls")
+        if self._reasoning is not None:
+            form = self._reasoning
+            marks |= {form.opens: "reasoning"} | dict.fromkeys((form.resumes, form.answers, *form.drops), "drop")
+        return {mark: does for mark, does in marks.items() if mark}
 
-    def _begin(self, found: list[str | ToolCall]) -> bool:
-        stripped = self._held.lstrip()
-        unmarked = stripped.removeprefix(self._mark).lstrip()
-        if not unmarked or self._mark.startswith(stripped):  # the mark may be incomplete
-            return False
-        stripped = unmarked
-        self._before += self._held[: len(self._held) - len(stripped)]
-        self._held = stripped
-        if stripped.startswith("{"):
-            self._object, self._at = _JsonObject(), _At.REST
-        else:
-            self._tell(found, self._before)
-            self._before, self._at = "", _At.TEXT
-        return True
+    def _read(self) -> Generator[None, None, None]:
+        if self._is_inside:
+            yield from self._think(again=True)
+        is_bare = self._calls is not None and "" in self._calls.opens
+        while True:
+            if is_bare and self._is_fresh and not self._has_called:
+                yield from self._section()
+            mark = yield from self._next(self._marks, as_thought=False)
+            if not mark:
+                self._tell(len(self._held))
+                return
+            does = self._marks[mark]
+            if does == "calls":
+                self._at += len(mark)
+                yield from self._section()
+            elif does == "drop" or self._is_fresh:
+                self._drop(self._at + len(mark))
+                if does == "reasoning":
+                    yield from self._think(again=False)
+            else:  # a mark of reasoning within a text is a text about it
+                self._tell(self._at + len(mark))
 
-    def _rest(self, found: list[str | ToolCall]) -> bool:
-        end = self._object.end_in(self._held)
-        if end < 0:
-            return False
-        call = self._call(self._held[:end])
-        if call is not None:
-            found.append(call)
+    def _think(self, *, again: bool) -> Generator[None, None, None]:
+        """Reads reasoning to its end. again: the model may repeat the mark that the prompt ends with"""
+        form = self._reasoning
+        assert form is not None
+        if again and (yield from self._literal(form.opens)):
+            self._drop(self._at)
+        self._is_fresh = self._has_mark = True
+        mark = yield from self._next((form.closes, *form.implies), as_thought=True)
+        self._drop(len(mark) if mark == form.closes else 0 if mark else len(self._held))
+
+    def _next(self, marks: Mapping[str, str] | tuple[str, ...], *, as_thought: bool) -> Generator[None, None, str]:
+        """Returns the next mark, where _at is then, or "" at the end. The text before it is told, but for blanks."""
+        pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+        longest = max(map(len, marks), default=0)
+        while True:
+            if self._has_mark and self._is_fresh and (as_thought or not self._has_said):
+                self._drop(self._blanks_end(0), stays_fresh=True)
+            found = pattern.search(self._held)
+            end = found.start() if found else self._where_one_may_begin(marks, longest)
+            known = len(self._held[:end].rstrip())
+            self._tell(known, as_thought=as_thought)
+            if found:
+                self._at = end - known
+                if as_thought:
+                    self._drop(self._at, stays_fresh=True)
+                return found.group()
+            if self._has_ended:
+                return ""
+            yield
+
+    def _where_one_may_begin(self, marks: Mapping[str, str] | tuple[str, ...], longest: int) -> int:
+        for begin in range(max(0, len(self._held) - longest + 1), len(self._held)):
+            if any(mark.startswith(self._held[begin:]) for mark in marks):
+                return begin
+        return len(self._held)
+
+    def _tell(self, end: int, *, as_thought: bool = False) -> None:
+        """Returns the held text up to a place as what it is, not as a call."""
+        text, self._held, self._at = self._held[:end], self._held[end:], 0
+        if text and (as_thought or not (self._has_called and text.isspace())):
+            self._parts.append(Thought(text) if as_thought else text)
+            self._is_fresh = self._is_fresh and text.isspace()
+            self._has_said = self._has_said or not as_thought
+
+    def _drop(self, end: int, *, stays_fresh: bool = False) -> None:
+        self._held, self._at = self._held[end:], 0
+        if not stays_fresh:
+            self._is_fresh = self._has_mark = True
+
+    def _section(self) -> Generator[None, None, None]:
+        """Reads calls, from where _at is. If there is none, what was read is text."""
+        form, goes_on = self._calls, True
+        assert form is not None
+        while goes_on:
+            found: _Found = {}
+            is_read = yield from self._pattern(form.call, found)
+            calls = self._made(found) if is_read else []
+            if not calls:
+                # At the end all of the rest is text: each further mark would make it be read once more.
+                self._tell(len(self._held) if self._has_ended else self._at)
+                return
+            self._parts += calls
             self._has_called = True
+            self._drop(self._at)
+            is_closed = yield from self._literal(form.closes)
+            self._drop(self._at)
+            goes_on = form.is_list and not is_closed
+
+    def _made(self, found: _Found) -> list[Part]:
+        """Returns the calls of what was found in a pattern; none if one of them is none."""
+        if "made" in found:
+            made = found["made"]
         else:
-            self._tell(found, self._before + self._held[:end])
-        self._held, self._before, self._at = self._held[end:], "", _At.CLOSE if call is not None else _At.TEXT
+            schema = self._functions.get(found["name"], {})
+            arguments = found["json"] if "json" in found else from_parameters(found.get("parameters", ()), schema)
+            made = [(found["name"], arguments)]
+        known = all(name in self._functions for name, _ in made)
+        return [ToolCall(name, arguments) for name, arguments in made] if known else []
+
+    def _pattern(self, pattern: str, found: _Found) -> _Waits:
+        """Reads a pattern, and puts into `found` what is in its holes. _at goes as far as the text fits."""
+        parts = HOLE.split(pattern)  # texts, and between two of them a hole's name and its word
+        for place in range(0, len(parts), 3):
+            if place:
+                hole, word = parts[place - 2], parts[place - 1]
+                if not (yield from self._hole(hole, word or "", parts[place], found)):
+                    return False
+            if not (yield from self._literal(parts[place])):
+                return False
         return True
 
-    def _close(self, found: list[str | ToolCall]) -> bool:
-        stripped = self._held.lstrip()
-        if stripped.startswith(self._closes) and (self._closes or stripped):
-            self._held = stripped[len(self._closes) :]
-        elif self._closes.startswith(stripped):
+    def _hole(self, hole: str, word: str, after: str, found: _Found) -> _Waits:
+        if hole == "name":
+            return (yield from self._name(found))
+        if hole == "parameters":
+            return (yield from self._parameters(found))
+        if hole in ("key", "value", "kind", "any"):
+            (end,) = after.split()[:1]
+            text = yield from self._until(end, bounded=hole != "value")
+            found[hole] = text
+            return text is not None
+        opens = {"calls": "[", "python": "["}.get(hole, "{")
+        if not (yield from self._literal(opens)):
             return False
-        self._at = _At.TEXT
+        begin = self._at - 1
+        brackets = _Brackets(self._at, "\"'" if hole == "python" else '"')
+        while (end_of := brackets.end_in(self._held)) < 0:
+            if self._has_ended:
+                return False
+            yield
+        self._at = end_of
+        text = self._held[begin:end_of]
+        made = PythonCalls.of(text) if hole == "python" else from_object(text, hole, word)
+        if made is not None:
+            found["json" if hole == "json" else "made"] = made
+        return made is not None
+
+    def _name(self, found: _Found) -> _Waits:
+        begin = self._blanks_end(self._at)
+        while begin == len(self._held) and not self._has_ended:
+            yield
+            begin = self._blanks_end(self._at)
+        while (end := _end(_NAME, self._held, begin)) == len(self._held) and end - begin < MOST_SHORT:
+            if self._has_ended:
+                break
+            yield
+        found["name"], self._at = self._held[begin:end], end
+        return found["name"] in self._functions
+
+    def _parameters(self, found: _Found) -> _Waits:
+        assert self._calls is not None
+        pairs: list[tuple[str, str, str]] = []
+        before = self._calls.parameter.partition("{")[0]
+        while (yield from self._literal(before)):
+            one: _Found = {}
+            if not (yield from self._pattern(self._calls.parameter.removeprefix(before), one)):
+                return False
+            value = one["value"]
+            if "\n{value}\n" in self._calls.parameter:  # one new line is the form's, not the value's
+                value = value.removeprefix("\n").removesuffix("\n")
+            pairs.append((one["key"].strip(), value, one.get("kind", "")))
+        found["parameters"] = pairs
         return True
 
-    def _call(self, text: str) -> ToolCall | None:
-        try:
-            members = _members(text)
-        except (ValueError, RecursionError):
-            return None
-        name, _ = members.get("name", (None, ""))
-        arguments, written = members.get(self._arguments, ({}, "{}"))
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
-            return None
-        return ToolCall(name, written)
+    def _literal(self, text: str) -> _Waits:
+        """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""
+        at = self._at
+        for word in text.split():
+            while (at := self._blanks_end(at)) == len(self._held) or (
+                len(self._held) - at < len(word) and word.startswith(self._held[at:])
+            ):
+                if self._has_ended:
+                    return False
+                yield
+            if not self._held.startswith(word, at):
+                return False
+            at += len(word)
+        self._at = at
+        return True
+
+    def _until(self, mark: str, *, bounded: bool) -> Generator[None, None, str | None]:
+        """Returns the text before a mark, where _at is then; None if it does not come."""
+        begin = seen = self._at
+        most = MOST_SHORT + len(mark)
+        while (end := self._held.find(mark, seen, begin + most if bounded else None)) < 0:
+            if self._has_ended or (bounded and len(self._held) - begin >= most):
+                return None
+            seen = max(begin, len(self._held) - len(mark) + 1)
+            yield
+        self._at = end
+        return self._held[begin:end]
+
+    def _blanks_end(self, at: int) -> int:
+        return _end(_BLANKS, self._held, at)
 
 
-_BLANKS = re.compile(r"[ \t\n\r]*")
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return found.end() if found else at
 
 
-def _members(text: str) -> dict[str, tuple[object, str]]:
-    """Returns each value of a JSON object with its text. Raises ValueError, RecursionError."""
-    FINITE_JSON.decode(text)  # the text is valid JSON from here on
-    members: dict[str, tuple[object, str]] = {}
-    place = _after_blanks(text, 1)
-    while text[place] != "}":
-        if text[place] == ",":
-            place = _after_blanks(text, place + 1)
-        key, place = FINITE_JSON.raw_decode(text, place)
-        begin = _after_blanks(text, _after_blanks(text, place) + 1)
-        value, end = FINITE_JSON.raw_decode(text, begin)
-        members[key] = value, text[begin:end]
-        place = _after_blanks(text, end)
-    return members
+class _Brackets:
+    """Finds the closing bracket in a growing text. It looks at each character once.
 
+    seen:   the place after the opening bracket
+    quotes: characters that begin and end texts
+    """
 
-def _after_blanks(text: str, place: int) -> int:
-    found = _BLANKS.match(text, place)
-    return found.end() if found else place
-
-
-class _JsonObject:
-    """Finds the end of a JSON object in a growing text. It looks at each character once."""
-
-    def __init__(self) -> None:
-        self._seen = self._depth = 0
-        self._in_text = self._is_escaped = False
+    def __init__(self, seen: int, quotes: str) -> None:
+        self._seen, self._quotes, self._depth = seen, quotes, 1
+        self._quote, self._is_escaped = "", False
 
     def end_in(self, text: str) -> int:
-        """Returns the place after the object's last character, or -1 if it is incomplete. text: extends the last one"""
+        """Returns the place after the bracket, or -1 if it has not come. text: extends the last one"""
         for place in range(self._seen, len(text)):
             character = text[place]
-            if self._in_text:
+            if self._quote:
                 if self._is_escaped:
                     self._is_escaped = False
                 elif character == "\\":
                     self._is_escaped = True
-                elif character == '"':
-                    self._in_text = False
-            elif character == '"':
-                self._in_text = True
-            elif character == "{":
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in self._quotes:
+                self._quote = character
+            elif character in "{[(":
                 self._depth += 1
-            elif character == "}":
+            elif character in "}])":
                 self._depth -= 1
                 if not self._depth:
                     return place + 1

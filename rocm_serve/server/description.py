@@ -37,13 +37,24 @@ _CHOICE: Json = {
 _FUNCTION = _object(name=_TEXT, arguments=_TEXT)
 _CALLS = _list_of(_object(id=_TEXT, type={"const": "function"}, function=_FUNCTION))
 _MESSAGE = _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"})
-_MESSAGE["properties"]["tool_calls"] = _CALLS  # if there are any
+_MESSAGE["properties"] |= {"tool_calls": _CALLS, "reasoning_content": _TEXT}  # if there are any
 
 
 def _answer(kind: str, **of_choice: Json) -> Json:
     choices = _list_of(_object(**_CHOICE, **of_choice))
     return _object(id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=choices, usage=_USAGE)
 
+
+_OUTPUT = {"type": "object", "properties": {"type": {"enum": ["message", "reasoning", "function_call"]}}}
+_RESPONSE = _object(
+    id=_TEXT,
+    object={"const": "response"},
+    created_at=_COUNT,
+    status={"enum": ["completed", "incomplete"]},
+    model=_TEXT,
+    output=_list_of(_OUTPUT),
+    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+)
 
 _ERROR = _object(
     error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT), request_id=_or_null(_TEXT))
@@ -68,12 +79,14 @@ _ANSWERS: dict[str, Json] = {
     "/ping": _object(),
     "/version": _object(version=_TEXT),
     "/load": _object(server_load=_COUNT),
+    "/v1/responses": _RESPONSE,
 }
 # The content type that a path sends in addition to JSON, or in its place.
 _TEXTS = {
     "/metrics": "text/plain",
     "/v1/completions": "text/event-stream",
     "/v1/chat/completions": "text/event-stream",
+    "/v1/responses": "text/event-stream",
 }
 # Paths whose JSON is the same with status 503, and the meaning of that.
 _UNWELL = {

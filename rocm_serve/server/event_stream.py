@@ -59,7 +59,7 @@ class EventStream(Response):
             answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
             await events.fail(answer, scope, receive)
         else:
-            await events.send(b"data: [DONE]\n\n")
+            await events.send(self._replies.done)
             await events.end()
 
     def _give_up_late(self, task: asyncio.Task[Any]) -> None:
@@ -78,22 +78,20 @@ class EventStream(Response):
             chunks = b""
             if place not in opened:
                 opened.add(place)
-                opening = replies.opening(place)
-                chunks += as_event({**opening, **more}) if opening is not None else b""
+                chunks += b"".join(as_event({**each, **more}) for each in replies.opening(place))
             if piece.text or piece.logprobs or piece.finish_reason is not None:
-                chunk = replies.chunk(place, piece)
-                chunks += as_event({**chunk, **more}) if chunk is not None else b""
+                chunks += b"".join(as_event({**each, **more}) for each in replies.chunk(place, piece))
             if chunks:
                 await events.send(chunks)
         self._generation.note(num_tokens)
-        if self._has_usage:
-            usage = Usage.of(
-                self._generation.requests,
-                self._num_choices,
-                num_tokens,
-                self._generation.cached_tokens(self._num_choices),
-            )
-            await events.send(as_event(replies.counts(usage)))
+        usage = Usage.of(
+            self._generation.requests,
+            self._num_choices,
+            num_tokens,
+            self._generation.cached_tokens(self._num_choices),
+        )
+        for each in replies.ending(usage, is_asked=self._has_usage):
+            await events.send(as_event(each))
 
 
 class _Events:

@@ -22,7 +22,7 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 # The paths whose bodies are kept. Their requests take places.
 _WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
 # Paths that need a key, in addition to those of /v1/.

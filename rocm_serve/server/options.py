@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.option_texts import option, option_texts
+from rocm_serve.text.written_forms import AUTO, CALL_FORMS, REASONING_FORMS, require_form
 
 LOOPBACK = "127.0.0.1"
 
@@ -140,6 +141,20 @@ class ServerOptions:
         unit="SECONDS",
         least=0,
     )
+    chat_template: Path | None = option(  # noqa: RUF009
+        None,
+        "file with the chat template (Jinja) that writes conversations",
+        kind=Path,
+        unit="FILE",
+        default_is="the model's own",
+    )
+    trust_request_chat_template: bool = option(False, "let requests bring their own chat_template")
+    tool_parser: str = option(
+        AUTO, "form in which the model writes function calls; auto finds it by the chat template", unit="NAME"
+    )
+    reasoning_parser: str = option(
+        AUTO, "form in which the model writes its reasoning; auto finds it by the chat template", unit="NAME"
+    )
 
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(ServerOptions).items():
@@ -160,6 +175,15 @@ class ServerOptions:
                 f"client could send a body of {self.max_body_bytes} bytes, which max_body_bytes allows; raise "
                 "max_waiting_bytes"
             )
+        try:
+            name = "tool_parser"
+            require_form(self.tool_parser, CALL_FORMS)
+            name = "reasoning_parser"
+            require_form(self.reasoning_parser, REASONING_FORMS)
+        except LookupError as error:
+            raise BadSetting(
+                f"{name} is {getattr(self, name)!r}, which is no form that is read here; {error}"
+            ) from None
         if not self.drain_seconds >= 0:
             raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")
 

@@ -12,9 +12,12 @@ from typing import Protocol
 from rocm_serve.request import Completion, FinishReason, Request
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
-from rocm_serve.server.call_reader import Reader, ToolCall
+from rocm_serve.server.call_reader import Reader, Thought, ToolCall
 from rocm_serve.server.emitted_tokens import EmittedTokens, Json
 from rocm_serve.server.schema import GenerationBody
+
+# The last event of a stream of completions or conversations.
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,18 @@ class Replies(Protocol):
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """Returns the whole answer."""
 
-    def opening(self, index: int) -> Json | None:
-        """Returns the chunk before a choice's first piece, or None."""
+    @property
+    def done(self) -> bytes:
+        """The bytes that end a stream."""
 
-    def chunk(self, index: int, piece: OutputChunk) -> Json | None:
-        """Returns the chunk of a choice's piece, or None if it waits for the next one."""
+    def opening(self, index: int) -> Sequence[Json]:
+        """Returns the chunks before a choice's first piece."""
 
-    def counts(self, usage: Usage) -> Json:
-        """Returns the last chunk, with the usage."""
+    def chunk(self, index: int, piece: OutputChunk) -> Sequence[Json]:
+        """Returns the chunks of a choice's piece: none if it waits for the next one."""
+
+    def ending(self, usage: Usage, *, is_asked: bool) -> Sequence[Json]:
+        """Returns the last chunks. is_asked: whether the client asked for the usage"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class CompletionReplies:
     emitted: EmittedTokens
     echoed: Sequence[str] = ()
     prompts: PromptReport = NO_PROMPT_REPORT
+    done: bytes = DONE
     _offsets: dict[int, int] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -113,19 +121,19 @@ class CompletionReplies:
             choices.append(choice)
         return {**self._head(), "choices": choices, "usage": usage.as_dict()}
 
-    def opening(self, index: int) -> Json | None:
-        """Returns the chunk before a choice's first piece: its prompt, if that is asked for; else None."""
+    def opening(self, index: int) -> list[Json]:
+        """Returns the chunk before a choice's first piece: its prompt, if that is asked for."""
         if not self.echoed:
-            return None
-        return {**self._head(), "choices": [self._choice(index, OutputChunk((), self.echoed[index], None))]}
+            return []
+        return [{**self._head(), "choices": [self._choice(index, OutputChunk((), self.echoed[index], None))]}]
 
-    def chunk(self, index: int, piece: OutputChunk) -> Json:
+    def chunk(self, index: int, piece: OutputChunk) -> list[Json]:
         """Returns the chunk of a choice's piece."""
-        return {**self._head(), "choices": [self._choice(index, piece)]}
+        return [{**self._head(), "choices": [self._choice(index, piece)]}]
 
-    def counts(self, usage: Usage) -> Json:
-        """Returns the last chunk, with the usage."""
-        return {**self._head(), "choices": [], "usage": usage.as_dict()}
+    def ending(self, usage: Usage, *, is_asked: bool) -> list[Json]:
+        """Returns the chunk with the usage, if that is asked for."""
+        return [{**self._head(), "choices": [], "usage": usage.as_dict()}] if is_asked else []
 
     def _echo(self, index: int, done: Completion) -> Json:
         """Returns the part of a choice that repeats its prompt."""
@@ -161,14 +169,15 @@ class _Read:
     reader: Reader
     num_calls: int = 0
 
-    def take(self, said: Completion | OutputChunk) -> tuple[str, list[ToolCall]]:
-        """Reads a piece. Returns the text and the calls that are decided now."""
+    def take(self, said: Completion | OutputChunk) -> tuple[str, str, list[ToolCall]]:
+        """Reads a piece. Returns the reasoning, the text and the calls that are decided now."""
         found = self.reader.push(said.text)
         if said.finish_reason is not None:
             found += self.reader.finish()
         calls = [each for each in found if isinstance(each, ToolCall)]
         self.num_calls += len(calls)
-        return "".join(each for each in found if isinstance(each, str)), calls
+        thought = "".join(each.text for each in found if isinstance(each, Thought))
+        return thought, "".join(each for each in found if isinstance(each, str)), calls
 
     def reason(self, reason: FinishReason | None) -> str | None:
         """Returns the reason why the choice ends, in OpenAI's words."""
@@ -193,6 +202,7 @@ class ChatReplies:
     emitted: EmittedTokens
     reader: Callable[[], Reader]
     prompts: PromptReport = NO_PROMPT_REPORT
+    done: bytes = DONE
     _readers: dict[int, _Read] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -206,32 +216,35 @@ class ChatReplies:
             whole["prompt_logprobs"] = self.emitted.of_prompt(of_prompt, self.prompts.num_likeliest)
         return whole
 
-    def opening(self, index: int) -> Json | None:
+    def opening(self, index: int) -> list[Json]:
         """Returns the chunk before a choice's first piece, which has the role."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, ())
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, ())]
 
-    def chunk(self, index: int, piece: OutputChunk) -> Json | None:
-        """Returns the chunk of a choice's piece, or None if all of it may become a function call."""
+    def chunk(self, index: int, piece: OutputChunk) -> list[Json]:
+        """Returns the chunk of a choice's piece, or nothing if all of it may become a function call."""
         read = self._readers.get(index)
         if read is None:
             read = self._readers[index] = _Read(self.reader())
         first = read.num_calls
-        text, calls = read.take(piece)
-        delta: Json = {"content": text} if text else {}
+        thought, text, calls = read.take(piece)
+        delta: Json = {"reasoning_content": thought} if thought else {}
+        delta |= {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": first + place, **_as_json(call)} for place, call in enumerate(calls)]
         if not delta and not piece.logprobs and piece.finish_reason is None:
-            return None
-        return self._chunk(index, delta, read.reason(piece.finish_reason), piece.logprobs)
+            return []
+        return [self._chunk(index, delta, read.reason(piece.finish_reason), piece.logprobs)]
 
-    def counts(self, usage: Usage) -> Json:
-        """Returns the last chunk, with the usage."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}
+    def ending(self, usage: Usage, *, is_asked: bool) -> list[Json]:
+        """Returns the chunk with the usage, if that is asked for."""
+        return [{**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}] if is_asked else []
 
     def _choice(self, index: int, done: Completion) -> Json:
         read = _Read(self.reader())
-        text, calls = read.take(done)
+        thought, text, calls = read.take(done)
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = list(map(_as_json, calls))
         emitted = self.emitted.in_messages(done.logprobs)
@@ -254,5 +267,7 @@ class ChatReplies:
 
 
 def as_event(content: Mapping[str, object]) -> bytes:
-    """Returns the bytes of a server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """Returns the bytes of a server-sent event, which has a name if its content is of a type."""
+    kind = content.get("type")
+    name = f"event: {kind}\n".encode() if isinstance(kind, str) else b""
+    return name + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

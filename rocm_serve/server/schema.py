@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rocm_attn.machine.option_texts import option_texts
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS
 from rocm_serve.sampling.sampling_options import LARGEST_BIAS, Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
+from rocm_serve.server.guided import GuidedFields
+from rocm_serve.server.template_fields import TemplateFields
 from rocm_serve.server.tools import MOST_TOOLS, MadeCall, NamedTool, Tool, ToolPart
-from rocm_serve.text.constraint import Constraint
 
 # Every list stops at its first wrong item. Otherwise a body of a million wrong items would have a million errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -53,12 +54,14 @@ class TextPart(ToolPart):
 class Message(ToolPart):
     """One message of a conversation.
 
+    reasoning_content: that came before an assistant's content; the templates of some models write it
     tool_calls:   that an assistant has asked for
     tool_call_id: of the call whose result a tool's content is
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -81,6 +84,8 @@ class Message(ToolPart):
         parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content or ()
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in parts)}
+        if self.reasoning_content is not None:  # gpt-oss's template has its own name for it
+            message["reasoning_content"] = message["thinking"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.as_template for call in self.tool_calls]
         if self.role == "tool":
@@ -88,21 +93,7 @@ class Message(ToolPart):
         return message
 
 
-class JsonSchema(ToolPart):
-    """The schema that an answer's JSON must fit."""
-
-    name: str = ""
-    content: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(ToolPart):
-    """The format that the answer must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class GenerationBody(BaseModel):
+class GenerationBody(GuidedFields):
     """The fields that both kinds of request have.
 
     Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p, repetition_penalty, prompt_logprobs
@@ -126,7 +117,6 @@ class GenerationBody(BaseModel):
     frequency_penalty: Annotated[float, _bounds("frequency_penalty")] | None = None
     repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
     logit_bias: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -155,18 +145,6 @@ class GenerationBody(BaseModel):
             except OverflowError:  # JSON's integers have no bound
                 raise _no_biases() from None
         return tuple(biases)
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """The constraint on the answer. Raises ApiError, BadRequest."""
-        form = self.response_format
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return Constraint.json_object()
-        if form.json_schema is None:
-            raise bad_request("response_format.json_schema is missing; give it a schema", "response_format")
-        return Constraint.json_schema(form.json_schema.content)
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -235,7 +213,7 @@ class CompletionBody(GenerationBody):
         return [each for each in self.prompt if not isinstance(each, int)]
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, TemplateFields):
     """The body of /v1/chat/completions.
 
     max_tokens:          the older name of max_completion_tokens
@@ -271,10 +249,10 @@ class ChatBody(GenerationBody):
     def may_call(self) -> bool:
         """True if the answer may have function calls. Raises ApiError."""
         may = bool(self.tools) and self.tool_choice != "none"
-        if may and self.response_format is not None and self.response_format.type != "text":
+        if may and self.constraint is not None:
             raise bad_request(
-                "tools are given together with a response_format, which excludes calls; leave one of them out, or "
-                "set tool_choice to none",
+                "tools are given together with a response_format, or another constraint, which excludes calls; leave "
+                "one of them out, or set tool_choice to none",
                 "response_format",
             )
         return may
@@ -305,9 +283,14 @@ SHAPES = {
         "tool) and a content: a string or a list of parts of type text. An assistant's message may have "
         "tool_calls instead, each with id, type and function. A tool's message needs a tool_call_id"
     ),
+    "input": (
+        "input must be a text or a list of items: messages with a role (system, developer, user or assistant) and a "
+        "text, calls of type function_call, results of type function_call_output, and items of type reasoning"
+    ),
     "tools": (
         f"tools must be a list of at most {MOST_TOOLS} tools of type function, each with a function: a name of 1 "
-        "to 64 letters, digits, _ and -, and optionally a description and parameters, which are a JSON schema"
+        "to 64 letters, digits, _ and -, and optionally a description and parameters, which are a JSON schema; in "
+        "/v1/responses these are fields of the tool itself"
     ),
     "tool_choice": (
         'tool_choice must be none, auto, required, or {"type": "function", "function": {"name": ...}} with the name of '

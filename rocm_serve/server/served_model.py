@@ -15,8 +15,9 @@ from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
-from rocm_serve.server.call_forms import calls_only, form_of, require_tools
-from rocm_serve.server.call_reader import CallReader, Reader, TextReader
+from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
+from rocm_serve.server.call_grammar import calls_only, lead_of
+from rocm_serve.server.call_reader import AnswerReader, Reader, TextReader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
@@ -26,9 +27,20 @@ from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
+from rocm_serve.text.written_forms import (
+    AUTO,
+    CALL_FORMS,
+    NONE,
+    REASONING_FORMS,
+    CallForm,
+    ReasoningForm,
+    form_named,
+)
 
 # OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
 _COMPLETION_TOKENS = 16
+# More than the tokens of a mark that begins reasoning, and of blanks after it.
+_TOKENS_OF_A_MARK = 32
 # Fields of a body that Sampling has under the same name and with the same meaning.
 _SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -123,33 +135,78 @@ class ServedModel:
         if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
         messages, tools = [each.as_template for each in body.messages], body.tools_as_template
-        constraint = await asyncio.to_thread(self._calls_of, body)
-        tokens = await self.tokenising.conversation(messages, tools)
+        rendering = body.rendering(messages[-1])
+        writer = self._writer(self.tokenising.tokenizer, body)
+        constraint = await asyncio.to_thread(self._calls_of, body, writer)
+        tokens = await self.tokenising.conversation(messages, tools, rendering, writer)
         most = body.max_completion_tokens or body.max_tokens
-        return await self._requests(body, [tokens], most, self.max_len, salt, constraint or body.constraint)
+        constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
+        if constraint is not None and form is not None:
+            is_inside, is_text = self._is_inside(form, tokens), not body.must_call
+            lead = lead_of(form, writer.special_mark, is_inside=is_inside, is_text=is_text)
+            constraint = replace(constraint, lead=lead)
+        return await self._requests(body, [tokens], most, self.max_len, salt, constraint)
 
-    def reader_of(self, body: ChatBody) -> Reader:
-        """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors."""
-        template = self._template
-        if template is None or not body.may_call:
+    def reader_of(self, body: ChatBody, request: Request) -> Reader:
+        """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors.
+
+        request: one of a body's
+        """
+        if self.tokenizer is None:
             return TextReader()
-        return CallReader(form_of(template), [tool.function.name for tool in body.tools or ()])
+        template = self._writer(self.tokenizer, body).chat_template
+        calls = self._calls(template) if template is not None and body.may_call else None
+        reasoning = self._reasoning(template)
+        if calls is None and reasoning is None:
+            return TextReader()
+        is_inside = reasoning is not None and self._is_inside(reasoning, request.prompt_token_ids)
+        functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+        return AnswerReader(calls, functions, reasoning, is_inside=is_inside)
 
-    def _calls_of(self, body: ChatBody) -> Constraint | None:
+    def count_tokens(self, text: str) -> int:
+        """Returns the number of tokens of a part of an answer."""
+        return len(self.tokenizer.encode(text)) if self.tokenizer is not None else 0
+
+    def _writer(self, tokenizer: Tokenizer, body: ChatBody) -> Tokenizer:
+        """Returns the tokenizer with the request's own template, if it has one. Raises ApiError."""
+        if body.chat_template is None:
+            return tokenizer
+        if not self.options.trust_request_chat_template:
+            raise bad_request(
+                "chat_template is not taken from requests by this server (--trust-request-chat-template); leave it out",
+                "chat_template",
+            )
+        return tokenizer.with_template(body.chat_template)
+
+    def _calls_of(self, body: ChatBody, writer: Tokenizer) -> Constraint | None:
         """Returns a constraint that allows only calls, or None if none must be made. Raises ApiError, BadRequest."""
-        template, must_call, may_call = self._template, body.must_call, body.may_call
+        template, must_call, may_call = writer.chat_template, body.must_call, body.may_call
         if not body.tools or template is None:
             return None
         require_tools(template)
-        form = form_of(template) if may_call else None
+        form = self._calls(template) if may_call else None
         if form is None or not must_call:
             return None
-        is_named = isinstance(body.tool_choice, NamedTool)
-        return calls_only(form, must_call, several=not is_named and body.parallel_tool_calls is not False)
+        several = not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False
+        return calls_only(form, must_call, writer.special_mark, several=several)
 
-    @property
-    def _template(self) -> ChatTemplate | None:
-        return self.tokenizer.chat_template if self.tokenizer is not None else None
+    def _calls(self, template: ChatTemplate) -> CallForm:
+        """Returns the form of the model's calls. Raises BadRequest."""
+        name = self.options.tool_parser
+        if name == NONE:
+            raise BadRequest("this server reads no calls (--tool-parser none); leave tools out")
+        return form_of(template) if name == AUTO else form_named(name, CALL_FORMS)
+
+    def _reasoning(self, template: ChatTemplate | None) -> ReasoningForm | None:
+        name = self.options.reasoning_parser
+        if name == NONE or template is None:
+            return None
+        return reasoning_of(template) if name == AUTO else form_named(name, REASONING_FORMS)
+
+    def _is_inside(self, form: ReasoningForm, prompt: Sequence[int]) -> bool:
+        """True if a prompt ends with the mark that begins reasoning: the answer goes on from there."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(prompt[-_TOKENS_OF_A_MARK:]).rstrip().endswith(form.opens)
 
     async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from rocm_serve.server.api_errors import ApiError
+from rocm_serve.text.chat_template import Rendering
 from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
 
@@ -23,12 +24,13 @@ class Tokenising:
     Long texts are read one after the other, in a thread of their own: they hold up neither short ones nor what else the
     server does in threads, and few of them take memory at a time. The tokenizer releases Python's lock meanwhile.
 
+    tokenizer:   of the model
     most_tokens: of a prompt
     refusal:     makes the error for a prompt of at least so many tokens
     """
 
     def __init__(self, tokenizer: Tokenizer, most_tokens: int, refusal: Callable[[int], ApiError]) -> None:
-        self._tokenizer, self._most_tokens, self._refusal = tokenizer, most_tokens, refusal
+        self.tokenizer, self._most_tokens, self._refusal = tokenizer, most_tokens, refusal
         self._count = TokenCount.of(tokenizer.backend)
         self._for_short = ThreadPoolExecutor(2, "tokenise")
         self._for_long = ThreadPoolExecutor(1, "tokenise-long")
@@ -40,11 +42,19 @@ class Tokenising:
         return await self.in_thread(len(text), self._prompt, text)
 
     async def conversation(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        rendering: Rendering,
+        writer: Tokenizer,
     ) -> list[int]:
-        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel."""
+        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel.
+
+        rendering: how it is written
+        writer:    the tokenizer with the chat template that writes it
+        """
         length = sum(len(message["content"]) for message in messages)
-        return await self.in_thread(length, self._conversation, messages, tools)
+        return await self.in_thread(length, self._conversation, messages, tools, rendering, writer)
 
     def close(self) -> None:
         """Ends the threads. A text that is being read does not delay this; those that wait are given up."""
@@ -58,12 +68,18 @@ class Tokenising:
 
     def _prompt(self, text: str) -> list[int]:
         self._refuse_long(text)
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
-    def _conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        text = self._tokenizer.conversation(messages, tools)
+    def _conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        rendering: Rendering,
+        writer: Tokenizer,
+    ) -> list[int]:
+        text = writer.conversation(messages, tools, rendering)
         self._refuse_long(text)
-        return self._tokenizer.encode_conversation(text)
+        return writer.encode_conversation(text)
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.finite_json import FINITE_JSON
+from rocm_serve.text.chat_template import CallArguments
 
 MOST_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -87,5 +88,5 @@ class MadeCall(ToolPart):
                 "JSON object with finite numbers",
                 "messages",
             )
-        function = {"name": self.function.name, "arguments": arguments}
+        function = {"name": self.function.name, "arguments": CallArguments(arguments)}
         return {"id": self.id, "type": "function", "function": function}

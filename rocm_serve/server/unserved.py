@@ -20,10 +20,9 @@ class Unserved(NamedTuple):
 
 
 _CALLS = "functions are given as tools here"
-_CONSTRAINTS = "an answer's form is given as response_format here"
 _IMAGES = "the model reads and writes text alone"
+_TEMPLATES = "it is for /v1/chat/completions"
 _BEAMS = "one answer is drawn for each choice, and beams are not searched"
-_TEMPLATES = "conversations are formatted by the model's own template"
 
 # A field -> why it is refused.
 FIELDS: Mapping[str, Unserved] = {
@@ -49,7 +48,9 @@ FIELDS: Mapping[str, Unserved] = {
     "continue_final_message": Unserved(_TEMPLATES, (None, False)),
     "chat_template": Unserved(_TEMPLATES, (None,)),
     "chat_template_kwargs": Unserved(_TEMPLATES, (None, {})),
-    "documents": Unserved(_TEMPLATES, (None, [])),
+    "include_reasoning": Unserved("reasoning is always apart from the answer", (None, True)),
+    "separate_reasoning": Unserved("reasoning is always apart from the answer", (None, True)),
+    "documents": Unserved("the model's template writes the messages alone; put documents into them", (None, [])),
     "bad_words": Unserved("texts are not excluded; give their tokens a logit_bias of -100", (None, [])),
     "allowed_token_ids": Unserved("tokens are excluded one by one, by a logit_bias of -100", (None,)),
     "logits_processors": Unserved("the server runs no code of clients", (None, [])),
@@ -59,21 +60,14 @@ FIELDS: Mapping[str, Unserved] = {
     "return_token_ids": Unserved("answers have texts; their tokens are in logprobs", (None, False)),
     "lora_path": Unserved("a server has one model, without adapters; merge them into its weights", (None,)),
     "kv_transfer_params": Unserved("KV stays in the server that computed it", (None,)),
-    "guided_json": Unserved(_CONSTRAINTS, (None,)),
-    "guided_regex": Unserved(_CONSTRAINTS, (None,)),
-    "guided_choice": Unserved(_CONSTRAINTS, (None,)),
-    "guided_grammar": Unserved(_CONSTRAINTS, (None,)),
-    "structured_outputs": Unserved(_CONSTRAINTS, (None,)),
-    "regex": Unserved(_CONSTRAINTS, (None,)),
-    "ebnf": Unserved(_CONSTRAINTS, (None,)),
-    "json_schema": Unserved(_CONSTRAINTS, (None,)),
+    "ebnf": Unserved("grammars are given as structured_outputs here", (None,)),
 }
 
 _EMBEDDINGS = "the server generates text, and gives no vectors or scores of texts; use a server of embeddings"
 _ADAPTERS = "a server has one model, without adapters; merge them into its weights"
 _FILES = "the server keeps nothing of a request; send each request by itself"
 
-# Path -> why nothing is there.
+# Path, with all below it -> why nothing is there.
 PATHS: Mapping[str, str] = {
     "/v1/embeddings": _EMBEDDINGS,
     "/pooling": _EMBEDDINGS,
@@ -88,10 +82,15 @@ PATHS: Mapping[str, str] = {
     "/v1/batches": _FILES,
     "/v1/files": _FILES,
     "/v1/messages": "this is another API's form; send the messages to /v1/chat/completions",
-    "/v1/images/generations": _IMAGES,
-    "/v1/audio/speech": _IMAGES,
-    "/v1/audio/transcriptions": _IMAGES,
-    "/v1/audio/translations": _IMAGES,
+    "/v1/responses": "the server keeps no answer, so none can be read again or deleted; POST /v1/responses makes one",
+    "/v1/conversations": _FILES,
+    "/v1/threads": _FILES,
+    "/v1/assistants": _FILES,
+    "/v1/images": _IMAGES,
+    "/v1/audio": _IMAGES,
+    "/v1/realtime": _IMAGES,
+    "/v1/fine_tuning": "the server trains no models; serve the weights of one that is trained",
+    "/generate": "this is another API's form; send the prompt to /v1/completions",
     "/v1/moderations": "the server judges no texts; use a server of classifiers",
 }
 
@@ -106,7 +105,8 @@ def refuse_unserved(given: Mapping[str, Any]) -> None:
 
 def no_such_path(path: str) -> ApiError:
     """Returns the answer to a request for a path that is not served."""
-    why = PATHS.get(path)
+    parents = (path[:end] for end in range(len(path), 0, -1) if end == len(path) or path[end] == "/")
+    why = next((PATHS[parent] for parent in parents if parent in PATHS), None)
     if why is None:
         return ApiError(404, "Not Found", code="not_found")
     return ApiError(404, f"not served: {path}; {why}", code="not_served")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,6 +15,46 @@ import jinja2.parser
 
 from rocm_attn.errors import BadModel, BadRequest
 from rocm_serve.text.bounded_jinja import BoundedEnvironment
+
+# Variables of a template that no keyword may replace.
+_VARIABLES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+# The end of a message that the model continues. No model writes it, and a template that trims a text keeps it.
+_GOES_ON = "<continue-of-rocm-attn>"
+
+
+class CallArguments(dict[str, Any]):
+    """Arguments of a call. A template may use them as an object, or join them to a text as DeepSeek's do, as JSON."""
+
+    def __str__(self) -> str:
+        return _as_json(self)
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
+
+    def __add__(self, after: str) -> str:
+        return str(self) + after
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a conversation is written.
+
+    keywords:       further variables of the template, such as enable_thinking
+    begins_answer:  whether the text ends where an answer begins
+    goes_on:        whether the text ends within the last message, which the model continues
+    """
+
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    begins_answer: bool = True
+    goes_on: bool = False
+
+    def __post_init__(self) -> None:
+        reserved = sorted(_VARIABLES & self.keywords.keys())
+        if reserved:
+            raise BadRequest(f"chat_template_kwargs has {reserved[0]}, which the server sets; leave it out")
+
+
+PLAIN = Rendering()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +71,34 @@ class ChatTemplate:
     eos_token: str = ""
     with_tools: str = ""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        rendering: Rendering = PLAIN,
+    ) -> str:
         """Returns the conversation as text, up to where the model continues.
 
         messages: each with "role" ("system", "user", "assistant", "tool") and "content"; of an assistant, "tool_calls"
-                  in the form of OpenAI's API, except "arguments", which are an object here
+                  in the form of OpenAI's API, except "arguments", which are CallArguments
         tools:    functions that the model may call, in the form of OpenAI's API
         Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
         more work than a conversation of this length needs.
         """
-        said = len(json.dumps([messages, tools]))
+        said = len(json.dumps([messages, tools, rendering.keywords]))
+        if rendering.goes_on:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _GOES_ON}]
         try:
-            return (
+            text = (
                 _environment(_WORK + _WORK_PER_CHARACTER * said)
                 .from_string((tools and self.with_tools) or self.source)
                 .render(
                     messages=list(messages),
                     tools=list(tools) or None,
-                    add_generation_prompt=True,
+                    add_generation_prompt=rendering.begins_answer and not rendering.goes_on,
                     bos_token=self.bos_token,
                     eos_token=self.eos_token,
+                    **rendering.keywords,
                 )
             )
         except _Refused as error:
@@ -58,6 +106,12 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             what = str(error)[:_LONGEST_REASON] or type(error).__name__
             raise BadModel(f"the model's chat template fails ({what}); pass the prompt unchanged instead") from error
+        if not rendering.goes_on:
+            return text
+        before, mark, _ = text.rpartition(_GOES_ON)
+        if not mark:
+            raise BadRequest("the model's chat template does not write the last message, so no answer can continue it")
+        return before
 
 
 def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate | None:

@@ -27,12 +27,14 @@ class Constraint:
 
     kind: whether text is a JSON schema, a regular expression, or a grammar in Lark's notation
     text: at most 65,536 characters
+    lead: rules in Lark's notation, of which `lead` is a text that comes before; empty if nothing does
 
     Raises BadRequest.
     """
 
     kind: ConstraintKind
     text: str
+    lead: str = ""
 
     def __post_init__(self) -> None:
         if len(self.text) > MOST_CHARACTERS:
@@ -95,6 +97,16 @@ def library() -> Any:
 
 def grammar_of(constraint: Constraint) -> str:
     """Returns the constraint as a grammar of the library. Raises BadRequest."""
+    alone = _grammar_alone(constraint)
+    if not constraint.lead:
+        return alone
+    rest = {"lark_grammar": alone} if constraint.kind == "lark" else json.loads(alone)["grammars"][0]
+    whole = {"name": "whole", "lark_grammar": f"start: lead @rest\n{constraint.lead}"}
+    return json.dumps({"grammars": [whole, {**rest, "name": "rest"}]})
+
+
+def _grammar_alone(constraint: Constraint) -> str:
+    """Returns the grammar without its lead. Raises BadRequest."""
     matcher = library().LLMatcher
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.text))

@@ -58,7 +58,7 @@ class TrialProcess:
 
         If has_ended is True afterwards, make another TrialProcess.
         """
-        self._send({"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds})
+        self._send({**asdict(constraint), "seconds": self._seconds})
         answer = _of(self._process.stdout).readline()
         if not answer:
             raise BadRequest(f"the constraint cannot be used: {self._why_silent()}")
@@ -120,7 +120,7 @@ def run() -> None:
         requested = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + requested["seconds"])
-        answer = why or _why_not(tokens, Constraint(requested["kind"], requested["text"]))
+        answer = why or _why_not(tokens, Constraint(requested["kind"], requested["text"], requested["lead"]))
         print(json.dumps(answer), flush=True)
 
 

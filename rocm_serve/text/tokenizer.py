@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tokenizers
 
 from rocm_attn.errors import BadRequest
-from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.chat_template import PLAIN, ChatTemplate, Rendering
 from rocm_serve.text.token_bytes import TokenBytes
+from rocm_serve.text.written_forms import kept_marks
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Marks around function calls: part of a model's text, although the files of some models call them special.
-CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,12 +30,24 @@ class Tokenizer:
     chat_template: ChatTemplate | None
     _silent: frozenset[int] = field(init=False, repr=False)  # tokens that are no text
     _bytes: TokenBytes = field(init=False, repr=False)
+    _special_marks: Mapping[str, int] = field(init=False, repr=False)  # special tokens that are a text all the same
 
     def __post_init__(self) -> None:
         added = self.backend.get_added_tokens_decoder()
-        silent = (number for number, token in added.items() if token.special and token.content not in CALL_MARKS)
-        object.__setattr__(self, "_silent", frozenset(silent))
+        kept = kept_marks({token.content for token in added.values()})
+        special = {token.content: number for number, token in added.items() if token.special}
+        object.__setattr__(self, "_silent", frozenset(special[text] for text in special.keys() - kept))
         object.__setattr__(self, "_bytes", TokenBytes(self.backend))
+        object.__setattr__(self, "_special_marks", {text: special[text] for text in special.keys() & kept})
+
+    def special_mark(self, text: str) -> int | None:
+        """Token id of a mark of written_forms.py, if it is one special token; None otherwise."""
+        return self._special_marks.get(text)
+
+    def with_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template, for which bos_token and eos_token stay what they are."""
+        before = self.chat_template or ChatTemplate("")
+        return replace(self, chat_template=ChatTemplate(source, before.bos_token, before.eos_token))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest."""
@@ -56,23 +67,34 @@ class Tokenizer:
         return self.encode_messages([{"role": "user", "content": user}])
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        rendering: Rendering = PLAIN,
     ) -> list[int]:
-        """Likewise, for a conversation; messages and tools: see ChatTemplate.render. Raises like encode_chat."""
-        return self.encode_conversation(self.conversation(messages, tools))
+        """Likewise, for a conversation; see ChatTemplate.render. Raises like encode_chat."""
+        return self.encode_conversation(self.conversation(messages, tools, rendering))
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        rendering: Rendering = PLAIN,
+    ) -> str:
         """The text that the chat template writes of a conversation. Raises BadRequest, BadModel like encode_chat."""
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
-        return self.chat_template.render(messages, tools)
+        return self.chat_template.render(messages, tools, rendering)
 
     def encode_conversation(self, text: str) -> list[int]:
         """Token ids of such a text: the template has written every special token itself. Raises BadRequest."""
         return _ids(self.backend, text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, without special ones except CALL_MARKS; bytes that are not UTF-8 become U+FFFD."""
+        """The text of the tokens; bytes that are not UTF-8 become U+FFFD.
+
+        Special tokens have no text, except for the marks of written_forms.py.
+        """
         said = [token for token in token_ids if token not in self._silent]
         return str(self.backend.decode(said, skip_special_tokens=False))
 

@@ -34,6 +34,11 @@ FROM_VLLM = {
     "--no-enable-prefix-caching": ("--no-prefix-caching",),
     "--speculative-config": ("--speculative", "--draft-tokens", "--topk"),
     "--max-logprobs": ("--max-logprobs",),
+    "--chat-template": ("--chat-template",),
+    "--trust-request-chat-template": ("--trust-request-chat-template",),
+    "--tool-call-parser": ("--tool-parser",),
+    "--reasoning-parser": ("--reasoning-parser",),
+    "--generation-config": ("--generation-config",),
     "--enable-log-requests": ("--access-log",),
     "--otlp-traces-endpoint": ("--traces",),
 }

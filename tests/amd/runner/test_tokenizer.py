@@ -22,7 +22,7 @@ from rocm_attn.models.fields import Fields
 from rocm_serve.models.loading import find_model, load_tokenizer
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
-from rocm_serve.text.tokenizer import CALL_MARKS, Tokenizer
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.small_tokenizers import from_gguf, sentencepiece, sentencepiece_fields
 
 CORPUS = [
@@ -294,7 +294,7 @@ def test_a_template_for_tools_is_read_wherever_it_is(trained: tokenizers.Tokeniz
 
 def test_marks_of_calls_are_text_though_a_model_calls_them_special(trained: tokenizers.Tokenizer) -> None:
     backend = tokenizers.Tokenizer.from_str(trained.to_str())
-    backend.add_special_tokens([*CALL_MARKS, "<other>"])
+    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
     ours = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
     tokens = ours.encode("<other><tool_call>fox</tool_call><|end|>")
     assert ours.decode(tokens) == "<tool_call>fox</tool_call>"

@@ -9,19 +9,20 @@ from collections.abc import Iterable
 import pytest
 
 from rocm_attn.errors import BadRequest
-from rocm_serve.server.call_forms import FORMS, form_of, require_tools
-from rocm_serve.server.call_reader import CallReader, ToolCall
+from rocm_serve.server.call_forms import form_of, require_tools
+from rocm_serve.server.call_reader import AnswerReader, ToolCall
 from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.written_forms import CALL_FORMS, form_named
 from tests.amd.server.tool_models import TEMPLATES
 
-HERMES, LLAMA = FORMS
-NAMES = ("a", "get-time")
+HERMES, LLAMA = FORMS = [form_named(name, CALL_FORMS) for name in ("hermes", "llama3_json")]
+FUNCTIONS: dict[str, dict[str, object]] = {"a": {}, "get-time": {}}
 A = '<tool_call>\n{"name": "a", "arguments": {"x": [1, {}]}}\n</tool_call>'
 
 
 def read(form: int, pieces: Iterable[str]) -> tuple[str, list[tuple[str, object]]]:
     """Text, and calls."""
-    reader = CallReader(FORMS[form], NAMES)
+    reader = AnswerReader(FORMS[form], FUNCTIONS)
     found = [each for piece in pieces for each in reader.push(piece)] + reader.finish()
     calls = [(each.name, json.loads(each.arguments)) for each in found if isinstance(each, ToolCall)]
     return "".join(each for each in found if isinstance(each, str)), calls
@@ -87,7 +88,7 @@ def test_calls_are_found_however_the_text_comes(
 )
 def test_arguments_stay_as_they_are_written(written: str) -> None:
     """Numbers above all: Python would write other ones."""
-    reader = CallReader(HERMES, ("7",))
+    reader = AnswerReader(HERMES, {"7": {}})
     text = f'<tool_call>{{"id": 1.5 , "arguments":{written}\n,"name": "7" }}</tool_call>'
     (call,) = reader.push(text) + reader.finish()
     assert isinstance(call, ToolCall)
@@ -95,11 +96,11 @@ def test_arguments_stay_as_they_are_written(written: str) -> None:
 
 
 def test_text_is_reported_as_soon_as_it_can_be_no_call() -> None:
-    reader = CallReader(HERMES, NAMES)
+    reader = AnswerReader(HERMES, FUNCTIONS)
     assert reader.push("It is 3 < 4") == ["It is 3 < 4"]
     assert reader.push(" <tool") == []
     assert reader.push("box>") == [" <toolbox>"]
-    bare = CallReader(LLAMA, NAMES)
+    bare = AnswerReader(LLAMA, FUNCTIONS)
     assert [bare.push(piece) for piece in ("It", " {")] == [["It"], [" {"]]
 
 

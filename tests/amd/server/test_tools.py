@@ -174,8 +174,8 @@ def test_calls_and_results_are_written_by_the_models_template(
     written = []
     conversation = type(tokenizer("hermes")).conversation
 
-    def seen(own: Any, messages: Any, tools: Any = ()) -> str:
-        written.append(conversation(own, messages, tools))
+    def seen(own: Any, *given: Any) -> str:
+        written.append(conversation(own, *given))
         return written[-1]
 
     monkeypatch.setattr("rocm_serve.text.tokenizer.Tokenizer.conversation", seen)

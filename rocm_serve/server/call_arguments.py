@@ -1,0 +1,155 @@
+"""Arguments of function calls, as JSON: from JSON itself, from parameters that are texts, and from Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rocm_serve.server.finite_json import FINITE_JSON
+
+# (name of a function, its arguments)
+Made = list[tuple[str, str]]
+_BLANKS = re.compile(r"[ \t\n\r]*")
+# Templates that print a value with Jinja's own filter write it as Python does.
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+def from_object(text: str, hole: str, key: str) -> str | Made | None:
+    """Returns what a hole of written_forms.py holds: for "json" its text, else calls; None if it is none of these.
+
+    Arguments stay as they are written: Python would write other numbers.
+    """
+    try:
+        if hole == "json":
+            FINITE_JSON.decode(text)
+            return text
+        return [_call(each, key) for each in (_elements(text) if hole == "calls" else [text])]
+    except (ValueError, RecursionError):
+        return None
+
+
+def from_parameters(parameters: Iterable[tuple[str, str, str]], schema: Mapping[str, Any]) -> str:
+    """Returns an object of parameters: each with its key, its text, and "true" if it is a text, "false" if it is JSON.
+
+    schema: of the object; it decides where the form does not tell a text from JSON
+    """
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    members = {key: _value(text, kind, known.get(key)) for key, text, kind in parameters}
+    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items()) + "}"
+
+
+def _value(text: str, kind: str, schema: object) -> str:
+    types = _types(schema if isinstance(schema, Mapping) else {})
+    if kind != "true" and types != {"string"}:
+        written = _CONSTANTS.get(text.strip(), text.strip())
+        try:
+            found = _TYPES.get(type(FINITE_JSON.decode(written)), "")
+        except (ValueError, RecursionError):
+            pass
+        else:
+            # Where a text is allowed too, only a value of another allowed type is no text.
+            if kind == "false" or "string" not in types or found in types - {"string"}:
+                return written
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _types(schema: Mapping[str, Any]) -> set[object]:
+    """Returns the types that a schema names at its top; none if it names none."""
+    named = schema.get("type")
+    if isinstance(named, str | list):
+        types: set[object] = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+        return types | {"integer"} if "number" in types else types
+    values = schema.get("enum")
+    return {_TYPES.get(type(each)) for each in values} if isinstance(values, list) else set()
+
+
+def _call(text: str, key: str) -> tuple[str, str]:
+    """Returns the name and the arguments of an object. Raises ValueError, RecursionError."""
+    members = _members(text)
+    name, _ = members.get("name", (None, ""))
+    arguments, written = members.get(key, ({}, "{}"))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("it is no call")
+    return name, written
+
+
+def _elements(text: str) -> list[str]:
+    """Returns the text of each element of a JSON list. Raises ValueError, RecursionError."""
+    FINITE_JSON.decode(text)
+    elements, place = [], _after_blanks(text, 1)
+    while text[place] != "]":
+        _, end = FINITE_JSON.raw_decode(text, place)
+        elements.append(text[place:end])
+        place = _after_blanks(text, end)
+        if text[place] == ",":
+            place = _after_blanks(text, place + 1)
+    return elements
+
+
+def _members(text: str) -> dict[str, tuple[object, str]]:
+    """Returns each value of a JSON object with its text. Raises ValueError, RecursionError."""
+    if not isinstance(FINITE_JSON.decode(text), dict):  # the text is valid JSON from here on
+        raise ValueError("it is no object")
+    members: dict[str, tuple[object, str]] = {}
+    place = _after_blanks(text, 1)
+    while text[place] != "}":
+        if text[place] == ",":
+            place = _after_blanks(text, place + 1)
+        key, place = FINITE_JSON.raw_decode(text, place)
+        begin = _after_blanks(text, _after_blanks(text, place) + 1)
+        value, end = FINITE_JSON.raw_decode(text, begin)
+        members[key] = value, text[begin:end]
+        place = _after_blanks(text, end)
+    return members
+
+
+def _after_blanks(text: str, place: int) -> int:
+    found = _BLANKS.match(text, place)
+    return found.end() if found else place
+
+
+class PythonCalls:
+    """Calls in Python's notation. They are read and never run: only literals are values."""
+
+    @classmethod
+    def of(cls, text: str) -> Made | None:
+        """Returns the calls of a list such as [f(a=1), g()]; None if it is no such list."""
+        try:
+            listed = ast.parse(text.strip(), mode="eval").body
+            if not isinstance(listed, ast.List):
+                return None
+            return [cls._call(each) for each in listed.elts]
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+
+    @classmethod
+    def _call(cls, node: ast.expr) -> tuple[str, str]:
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+            raise ValueError("it is no call with keywords")
+        arguments = {each.arg: cls._literal(each.value) for each in node.keywords}
+        if None in arguments:
+            raise ValueError("it unpacks a dict")
+        return node.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def _literal(cls, node: ast.expr) -> object:
+        if isinstance(node, ast.Name) and node.id in _CONSTANTS.values():
+            return json.loads(node.id)
+        if isinstance(node, ast.List | ast.Tuple):
+            return [cls._literal(each) for each in node.elts]
+        if isinstance(node, ast.Dict):
+            pairs = [
+                (cls._literal(key) if key else None, value) for key, value in zip(node.keys, node.values, strict=True)
+            ]
+            if not all(isinstance(key, str) for key, _ in pairs):
+                raise ValueError("a key is no text")
+            return {key: cls._literal(value) for key, value in pairs}
+        value = ast.literal_eval(node)
+        if value is not None and not isinstance(value, str | bool | int | float):
+            raise ValueError("it is no JSON")
+        return value

@@ -1,0 +1,245 @@
+"""The forms in which models write function calls and reasoning: one row for each, and no code for any.
+
+A pattern is the text that a model writes, with holes. Blanks may be more or fewer than the pattern has.
+
+{name}        the function's name
+{json}        its arguments, as a JSON object
+{call:KEY}    a JSON object with "name" and, under KEY, the arguments
+{calls:KEY}   a JSON list of such objects
+{python}      a Python list of calls with keywords
+{parameters}  any number of parameters, each by the row's other pattern with {key}, {value} and {kind}, which is "true"
+              for a text and "false" for JSON
+{any:TEXT}    a short text without meaning; TEXT is one that serves, or a regular expression of such ones
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+# A mark that a tokenizer may have as one special token.
+MARK = re.compile(r"</?[^<>\s=]+>|\[/?[A-Z_]+\]")
+
+HOLE = re.compile(r"\{(\w+)(?::([^}]*))?\}")
+# Most characters of a name, a key, or a text without meaning. A model that writes more does not write a call.
+MOST_SHORT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a family of models writes calls.
+
+    names:     by which users choose it; they are those of vLLM and SGLang, if these have one
+    opens:     marks that begin calls, the usual one first. "": an answer is calls from its first character on, or text
+    call:      the pattern of a call
+    closes:    the mark that ends calls; a model may leave it out at the end
+    parameter: the pattern of a parameter, for {parameters}
+    is_list:   whether several calls may come between the marks; otherwise each has its own
+    is_only:   whether nothing can follow a call, not even another one
+    """
+
+    names: tuple[str, ...]
+    opens: tuple[str, ...]
+    call: str
+    closes: str = ""
+    parameter: str = ""
+    is_list: bool = False
+    is_only: bool = False
+
+    @property
+    def texts(self) -> str:
+        """All that it writes, except for what is in holes."""
+        return " ".join((*self.opens, self.call, self.closes, self.parameter))
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """How a family of models writes its reasoning, which comes before the rest of an answer.
+
+    names:   see CallForm
+    opens:   the mark before it. A chat template may write it at the prompt's end: an answer then begins inside
+    closes:  the mark after it
+    shown:   texts in the templates of these models, by which they are known
+    resumes: what comes between the reasoning and the rest
+    answers: what comes before a text, if that is marked as well
+    implies: marks that end the reasoning too, and are no part of it
+    drops:   further marks that are no part of a text
+    """
+
+    names: tuple[str, ...]
+    opens: str
+    closes: str
+    shown: tuple[str, ...]
+    resumes: str = ""
+    answers: str = ""
+    implies: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> str:
+        """All that it writes."""
+        return " ".join((self.opens, self.closes, self.resumes, self.answers, *self.implies, *self.drops))
+
+
+# The call that a template writes shows the model's form; the first row that fits is used. Each source is a model's
+# repository on Hugging Face: its chat_template.jinja, or the template in its tokenizer_config.json.
+CALL_FORMS = (
+    # NousResearch/Hermes-3-Llama-3.1-8B, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-8B
+    CallForm(("hermes", "qwen", "qwen25"), ("<tool_call>\n",), "{call:arguments}", "\n</tool_call>"),
+    # Qwen/Qwen3-Coder-480B-A35B-Instruct, Qwen/Qwen3.5-397B-A17B
+    CallForm(
+        ("qwen3_coder", "qwen3_xml"),
+        ("<tool_call>\n",),
+        "<function={name}>\n{parameters}</function>\n",
+        "</tool_call>",
+        "<parameter={key}>\n{value}\n</parameter>\n",
+        is_list=True,
+    ),
+    # zai-org/GLM-4.5 and, without new lines, zai-org/GLM-4.7
+    CallForm(
+        ("glm45", "glm47"),
+        ("<tool_call>",),
+        "{name}\n{parameters}</tool_call>",
+        "",
+        "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    # MiniMaxAI/MiniMax-M2
+    CallForm(
+        ("minimax_m2", "minimax-m2"),
+        ("<minimax:tool_call>\n",),
+        '<invoke name="{name}">\n{parameters}</invoke>\n',
+        "</minimax:tool_call>",
+        '<parameter name="{key}">{value}</parameter>\n',
+        is_list=True,
+    ),
+    # moonshotai/Kimi-K2-Instruct and docs/tool_call_guidance.md there, moonshotai/Kimi-K2-Thinking
+    CallForm(
+        ("kimi_k2",),
+        ("<|tool_calls_section_begin|>",),
+        "<|tool_call_begin|>functions.{name}:{any:/[0-9]+/}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        is_list=True,
+    ),
+    # deepseek-ai/DeepSeek-V3-0324, deepseek-ai/DeepSeek-R1-0528
+    CallForm(
+        ("deepseek_v3", "deepseekv3"),
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        is_list=True,
+    ),
+    # deepseek-ai/DeepSeek-V3.1, deepseek-ai/DeepSeek-V3.2-Exp
+    CallForm(
+        ("deepseek_v31", "deepseekv31"),
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json}<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        is_list=True,
+    ),
+    # deepseek-ai/DeepSeek-V3.2, encoding/encoding_dsv32.py
+    CallForm(
+        ("deepseek_v32", "deepseekv32"),
+        ("<｜DSML｜function_calls>\n",),
+        '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n',
+        "</｜DSML｜function_calls>",
+        '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
+        is_list=True,
+    ),
+    # deepseek-ai/DeepSeek-V4 differs in the name of the section alone (vLLM's deepseekv4_tool_parser.py)
+    CallForm(
+        ("deepseek_v4",),
+        ("<｜DSML｜tool_calls>\n",),
+        '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n',
+        "</｜DSML｜tool_calls>",
+        '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
+        is_list=True,
+    ),
+    # mistralai/Mistral-Small-3.2-24B-Instruct-2506, mistralai/Magistral-Small-2509, mistralai/Devstral-Small-2507; an
+    # id may come between name and arguments
+    CallForm(("mistral",), ("[TOOL_CALLS]",), "{name}{any:}[ARGS]{json}"),
+    # mistralai/Mistral-7B-Instruct-v0.3, mistralai/Mistral-Nemo-Instruct-2407
+    CallForm(("mistral_v3",), ("[TOOL_CALLS]",), "{calls:arguments}"),
+    # openai/gpt-oss-120b, and https://cookbook.openai.com/articles/openai-harmony: the recipient comes in either place
+    CallForm(
+        ("openai", "gpt-oss"),
+        ("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions.", "to=functions."),
+        "{name}{any: <|constrain|>json}<|message|>{json}",
+        "<|call|>",
+        is_only=True,
+    ),
+    # meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.3-70B-Instruct
+    CallForm(("llama3_json", "llama3"), ("", "<|python_tag|>"), "{call:parameters}", is_only=True),
+    # meta-llama/Llama-4-Scout-17B-16E-Instruct, meta-llama/Llama-3.2-3B-Instruct (its model card)
+    CallForm(("pythonic", "llama4_pythonic"), ("", "<|python_start|>"), "{python}", "<|python_end|>", is_only=True),
+)
+
+REASONING_FORMS = (
+    # moonshotai/Kimi-K2-Thinking: its calls end its reasoning
+    ReasoningForm(
+        ("kimi_k2",),
+        "<think>",
+        "</think>",
+        shown=("</think>", "<|tool_calls_section_begin|>"),
+        implies=("<|tool_calls_section_begin|>",),
+    ),
+    # deepseek-ai/DeepSeek-R1 and DeepSeek-V3.1, Qwen/Qwen3-8B, zai-org/GLM-4.5, MiniMaxAI/MiniMax-M2
+    ReasoningForm(
+        ("think", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "qwen3", "glm45", "minimax_m2"),
+        "<think>",
+        "</think>",
+        shown=("</think>",),
+    ),
+    # mistralai/Magistral-Small-2509
+    ReasoningForm(("mistral",), "[THINK]", "[/THINK]", shown=("[/THINK]",)),
+    # see the calls of gpt-oss
+    ReasoningForm(
+        ("openai_gptoss", "gpt-oss"),
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        shown=("<|channel|>",),
+        resumes="<|start|>assistant",
+        answers="<|channel|>final<|message|>",
+        drops=("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
+    ),
+)
+AUTO, NONE = "auto", "none"
+
+
+def filled(pattern: str, text: Callable[[str], str], holes: Mapping[str, Callable[[str], str]]) -> str:
+    """Returns a pattern with its texts converted and its holes filled. A hole's function gets its word, or ""."""
+    parts = HOLE.split(pattern)
+    found = [text(parts[0])]
+    for hole, word, after in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        found += [holes[hole](word or ""), text(after)]
+    return "".join(found)
+
+
+_Form = TypeVar("_Form", CallForm, ReasoningForm)
+
+
+def form_named(name: str, forms: Iterable[_Form]) -> _Form:
+    """Returns the row of a name. Raises LookupError, with the names that are nearest to it."""
+    rows = {each: form for form in forms for each in form.names}
+    if name not in rows:
+        near = difflib.get_close_matches(name, rows, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose {AUTO}, {NONE}, {', '.join(sorted(rows))}"
+        raise LookupError(hint)
+    return rows[name]
+
+
+def require_form(name: str, forms: Iterable[_Form]) -> None:
+    """Raises LookupError for a name that is neither a row's nor AUTO nor NONE, with the nearest names."""
+    if name not in (AUTO, NONE):
+        form_named(name, forms)
+
+
+def kept_marks(added: Collection[str]) -> frozenset[str]:
+    """Returns the marks that are part of a model's text, although its files may call them special.
+
+    added: the tokens that its tokenizer has beyond the vocabulary of texts. A form counts if its first mark is there
+    """
+    marks = [MARK.findall(form.texts) for form in (*CALL_FORMS, *REASONING_FORMS)]
+    return frozenset(mark for found in marks if found and found[0] in added for mark in found)

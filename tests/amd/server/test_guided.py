@@ -1,0 +1,89 @@
+"""Constraints over HTTP under the names of vLLM and SGLang: each holds the answer, and two of them are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rocm_serve.engine import Engine
+from tests.amd.runner.with_parameters import PROMPT, character_model
+from tests.amd.server.raw import post, requested
+from tests.amd.server.running import Running, running
+from tests.amd.server.test_requested import OPTIONS
+
+SCHEMA = {"enum": ["no", "yes"]}
+LARK = 'start: "a" b+\nb: "b"'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    loaded = character_model()
+    with running(Engine(loaded, OPTIONS), tokenizer=loaded.tokenizer, constraint_seconds=1) as served:
+        yield served
+
+
+def asked(server: Running, **fields: Any) -> Any:
+    return post(server, requested(**{"prompt": list(PROMPT), "max_tokens": 40, "seed": 4, "temperature": 1, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"json": SCHEMA}}, '"(no|yes)"'),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '"(no|yes)"'),
+        ({"structured_outputs": {"regex": "a{2}b{3}"}}, "aabbb"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"structured_outputs": {"grammar": LARK}}, "ab+"),
+        ({"structured_outputs": {"json_object": True}}, r"\s*\{.*"),
+        ({"guided_json": SCHEMA}, '"(no|yes)"'),
+        ({"guided_regex": "a{2}b{3}"}, "aabbb"),
+        ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"guided_grammar": LARK}, "ab+"),
+        ({"regex": "a{2}b{3}"}, "aabbb"),
+        ({"json_schema": json.dumps(SCHEMA)}, '"(no|yes)"'),
+        ({"regex": "a{2}", "response_format": {"type": "text"}, "guided_json": None}, "aa"),
+    ],
+    ids=str,
+)
+def test_the_answer_matches_whatever_the_field_is_called(fields: dict[str, Any], pattern: str, server: Running) -> None:
+    (choice,) = asked(server, **fields).json["choices"]
+    assert re.fullmatch(pattern, choice["text"], re.DOTALL), choice
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"guided_regex": "a", "guided_json": SCHEMA}, "constrains its answer by guided_json and by guided_regex"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.regex and by structured_outputs.ch",
+        ),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "by regex and by response_format.json_object"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag is not supported here"),
+        ({"structured_outputs": {}}, "structured_outputs has no constraint"),
+        ({"structured_outputs": {"choice": []}}, "a choice needs at least one text"),
+        ({"guided_regex": "("}, "the constraint cannot be used"),
+        ({"guided_grammar": "begin: x"}, "the constraint cannot be used"),
+        ({"guided_json": "{"}, "the JSON schema is not JSON"),
+        ({"guided_regex": "x" * 70_000}, "the constraint has 70000 characters; at most 65536 are allowed"),
+        ({"guided_choice": "one"}, "guided_choice"),
+        ({"ebnf": "root ::= x"}, "not served: ebnf"),
+    ],
+    ids=lambda each: str(each)[:60],
+)
+def test_a_constraint_that_cannot_be_followed_is_refused(fields: dict[str, Any], says: str, server: Running) -> None:
+    reply = asked(server, **fields)
+    assert reply.status == 400
+    assert says in reply.error["message"]
+
+
+def test_a_bomb_under_any_name_is_ended_like_the_others(server: Running) -> None:
+    endless = {"allOf": [{"type": "string", "pattern": f"[ab]*a[ab]{{{number}}}"} for number in range(10, 40)]}
+    for fields in ({"guided_json": endless}, {"structured_outputs": {"json": endless}}):
+        reply = asked(server, **fields)
+        assert (reply.status, "it takes more than 1 CPU seconds" in reply.error["message"]) == (400, True)
+    assert server.holds_nothing()

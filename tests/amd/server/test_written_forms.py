@@ -1,0 +1,389 @@
+"""Calls and reasoning in the form of each family of models: examples as the models' publishers write them.
+
+Whatever the pieces are in which a text comes, the same is found. The sources are those of the table's rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_attn.errors import BadRequest, BadSetting
+from rocm_serve.server.call_forms import form_of, reasoning_of
+from rocm_serve.server.call_grammar import calls_only, lead_of
+from rocm_serve.server.call_reader import AnswerReader, Thought, ToolCall
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.constraint import Constraint, compiled_of, tokens_of
+from rocm_serve.text.tokenizer import Tokenizer
+from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"enum": ["C", "F"]},
+        "hours": {"type": "array", "items": {"$ref": "#/$defs/Hour"}},
+        "rain": {"type": ["boolean", "string"]},
+    },
+    "required": ["city"],
+    "$defs": {"Hour": {"type": "integer"}},
+    "additionalProperties": False,
+}
+FUNCTIONS: dict[str, Any] = {"get_weather": WEATHER, "get-time": {"type": "object", "properties": {}}, "f": {}}
+Calls = list[tuple[str, dict[str, Any]]]
+OSLO: Calls = [("get_weather", {"city": "Oslo", "days": 3})]
+BOTH: Calls = [*OSLO, ("get-time", {})]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text of a model, and what is in it. is_inside: whether the prompt ends inside of reasoning"""
+
+    calls_in: str
+    text: str
+    calls: Calls
+    said: str = ""
+    thought: str = ""
+    reasoning: str = ""
+    is_inside: bool = False
+    functions: dict[str, Any] = field(default_factory=lambda: FUNCTIONS)
+
+
+QWEN_XML = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get-time">\n</invoke>\n</minimax:tool_call>'
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Oslo", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.get-time:1'
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK_3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Oslo", "days": 3}\n'
+    "```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n{}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>"
+)
+DEEPSEEK_31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo", "days": 3}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>get-time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Oslo'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="get-time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
+OSS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo", "days": 3}'
+OSS_THOUGHT = "<|channel|>analysis<|message|>They ask of Oslo.<|end|><|start|>assistant"
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+EXAMPLES = [
+    Example("hermes", HERMES, OSLO),
+    Example("hermes", f"{HERMES}\n{HERMES}", OSLO * 2),
+    Example("hermes", f"<think>\nHm.\n</think>\n\nI look.\n{HERMES}", OSLO, "I look.", "Hm.", "qwen3"),
+    Example("hermes", "Is it?\n</think>\n\nIt is <think> ing.", [], "It is <think> ing.", "Is it?", "deepseek_r1",
+            True),
+    Example("hermes", "<think>\nI see", [], "", "I see", "deepseek_r1", is_inside=True),
+    Example("hermes", "<think>\n\n</think>\n\nYes.", [], "Yes.", "", "qwen3"),
+    Example("hermes", "It writes <think> first </think>.", [], "It writes <think> first </think>.", "", "qwen3"),
+    Example("qwen3_coder", QWEN_XML, OSLO),
+    Example("qwen3_coder", f"Well.\n\n{QWEN_XML}\n{QWEN_XML}", OSLO * 2, "Well."),
+    Example("qwen3_coder", "<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
+    Example(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n3\nlines\n\n</parameter>\n<parameter=hours>\n[1, 2]\n"
+        "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
+        [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
+    ),
+    Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
+    Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
+    Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
+    Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
+    Example(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">["x", 1.50]</parameter>\n'
+        '<parameter name="b">&lt;\nb</parameter>\n</invoke>\n</minimax:tool_call>',
+        [("f", {"a": ["x", 1.5], "b": "&lt;\nb"})],
+    ),
+    Example("kimi_k2", KIMI, BOTH),
+    Example("kimi_k2", f"<think>Hm. {KIMI}", BOTH, "", "Hm.", "kimi_k2"),
+    Example("kimi_k2", f"<think>Hm.</think>I look.{KIMI}", BOTH, "I look.", "Hm.", "kimi_k2"),
+    Example("deepseek_v3", DEEPSEEK_3, BOTH),
+    Example("deepseek_v31", f"I look.{DEEPSEEK_31}", BOTH, "I look."),
+    Example("deepseek_v32", f"Hm.</think>I look.\n\n{DSML}", BOTH, "I look.", "Hm.", "deepseek_v3", is_inside=True),
+    Example("deepseek_v32", DSML.replace('string="false"', 'string="true"'),
+            [("get_weather", {"city": "Oslo", "days": "3"}), ("get-time", {})]),
+    Example("deepseek_v4", DSML.replace("function_calls", "tool_calls"), BOTH),
+    Example("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}[TOOL_CALLS]get-time[ARGS]{}', BOTH),
+    Example("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo", "days": 3}', OSLO),
+    Example("mistral", '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get-time[ARGS]{}', BOTH[1:], "I look.", "Hm.", "mistral"),
+    Example(
+        "mistral_v3",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}, "id": "a1b2c3d4e"}, '
+        '{"name": "get-time", "arguments": {}}]',
+        BOTH,
+    ),
+    Example("openai", OSS, OSLO),
+    Example("openai", f"{OSS_THOUGHT}{OSS}<|call|>", OSLO, "", "They ask of Oslo.", "openai_gptoss"),
+    Example(
+        "openai",
+        f'{OSS_THOUGHT} to=functions.get_weather<|channel|>commentary json<|message|>{{"city": "Oslo", "days": 3}}',
+        OSLO,
+        "",
+        "They ask of Oslo.",
+        "gpt-oss",
+    ),
+    Example(
+        "openai",
+        f"{OSS_THOUGHT}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{OSS}",
+        OSLO,
+        "I look.",
+        "They ask of Oslo.",
+        "gpt-oss",
+    ),
+    Example("openai", f"{OSS_THOUGHT}<|channel|>final<|message|>Cold.<|return|>", [], "Cold.", "They ask of Oslo.",
+            "gpt-oss"),
+    Example("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}', OSLO),
+    Example("llama3_json", '<|python_tag|>{"name": "get-time", "parameters": {}}', BOTH[1:]),
+    Example("pythonic", "[get_weather(city='Oslo', days=3), f(a=[1, {'b': None}], c=-1.5, d=true)]",
+            [*OSLO, ("f", {"a": [1, {"b": None}], "c": -1.5, "d": True})]),
+    Example("llama4_pythonic", '<|python_start|>[get_weather(city="Os]lo", days=3)]<|python_end|>',
+            [("get_weather", {"city": "Os]lo", "days": 3})]),
+    # No calls: all of it stays text.
+    *(
+        Example(name, text, [], text)
+        for name, text in (
+            ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
+            ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
+            ("glm45", "<tool_call>get_weather is a name"),
+            ("glm45", GLM.removesuffix("</tool_call>")),
+            ("minimax_m2", "<minimax:tool_call>\n<invoke>"),
+            ("kimi_k2", KIMI.replace('{"city"', '{"city')),
+            ("deepseek_v3", DEEPSEEK_31),
+            ("deepseek_v31", DEEPSEEK_3),
+            ("mistral", "[TOOL_CALLS]get_weather" + "x" * 300 + "[ARGS]{}"),
+            ("mistral", "[TOOL_CALLS]f" + " " * 300 + "[ARGS]{}"),
+            ("openai", "It goes to=functions.launch"),
+            ("pythonic", "[f(open('x'))]"),
+            ("pythonic", "[f(a=open('x'))]"),
+            ("pythonic", "[f(**{'a': 1})]"),
+            ("pythonic", "[f(a=b'x')]"),
+            ("pythonic", "[f(a=1e999)]"),
+            ("pythonic", "[" * 400 + "]" * 400),
+            ("pythonic", "[1] and [f()]"),
+        )
+    ),
+]  # fmt: skip
+BY_NAME = {f"{place}-{example.calls_in}": example for place, example in enumerate(EXAMPLES)}
+
+
+def found_in(example: Example, pieces: list[str]) -> tuple[str, str, Calls]:
+    """Reasoning, text and calls."""
+    reasoning = form_named(example.reasoning, REASONING_FORMS) if example.reasoning else None
+    form = form_named(example.calls_in, CALL_FORMS)
+    reader = AnswerReader(form, example.functions, reasoning, is_inside=example.is_inside)
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    calls = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    return thought, "".join(part for part in parts if isinstance(part, str)), calls
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@settings(max_examples=15)
+@given(cuts=st.lists(st.integers(0, 600), max_size=8))
+def test_each_example_is_read_as_it_is_meant_however_it_comes(name: str, cuts: list[int]) -> None:
+    example = BY_NAME[name]
+    expected = example.thought, example.said, example.calls
+    assert found_in(example, list(example.text)) == expected
+    places = sorted({0, len(example.text), *(cut % (len(example.text) + 1) for cut in cuts)})
+    pieces = [example.text[begin:end] for begin, end in pairwise(places)]
+    assert found_in(example, pieces) == expected
+
+
+@given(data=st.data())
+def test_a_text_of_any_marks_is_read_alike_however_it_comes(data: st.DataObject) -> None:
+    """Nothing is lost of a text without calls but the marks that are no text, and nothing raises."""
+    form = data.draw(st.sampled_from(CALL_FORMS))
+    reasoning = data.draw(st.sampled_from(REASONING_FORMS))
+    words = [*MARK.findall(form.texts), *MARK.findall(reasoning.texts), *form.opens, reasoning.answers]
+    words += ["get_weather", "f", "{", "}", "[", "]", '"', " ", "\n", "<", "name", "functions.", ":0", "(a=1)", "x"]
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
+    example = Example(form.names[0], text, [], reasoning=reasoning.names[0], is_inside=data.draw(st.booleans()))
+    assert found_in(example, list(text)) == found_in(example, [text])
+
+
+def test_every_row_has_an_example_and_every_name_one_row() -> None:
+    shown = {id(form_named(example.calls_in, CALL_FORMS)) for example in EXAMPLES if example.calls}
+    assert shown == set(map(id, CALL_FORMS))
+    thought = {id(form_named(each.reasoning, REASONING_FORMS)) for each in EXAMPLES if each.thought}
+    assert thought == set(map(id, REASONING_FORMS))
+    for forms in (CALL_FORMS, REASONING_FORMS):
+        names = [name for form in forms for name in form.names]
+        assert len(names) == len(set(names))
+
+
+def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark() -> None:
+    """A reader that went back to each mark would look at 10,000 times 150,000 characters."""
+    example = Example("hermes", '<tool_call>{"a": ' * 10_000, [])
+    assert found_in(example, [example.text]) == ("", example.text, [])
+
+
+# Templates write an earlier call as in these lines of the published ones.
+CALL = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}" + CALL + "{% endfor %}"
+ARGUMENTS = "{% for k, v in c.function.arguments.items() %}PARAMETER{% endfor %}"
+WRITTEN = {
+    "qwen3_coder": "<tool_call>\n<function={{ c.function.name }}>\n"
+    + ARGUMENTS.replace("PARAMETER", "<parameter={{ k }}>\n{{ v }}\n</parameter>\n") + "</function>\n</tool_call>",
+    "glm45": "<tool_call>{{ c.function.name }}\n"
+    + ARGUMENTS.replace("PARAMETER", "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n") + "</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ c.function.name }}">\n'
+    + ARGUMENTS.replace("PARAMETER", '<parameter name="{{ k }}">{{ v }}</parameter>\n')
+    + "</invoke>\n</minimax:tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name"
+    " + '\n```json\n' + c.function.arguments + '\n```<｜tool▁call▁end｜>' }}",
+    "deepseek_v31": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + "
+    "c.function.arguments + '<｜tool▁call▁end｜>' }}",
+    "mistral": "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}",
+    "mistral_v3": '[TOOL_CALLS] [{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+    '"id": "{{ c.id }}"}]',
+    "openai": "<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>",
+    "pythonic": "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_form_is_found_by_the_call_that_a_template_writes(name: str) -> None:
+    assert form_of(ChatTemplate(TEMPLATE.replace("CALL", WRITTEN[name]))) is form_named(name, CALL_FORMS)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("{{ c.split('</think>') }}", "think"),
+        ("</think> <|tool_calls_section_begin|>", "kimi_k2"),
+        ("[THINK]{{ m.thinking }}[/THINK]", "mistral"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss"),
+    ],
+)
+def test_reasoning_is_found_by_the_marks_in_a_template(written: str, name: str) -> None:
+    assert reasoning_of(ChatTemplate(written)) is form_named(name, REASONING_FORMS)
+
+
+def test_a_model_whose_template_has_no_reasoning_writes_none() -> None:
+    assert reasoning_of(ChatTemplate(TEMPLATE)) is None
+
+
+def letters(special: tuple[str, ...] = ()) -> Tokenizer:
+    """A token for each byte, and one for each of these marks and for the end."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = {each: place for place, each in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    backend.model = tokenizers.models.BPE(alphabet, [])
+    backend.add_special_tokens(["<end>", *special])
+    return Tokenizer(backend, None, None)
+
+
+def accepts(constraint: Constraint, text: str, tokenizer: Tokenizer, written_by: Tokenizer | None = None) -> bool:
+    end, size = tokenizer.backend.token_to_id("<end>"), tokenizer.backend.get_vocab_size()
+    assert end is not None
+    matcher: Any = compiled_of(constraint, tokens_of(tokenizer.backend.to_str(), size, (end,)))
+    tokens = (written_by or tokenizer).encode(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}}
+    for name in ("get_weather", "get-time")
+]
+REQUIRED = [
+    each for each in EXAMPLES
+    if each.calls in (OSLO, BOTH) and not each.said and not each.reasoning and "python" not in each.calls_in
+    and "CALL_ID" not in each.text and "}, {" not in each.text and each.functions is FUNCTIONS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("example", REQUIRED, ids=lambda each: each.calls_in)
+def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as_tokens: bool) -> None:
+    form = form_named(example.calls_in, CALL_FORMS)
+    ours = letters(tuple(dict.fromkeys(MARK.findall(form.texts))) if as_tokens else ())
+    constraint = calls_only(form, TOOLS, ours.special_mark, several=True)
+    text = example.text.removesuffix("<|call|>")
+    assert accepts(constraint, text, ours)
+    assert not accepts(constraint, text.replace("3", '"x"'), ours)
+    assert not accepts(constraint, f"Well. {text}", ours)
+    assert not accepts(constraint, text.replace("get_weather", "launch"), ours)
+    if as_tokens and MARK.search(text):  # letters that only look like a mark
+        assert not accepts(constraint, text, ours, written_by=letters())
+
+
+def test_calls_in_python_cannot_be_required() -> None:
+    with pytest.raises(BadRequest, match="calls of the form pythonic cannot be required"):
+        calls_only(form_named("pythonic", CALL_FORMS), TOOLS, letters().special_mark, several=True)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(
+    "constraint",
+    [Constraint.json_schema({"enum": ["ab"]}), Constraint.regex('"[a-z]+"'), Constraint.choice(['"ab"'])],
+    ids=lambda each: each.kind,
+)
+def test_reasoning_comes_before_a_constrained_text(constraint: Constraint, as_tokens: bool) -> None:
+    ours = letters(("<think>", "</think>") if as_tokens else ())
+    form = form_named("think", REASONING_FORMS)
+    inside, outside = (
+        replace(constraint, lead=lead_of(form, ours.special_mark, is_inside=each, is_text=True))
+        for each in (True, False)
+    )
+    assert accepts(inside, 'Hm, {"a" < 3.\n</think>\n\n"ab"', ours)
+    assert not accepts(inside, '"ab"', ours)
+    assert accepts(outside, '<think>\nHm.</think>\n\n"ab"', ours)
+    assert accepts(outside, '"ab"', ours)
+    assert not accepts(outside, 'Hm.</think>\n\n"ab"', ours)
+    assert not accepts(constraint, '<think>\nHm.</think>\n\n"ab"', ours)
+
+
+def test_gpt_oss_writes_a_constrained_text_in_its_last_channel() -> None:
+    form = form_named("gpt-oss", REASONING_FORMS)
+    ours = letters(("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
+    lead = lead_of(form, ours.special_mark, is_inside=False, is_text=True)
+    constraint = replace(Constraint.choice(["ab"]), lead=lead)
+    assert accepts(constraint, f"{OSS_THOUGHT}<|channel|>final<|message|>ab", ours)
+    assert accepts(constraint, "<|channel|>final<|message|>ab", ours)
+    assert not accepts(constraint, f"{OSS_THOUGHT}ab", ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tool_parser": "qwen3_code"}, r"tool_parser is 'qwen3_code', .*did you mean qwen3_coder"),
+        ({"reasoning_parser": "deepseekr1"}, r"reasoning_parser is 'deepseekr1', .*did you mean deepseek_r1"),
+        ({"tool_parser": "#"}, "choose auto, none, deepseek_v3"),
+    ],
+)
+def test_a_form_that_there_is_not_is_refused_with_the_nearest(options: dict[str, str], says: str) -> None:
+    with pytest.raises(BadSetting, match=says):
+        ServerOptions(**options)  # type: ignore[arg-type]
+    assert ServerOptions(tool_parser="none", reasoning_parser="qwen3").tool_parser == "none"

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -145,7 +146,10 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Continues a conversation, in the form of OpenAI's newer API. Nothing is kept."""
-        chat = body.as_chat
+        try:
+            chat = body.as_chat
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
         job = _job(request, chat, model)
         requests = await model.chat_requests(chat, job.salt)
         replies = ResponseReplies(model.name, body, partial(model.reader_of, chat, requests[0]), model.count_tokens)

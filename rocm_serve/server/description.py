@@ -81,12 +81,14 @@ _ANSWERS: dict[str, Json] = {
     "/load": _object(server_load=_COUNT),
     "/v1/responses": _RESPONSE,
 }
-# The content type that a path sends in addition to JSON, or in its place.
-_TEXTS = {
-    "/metrics": "text/plain",
-    "/v1/completions": "text/event-stream",
-    "/v1/chat/completions": "text/event-stream",
-    "/v1/responses": "text/event-stream",
+# Each event of a stream. Those of /v1/responses have names.
+_EVENT: Json = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
+# The content that a path sends in addition to JSON, or in its place.
+_TEXTS: dict[str, Json] = {
+    "/metrics": {"text/plain": {"schema": _TEXT}},
+    "/v1/completions": {"text/event-stream": {"schema": _EVENT}},
+    "/v1/chat/completions": {"text/event-stream": {"schema": _EVENT}},
+    "/v1/responses": {"text/event-stream": {"schema": _EVENT}},
 }
 # Paths whose JSON is the same with status 503, and the meaning of that.
 _UNWELL = {
@@ -101,8 +103,7 @@ def with_answers(description: Json) -> Json:
     error = {"description": "an error, in OpenAI's form", "content": {"application/json": {"schema": _ERROR}}}
     for path, operations in description["paths"].items():
         content: Json = {"application/json": {"schema": _ANSWERS[path]}} if path in _ANSWERS else {}
-        if path in _TEXTS:
-            content[_TEXTS[path]] = {"schema": _TEXT}
+        content |= _TEXTS.get(path, {})
         for operation in operations.values():
             operation["responses"].pop("422", None)
             operation["responses"]["200"]["content"] = content

@@ -159,7 +159,7 @@ class ResponseReplies:
         cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._count_tokens(self._thought) if self._thought else 0},
             "total_tokens": counts["total_tokens"],

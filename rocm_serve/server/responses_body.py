@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.schema import ChatBody
@@ -110,7 +109,7 @@ class ResponsesBody(BaseModel):
 
     @property
     def as_chat(self) -> ChatBody:
-        """The same request for /v1/chat/completions. Raises ApiError, RequestValidationError."""
+        """The same request for /v1/chat/completions. Raises ApiError, and ValidationError of pydantic."""
         extra = self.model_extra or {}
         for name, (allowed, why) in _REFUSED.items():
             if extra.get(name) not in allowed:
@@ -142,10 +141,7 @@ class ResponsesBody(BaseModel):
             fields["response_format"] = {"type": form.type, **schema}
         if self.reasoning is not None and self.reasoning.effort is not None:
             fields["reasoning_effort"] = self.reasoning.effort
-        try:
-            return ChatBody.model_validate(fields)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
+        return ChatBody.model_validate(fields)
 
     def _messages(self) -> list[dict[str, Any]]:
         """The conversation. An answer's reasoning, text and calls are items here, and one message there."""
@@ -206,6 +202,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncation": ((None, "disabled"), "truncation is not served; shorten the input, and set it to disabled"),
     "top_logprobs": ((None, 0), "top_logprobs is not served here; /v1/chat/completions and /v1/completions have it"),
     "max_tool_calls": ((None,), "max_tool_calls bounds tools that a server calls, and this server calls none"),
+    "prompt_logprobs": (
+        (None,),
+        "prompt_logprobs is not served here; /v1/chat/completions and /v1/completions have it",
+    ),
     "n": ((None, 1), "n is not served here; /v1/chat/completions has it"),
     "messages": ((None,), "messages is a field of /v1/chat/completions; give input"),
     "logprobs": ((None, False), "logprobs is not served here; /v1/chat/completions and /v1/completions have it"),

@@ -53,7 +53,7 @@ class Tokenising:
         rendering: how it is written
         writer:    the tokenizer with the chat template that writes it
         """
-        length = sum(len(message["content"]) for message in messages)
+        length = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
         return await self.in_thread(length, self._conversation, messages, tools, rendering, writer)
 
     def close(self) -> None:

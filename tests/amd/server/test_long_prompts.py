@@ -19,7 +19,7 @@ from tests.amd.runner.with_parameters import character_tokenizer
 from tests.amd.server.raw import CHAT, COMPLETIONS, post, requested, send
 from tests.amd.server.running import NAME, running
 
-PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }}{% endfor %}")
 LONG = 70_000
 SAID: dict[str, Any] = {"role": "user", "content": ""}
 
@@ -94,10 +94,22 @@ def test_a_text_of_too_many_bytes_is_refused_before_the_tokenizer_reads_it(path:
         assert post(server, body(path, "é" * LONG + "w"), path).json["usage"]["prompt_tokens"] == 1
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(path: str, loaded: LoadedModel) -> None:
+THOUGHT = {"role": "assistant", "content": "w1", "reasoning_content": " " * LONG}
+
+
+@pytest.mark.parametrize(
+    ("path", "long"),
+    [
+        (COMPLETIONS, body(COMPLETIONS, "w1" + " " * LONG)),
+        (CHAT, body(CHAT, "w1" + " " * LONG)),
+        (CHAT, {**body(CHAT, "w1"), "messages": [THOUGHT]}),
+    ],
+    ids=["prompt", "message", "reasoning"],
+)
+def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(
+    path: str, long: dict[str, Any], loaded: LoadedModel
+) -> None:
     backend = Backend(word_tokenizer().backend)
-    long = body(path, "w1" + " " * LONG)
     with (
         running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server,
         ThreadPoolExecutor(40) as threads,

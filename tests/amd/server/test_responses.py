@@ -183,6 +183,7 @@ def test_a_schema_holds_the_text_and_reasoning_may_come_first(server: Running, t
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"top_k": "many"}, "top_k", "valid integer"),
         ({"n": 2}, "n", "not served here"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not served here"),
     ],
     ids=str,
 )

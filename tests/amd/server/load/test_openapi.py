@@ -14,7 +14,9 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
@@ -80,9 +82,14 @@ def check_by_openais_types(response: Any) -> None:
     kind = response.headers["content-type"][0].partition(";")[0]
     if kind == "text/event-stream":
         events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
-        if not events[-1].startswith('{"error"'):
-            assert events.pop() == "[DONE]"
+        if events[-1] == "[DONE]":
+            events.pop()
+        else:
+            assert events[-1].startswith(('{"error"', '{"type":"response.completed"', '{"type":"response.incomplete"'))
         for event in map(json.loads, events):
+            if event.get("type", "").startswith("response."):
+                RESPONSE_EVENT.validate_python(event)
+                continue
             TYPES.get(event.get("object"), ErrorObject).model_validate(event.get("error", event), strict=True)
     elif kind == "application/json":
         content = response.json()
@@ -97,7 +104,9 @@ TYPES: dict[str, type[BaseModel]] = {
     "chat.completion.chunk": ChatCompletionChunk,
     "text_completion": Completion,
     "model": Model,
+    "response": OpenAIResponse,
 }
+RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -111,7 +120,7 @@ def test_no_request_of_the_description_makes_the_server_fail(server: Served, num
     found = check_every_operation(server, num_examples)
     operations = {label for label, _ in found}
     assert {"POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /metrics"} <= operations
-    for label in ("POST /v1/chat/completions", "POST /v1/completions"):
+    for label in ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"):
         assert found[label, 400] > 0, found
         assert sum(count for (name, _), count in found.items() if name == label) >= num_examples / 2
     counts = server.counts()

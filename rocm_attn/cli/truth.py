@@ -147,7 +147,7 @@ def _lines(way: Way, pages: PageChoice, report: TruthReport) -> list[str]:
     ]
     for problem, kernels, of_layer in zip(report.problems, report.kernels, report.tallies, strict=True):
         lines += ["", f"  {_geometry(problem)}", f"  {'; '.join(kernels)}"]
-        lines.append(f"  {'tokens':>8} {'requested for':>12} {'missed':>9} {'hidden':>12} {'seen':>9} {'furthest':>9}")
+        lines.append(f"  {'tokens':>8} {'asked for':>12} {'missed':>9} {'hidden':>12} {'seen':>9} {'furthest':>9}")
         lines += [
             f"  {length:>8,} {tally.requested:>12,} {tally.missed:>9,} {tally.hidden:>12,} {tally.seen:>9,} "
             f"{tally.worst:>9.1e}"

@@ -77,8 +77,8 @@ MISTAKES = {
     ),
     "the_store_multiplies_slots_in_32_bits": Mistake(
         store,
-        "slot = tl.load(slot_of_token + token).to(tl.int64)",
-        "slot = tl.load(slot_of_token + token)",
+        "token).to(tl.int64)\n    if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT)",
+        "token)\n    if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT)",
         "launch_store_kv",
         kernel_cases,
         lambda arch: run_store(arch, BF16, linear_pools, is_large=True),

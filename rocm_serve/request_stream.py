@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -216,3 +216,9 @@ class RequestStream:
         except (asyncio.CancelledError, GeneratorExit):
             self.close()
             raise
+
+
+def cached_tokens(streams: Sequence[RequestStream]) -> int:
+    """Tokens of the prompts of requests that were found in the prefix cache; none of a request that has not ended."""
+    ended = [stream.ended_with for stream in streams]
+    return sum(each.cached_tokens for each in ended if each is not None)

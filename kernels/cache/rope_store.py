@@ -335,7 +335,7 @@ def launch_rope_store(
 
     Padded tokens of q_out are computed like others. At a position that the table does not have, q_out is NaN, and K is
     stored as 0 with the error bit.
-    pages:     linear, with any strides but the last, or vectorised; written in place. Of records, the elements after V
+    pages:     linear, with any strides but the last, or vectorised; written in place. The elements after V of records
                turn, and no others
     null_page: whether page 0 belongs to no sequence
     """

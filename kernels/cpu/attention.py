@@ -156,9 +156,7 @@ def _decode(args: AttendArgs, block_table: Tensor, scores: Scores) -> None:
     q = q.float().view(num_seqs, num_kv_heads, ratio, -1)
     out, lse = _fused(q, k, v, attn_mask=bias, scale=scores.scale)
     if args.sinks is not None:
-        sinks = args.sinks.view(num_kv_heads, ratio)
-        out = out * torch.sigmoid(lse - sinks)[..., None]
-        lse = torch.logaddexp(lse, sinks)
+        out, lse = _with_sinks(out, lse, args.sinks.view(num_kv_heads, ratio))
     if token is None:
         args.out.view_as(out).copy_(out)
     else:
@@ -239,10 +237,12 @@ def _attend_group(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tens
     out, lse = _fused(q, k, v, attn_mask=bias, scale=scores.scale)
     out = out.unflatten(2, (ratio, tile_len)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     lse = lse.unflatten(2, (ratio, tile_len)).permute(0, 3, 1, 2).flatten(2, 3)
-    if args.sinks is not None:
-        out = out * torch.sigmoid(lse - args.sinks)[..., None]
-        lse = torch.logaddexp(lse, args.sinks)
-    return out, lse
+    return (out, lse) if args.sinks is None else _with_sinks(out, lse, args.sinks)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out [..., heads, v_head_dim] and lse [..., heads] with the sinks' weight in them."""
+    return out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
 
 
 def _gathered(args: AttendArgs, tiles: _Tiles, key: Tensor) -> tuple[Tensor, Tensor]:

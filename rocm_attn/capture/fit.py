@@ -1,4 +1,4 @@
-"""Whether a model fits a GPU, and how many tokens of K and V would, from what is known before anything is loaded."""
+"""Fit: a model in a GPU's memory, and the tokens of K and V that would fit, known before anything is loaded."""
 
 from __future__ import annotations
 

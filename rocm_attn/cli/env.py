@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+from rocm_attn.cli.torch_failures import first_line
 from rocm_attn.machine.distributions import OWN_DISTRIBUTIONS, version_of
 from rocm_attn.machine.releases import triton_version
 
@@ -25,7 +26,7 @@ def _failure(action: Callable[[], object]) -> str:
     try:
         action()
     except Exception as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return ""
 
 
@@ -72,11 +73,9 @@ def environment() -> dict[str, Any]:
     """
     built_for: dict[str, str | None] = {"rocm": None, "cuda": None}
     devices: list[dict[str, Any]] = []
-    torch_error = _TORCH_ERROR
-    if not torch_error:
-        torch_error = _failure(lambda: built_for.update(_built_for()))
-    if not torch_error:
-        torch_error = _failure(lambda: devices.extend(_devices()))
+    torch_error = (
+        _TORCH_ERROR or _failure(lambda: built_for.update(_built_for())) or _failure(lambda: devices.extend(_devices()))
+    )
     return {
         "versions": {
             "python": platform.python_version(),

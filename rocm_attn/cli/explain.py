@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -117,15 +118,12 @@ def _pages(options: argparse.Namespace, over: Sequence[Problem], choose: Callabl
 
     Raises Unsupported.
     """
-    if options.page_size is None:
-        usual = argparse.Namespace(page_size=DEFAULT_PAGE_SIZE, pool=options.pool)
-        if options.engine is not None:
-            return page_choice(usual, over, choose)
-        try:
+    if options.page_size is not None:
+        return page_choice(options, over, choose)
+    if options.engine is None:
+        with suppress(Unsupported):
             return page_choice(argparse.Namespace(page_size=AUTO, pool=options.pool), over, choose)
-        except Unsupported:
-            return page_choice(usual, over, choose)
-    return page_choice(options, over, choose)
+    return page_choice(argparse.Namespace(page_size=DEFAULT_PAGE_SIZE, pool=options.pool), over, choose)
 
 
 def _page_lines(options: argparse.Namespace, pages: PageChoice) -> list[str]:

@@ -1,4 +1,4 @@
-"""What serves a model: the engine of rocm-serve, the plug-ins of engines, or nothing."""
+"""ServedBy: a model is served by the engine of rocm-serve, by the plug-ins of engines, or by nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rocm_attn.errors import BadModel, Unsupported
 
 
 class Server(enum.Enum):
-    """What serves a model; the names are those of explain --json."""
+    """The server of a model; the names are those of explain --json."""
 
     SERVE = "serve"
     PLUGINS = "plugins"
@@ -20,7 +20,7 @@ class Server(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServedBy:
-    """server: what serves a model; but: what does not, and why, "" if all do"""
+    """server: it serves a model; but: the one that does not, and why, "" if all do"""
 
     server: Server
     but: str
@@ -35,7 +35,7 @@ class ServedBy:
 
 
 def served_by(place: str, not_served: str) -> ServedBy:
-    """What serves the model at `place`. not_served: why its attention is not; "" if it is. Raises BadModel."""
+    """Returns the server of the model at `place`. not_served: why its attention is not, or "". Raises BadModel."""
     if not_served:
         return ServedBy(Server.NOTHING, not_served)
     try:

@@ -15,5 +15,9 @@ def torch_failure(error: BaseException) -> str:
     importing = [number for number, name in enumerate(modules) if name == "importlib._bootstrap"]
     if not importing or not any(name == "torch" or name.startswith("torch.") for name in modules[importing[0] :]):
         return ""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"torch cannot be imported ({reason}); rocm-attn doctor says what is wrong with it"
+    return f"torch cannot be imported ({first_line(error)}); rocm-attn doctor says what is wrong with it"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

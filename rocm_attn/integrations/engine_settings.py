@@ -7,23 +7,24 @@ from collections.abc import Mapping
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.external import FaultPolicy, LogAndCount, raise_fault
-from rocm_attn.machine.settings import ON_FAULT, PROVIDER
+from rocm_attn.machine.settings import ON_FAULT, PROVIDER, VARIABLES
 
-_PROVIDERS = ("auto", "triton", "aiter", "torch")
+_WORDS = {variable.name: variable.words for variable in VARIABLES}
 
 
 def provider(environment: Mapping[str, str]) -> str:
     """Returns the provider whose kernels serve. Raises BadSetting."""
-    return _one_of(environment, PROVIDER, _PROVIDERS)
+    return _one_of(environment, PROVIDER)
 
 
 def fault_policy(environment: Mapping[str, str], log: logging.Logger) -> FaultPolicy:
     """Returns the policy for faults. log: the engine's logger, whose output it shows. Raises BadSetting."""
-    return LogAndCount(log) if _one_of(environment, ON_FAULT, ("raise", "log")) == "log" else raise_fault
+    return LogAndCount(log) if _one_of(environment, ON_FAULT) == "log" else raise_fault
 
 
-def _one_of(environment: Mapping[str, str], variable: str, allowed: tuple[str, ...]) -> str:
-    """Returns the value of a variable, or the first allowed one if it is not set."""
+def _one_of(environment: Mapping[str, str], variable: str) -> str:
+    """Returns the value of a variable, or the first of its words if it is not set."""
+    allowed = _WORDS[variable]
     value = environment.get(variable, "").strip() or allowed[0]
     if value not in allowed:
         raise BadSetting(f"{variable} is {value!r}; it must be {', '.join(allowed[:-1])} or {allowed[-1]}")

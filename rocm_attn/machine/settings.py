@@ -30,6 +30,7 @@ class Variable:
     values:  a clause: its allowed values
     unset:   the meaning of a process without it
     effect:  a sentence: its effect
+    words:   its allowed values, the first of which it has if it is not set; empty if it takes others
     """
 
     name: str
@@ -37,22 +38,24 @@ class Variable:
     values: str
     unset: str
     effect: str
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def of_words(cls, name: str, read_by: str, words: tuple[str, ...], effect: str) -> Variable:
+        """Makes a variable that takes one of some words."""
+        *others, last = (f"`{word}`" for word in words)
+        return cls(name, read_by, f"{', '.join(others)} or {last}", f"`{words[0]}`", effect, words)
 
 
 # Every variable that users set, also those of the distributions beside this one.
 VARIABLES = (
-    Variable(
-        PROVIDER,
-        "plug-ins",
-        "`auto`, `triton`, `aiter` or `torch`",
-        "`auto`",
-        "The provider's kernels serve the layers.",
+    Variable.of_words(
+        PROVIDER, "plug-ins", ("auto", "triton", "aiter", "torch"), "The provider's kernels serve the layers."
     ),
-    Variable(
+    Variable.of_words(
         ON_FAULT,
         "plug-ins",
-        "`raise` or `log`",
-        "`raise`",
+        ("raise", "log"),
         "A device fault ends the step that learns of it, or is logged and counted.",
     ),
     Variable(
@@ -76,12 +79,8 @@ VARIABLES = (
         "`tuning.json` in the cache's folder of this project",
         "Kernels take their tiles from this file where it has a row ([tiles](tuning.md)).",
     ),
-    Variable(
-        DEBUG,
-        "every process",
-        "`0` or `1`",
-        "`0`",
-        "Options for debugging are allowed, and slow checks of inputs run.",
+    Variable.of_words(
+        DEBUG, "every process", ("0", "1"), "Options for debugging are allowed, and slow checks of inputs run."
     ),
     Variable(
         DISABLE_GUARDS,

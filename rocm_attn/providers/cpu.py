@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,20 +16,9 @@ from rocm_attn.kernels.cpu import attention, store
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import (
-    NO_SCHEDULE,
-    Baked,
-    Bind,
-    KernelEntry,
-    Limits,
-    PoolSize,
-    Provider,
-    Schedule,
-    StepBounds,
-    StepOps,
-)
+from rocm_attn.providers.contract import Limits, PoolSize, Provider, StepBounds, StepOps
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.providers.torch_ref import TORCH, TorchKernel, torch_entry
 
 # The fused attention of torch has neither a cap nor rows of V that are shorter than those of K.
 _LIMITS = Limits(
@@ -88,19 +76,11 @@ class CpuDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuExtend:
+class CpuExtend(TorchKernel):
     """Any number of new tokens in each sequence, one included."""
-
-    problem: Problem
-    scores: Scores
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"cpu.extend({self.problem})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        """0: it needs no workspace."""
-        return 0
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         attention.paged_extend(args, scores=self.scores)
@@ -112,24 +92,7 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CpuDecode:
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> CpuExtend:
-    return CpuExtend(problem, scores_of(problem))
-
-
-def _entry(name: str, kind: StepKind, bind: Bind, *needs: Need) -> KernelEntry:
-    return KernelEntry(
-        provider="cpu",
-        name=name,
-        kind=kind,
-        limits=_LIMITS,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=False,
-        needs=frozenset(needs),
-        bakes=frozenset[Baked](),
-        needs_host_lengths=False,
-        bind=bind,
-    )
+    return CpuExtend(problem)
 
 
 def _ops() -> StepOps:
@@ -139,9 +102,9 @@ def _ops() -> StepOps:
 CPU = Provider(
     name="cpu",
     entries=(
-        _entry("cpu.decode", StepKind.DECODE, _bind_decode, Need.BLOCK_TABLE),
-        _entry("cpu.extend", StepKind.EXTEND, _bind_extend),
-        _entry("cpu.extend", StepKind.MIXED, _bind_extend),
+        torch_entry("cpu.decode", StepKind.DECODE, _bind_decode, needs=frozenset({Need.BLOCK_TABLE}), limits=_LIMITS),
+        torch_entry("cpu.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        torch_entry("cpu.extend", StepKind.MIXED, _bind_extend, limits=_LIMITS),
     ),
     ops=_ops,
 )

@@ -68,8 +68,8 @@ _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchKernel:
-    """Base of the torch kernels: work proportional to the step's longest sequence, and no memory of their own."""
+class TorchKernel:
+    """Base of kernels that torch runs: without a schedule, and without memory of their own."""
 
     problem: Problem
     scores: Scores = field(init=False, repr=False)
@@ -84,7 +84,7 @@ class _TorchKernel:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchDecode(_TorchKernel):
+class TorchDecode(TorchKernel):
     """One new token in each sequence."""
 
     def describe(self) -> str:
@@ -95,7 +95,7 @@ class TorchDecode(_TorchKernel):
 
 
 @dataclass(frozen=True, slots=True)
-class TorchExtend(_TorchKernel):
+class TorchExtend(TorchKernel):
     """Any number of new tokens in each sequence, one included."""
 
     def describe(self) -> str:
@@ -106,7 +106,7 @@ class TorchExtend(_TorchKernel):
 
 
 @dataclass(frozen=True, slots=True)
-class TorchMasked(_TorchKernel):
+class TorchMasked(TorchKernel):
     """Any number of new tokens in each sequence; a packed mask says which keys they see."""
 
     def describe(self) -> str:
@@ -133,7 +133,7 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, TorchDecode(problem), _ops)
 
 
-def _entry(
+def torch_entry(
     name: str,
     kind: StepKind,
     bind: Bind,
@@ -141,8 +141,9 @@ def _entry(
     needs: frozenset[Need] = frozenset(),
     limits: Limits = _ANY_POOL,
 ) -> KernelEntry:
+    """Returns a row of kernels that torch runs. Their provider comes before the dot in the name."""
     return KernelEntry(
-        provider="torch",
+        provider=name.partition(".")[0],
         name=name,
         kind=kind,
         limits=limits,
@@ -158,19 +159,19 @@ def _entry(
 
 
 def _segments_entry(kind: StepKind) -> KernelEntry:
-    row = _entry("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
+    row = torch_entry("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
 def _masked_segments_entry() -> KernelEntry:
     bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), frozenset({Need.MASK})
-    row = _entry("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
+    row = torch_entry("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
 def _shared_entry() -> KernelEntry:
     needs = frozenset({Need.PREFIXES})
-    row = _entry("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
+    row = torch_entry("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
     return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
 
@@ -215,10 +216,10 @@ def _ops() -> StepOps:
 TORCH = Provider(
     name="torch",
     entries=(
-        _entry("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
-        _entry("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
-        _entry("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
-        _entry(
+        torch_entry("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
+        torch_entry("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        torch_entry("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        torch_entry(
             "torch.masked",
             StepKind.MASKED,
             _bind_masked,

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import rocm_serve
-from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
+from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS, version_of
 
 # Label -> the distributions that may bring it, the first one that is installed.
 _DISTRIBUTIONS = {
@@ -28,12 +28,7 @@ def build_facts(arch: str) -> dict[str, str]:
 
 
 def _version(names: tuple[str, ...]) -> str:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    return next(filter(None, map(version_of, names)), "")
 
 
 def _commit() -> str:

@@ -63,9 +63,9 @@ _ERROR = _object(
 # Path -> the schema of its JSON.
 _ANSWERS: dict[str, Json] = {
     "/health": _object(status={"enum": ["ok", "failing"]}),
-    "/health/truth": {
-        **_object(verdict={"enum": ["right", "wrong", "not checked"]}, reason=_TEXT, age_seconds={"type": "number"}),
-    },
+    "/health/truth": _object(
+        verdict={"enum": ["right", "wrong", "not checked"]}, reason=_TEXT, age_seconds={"type": "number"}
+    ),
     "/ready": _object(status={"enum": ["ready", "draining", "failing"]}),
     "/v1/models": _object(object={"const": "list"}, data=_list_of(_CARD)),
     "/v1/models/{name}": _CARD,

@@ -69,7 +69,7 @@ class ServerGate:
     async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
         """Passes a request on. Raises ApiError for requests that the application must not see."""
         salt = self._admit(scope)
-        if scope["method"] == "POST" and scope["path"] in _WITH_BODY:
+        if _has_body(scope):
             await self._generate(scope, receive, send, salt)
         else:
             # These routes have no use for a body, and nothing bounds the number of such requests.
@@ -89,8 +89,7 @@ class ServerGate:
                 "them",
                 code="ambiguous_length",
             )
-        needs_key = scope["path"].startswith("/v1/") or scope["path"] in _KEYED
-        salt = self._keys.salt_of(headers.get(b"authorization")) if needs_key else ""
+        salt = self._keys.salt_of(headers.get(b"authorization")) if needs_key(scope["path"]) else ""
         if salt is None:
             raise ApiError(
                 401,
@@ -99,11 +98,7 @@ class ServerGate:
             )
         if _length(scope) > self._options.max_body_bytes * _READ_IN_VAIN:
             raise _too_large(self._options.max_body_bytes)
-        if (
-            scope["method"] == "POST"
-            and scope["path"] in _WITH_BODY
-            and not _is_json(headers.get(b"content-type", b""))
-        ):
+        if _has_body(scope) and not _is_json(headers.get(b"content-type", b"")):
             # A page in a browser may send text to a server on the loopback address without asking, but not JSON.
             raise ApiError(
                 415,
@@ -223,6 +218,16 @@ def _client_of(scope: Scope) -> str:
     """Returns the client at the other end; one name for all whose address the ASGI server does not know."""
     peer = scope.get("client")
     return client_at(peer[0]) if peer else ""
+
+
+def needs_key(path: str) -> bool:
+    """True if a request for a path must have an API key, where there are any."""
+    return path.startswith("/v1/") or path in _KEYED
+
+
+def _has_body(scope: Scope) -> bool:
+    """True if the body of a request is kept."""
+    return scope["method"] == "POST" and scope["path"] in _WITH_BODY
 
 
 def route_of(path: str) -> str:

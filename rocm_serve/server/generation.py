@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rocm_attn.errors import FitsLater, RocmAttnError
 from rocm_serve.async_engine import AsyncEngine, TooManyRequests
 from rocm_serve.request import Completion, Request
-from rocm_serve.request_stream import OutputChunk, RequestStream
+from rocm_serve.request_stream import OutputChunk, RequestStream, cached_tokens
 from rocm_serve.server.api_errors import ApiError, api_error
 from rocm_serve.server.constraint_checks import ConstraintChecks
 from rocm_serve.server.http_metrics import HttpMetrics
@@ -40,8 +40,7 @@ class Generation:
 
         num_choices: answers to each prompt; all have ended
         """
-        ended = [stream.ended_with for stream in self.streams[::num_choices]]
-        return sum(each.cached_tokens for each in ended if each is not None)
+        return cached_tokens(self.streams[::num_choices])
 
     async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk]]:
         """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -51,7 +52,7 @@ class GuidedFields(BaseModel):
     regex: str | None = None
     json_schema: str | dict[str, Any] | None = None
 
-    @property
+    @cached_property
     def constraint(self) -> Constraint | None:
         """The constraint on the answer. Raises ApiError, BadRequest."""
         given = self._given()

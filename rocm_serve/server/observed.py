@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rocm_serve.server import record as records
-from rocm_serve.server.gate import GENERATING, route_of
+from rocm_serve.server.gate import GENERATING, needs_key, route_of
 from rocm_serve.server.health import Health
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ApiKeys
@@ -114,6 +114,6 @@ class Observed:
             scope["method"][:_LONGEST_METHOD],
             route_of(scope["path"]),
             client[0] if client else "",
-            self._observers.keys.name_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else "",
+            self._observers.keys.name_of(headers.get(b"authorization")) if needs_key(scope["path"]) else "",
             {name: headers[name.encode()].decode("latin-1") for name in _TRACE_HEADERS if name.encode() in headers},
         )

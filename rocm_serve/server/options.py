@@ -6,14 +6,19 @@ Only the standard library is imported, so that --help does not wait for torch.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.option_texts import option, option_texts
-from rocm_serve.text.written_forms import AUTO, CALL_FORMS, REASONING_FORMS, require_form
+from rocm_serve.text.written_forms import CALL_FORMS, REASONING_FORMS, CallForm, ReasoningForm, require_form
 
 LOOPBACK = "127.0.0.1"
+
+# Option -> the forms that it chooses among.
+_FORMS: dict[str, Iterable[CallForm | ReasoningForm]] = {"tool_parser": CALL_FORMS, "reasoning_parser": REASONING_FORMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,6 @@ class ServerOptions:
     truth_seconds: float = option(
         60.0, "least time between two runs of the truth probe by /health/truth", unit="SECONDS", least=0
     )
-
     truth_every: float = option(
         0.0,
         "time between runs of the truth probe, which delay tokens by a few steps; 0: only /health/truth runs it",
@@ -175,15 +179,12 @@ class ServerOptions:
                 f"client could send a body of {self.max_body_bytes} bytes, which max_body_bytes allows; raise "
                 "max_waiting_bytes"
             )
-        try:
-            name = "tool_parser"
-            require_form(self.tool_parser, CALL_FORMS)
-            name = "reasoning_parser"
-            require_form(self.reasoning_parser, REASONING_FORMS)
-        except LookupError as error:
-            raise BadSetting(
-                f"{name} is {getattr(self, name)!r}, which is no form that is read here; {error}"
-            ) from None
+        for name, forms in _FORMS.items():
+            form = getattr(self, name)
+            try:
+                require_form(form, forms)
+            except LookupError as error:
+                raise BadSetting(f"{name} is {form!r}, which is no form that is read here; {error}") from None
         if not self.drain_seconds >= 0:
             raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")
 

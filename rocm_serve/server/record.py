@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rocm_serve.request import Request
-from rocm_serve.request_stream import RequestStream
+from rocm_serve.request_stream import RequestStream, cached_tokens
 
 # Ids that are taken from clients; another one is replaced. Others would break lines of logs, or fill them.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -64,8 +64,7 @@ class RequestRecord:
     @property
     def cached_tokens(self) -> int:
         """Those of them that were found in the prefix cache."""
-        ended = [stream.ended_with for stream in self.streams[:: self.num_choices]]
-        return sum(each.cached_tokens for each in ended if each is not None)
+        return cached_tokens(self.streams[:: self.num_choices])
 
     @property
     def completion_tokens(self) -> int:

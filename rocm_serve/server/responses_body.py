@@ -119,7 +119,9 @@ class ResponsesBody(BaseModel):
             raise bad_request("text.format has no schema; give one, or another type", "text")
         if not self.input:
             raise bad_request("input is empty; give a text or at least one item", "input")
-        fields: dict[str, Any] = {name: value for name, value in extra.items() if name not in _REFUSED | _IGNORED}
+        fields: dict[str, Any] = {
+            name: value for name, value in extra.items() if name not in _REFUSED.keys() | _IGNORED
+        }
         fields |= {
             "model": self.model,
             "messages": self._messages(),
@@ -211,4 +213,4 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((None, False), "logprobs is not served here; /v1/chat/completions and /v1/completions have it"),
 }
 # Fields that change no answer, and mean something else in a conversation.
-_IGNORED: dict[str, object] = {"stream_options": None, "user": None, "service_tier": None}
+_IGNORED = frozenset({"stream_options", "user", "service_tier"})

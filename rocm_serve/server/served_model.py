@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.machine.choices import AUTO
 from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
@@ -28,7 +29,6 @@ from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import (
-    AUTO,
     CALL_FORMS,
     NONE,
     REASONING_FORMS,

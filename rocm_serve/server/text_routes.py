@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 from typing import Annotated
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from rocm_attn.machine.distributions import version_of_package
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.schema import Message, TokenIds
@@ -84,7 +84,7 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
     @app.get("/version")
     async def served_version() -> Response:
         """Returns the version of the package rocm-serve."""
-        return JSONResponse({"version": version("rocm-serve")})
+        return JSONResponse({"version": version_of_package("rocm_serve")})
 
     @app.get("/ping")
     @app.post("/ping")

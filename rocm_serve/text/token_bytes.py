@@ -7,6 +7,7 @@ ways: byte-level ones (GPT-2's scheme) have a printable character for each byte;
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -17,14 +18,16 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "▁"
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: a printable byte is its own character, and the others are those from U+0100 on, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+def _letters() -> tuple[str, ...]:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(0x100))
 
 
-_BYTES = _byte_of_character()
+# The characters of byte-level vocabularies, by byte: GPT-2's bytes_to_unicode(). A printable byte is its own character,
+# and the others are those from U+0100 on, in order.
+LETTERS = _letters()
+_BYTES = {letter: byte for byte, letter in enumerate(LETTERS)}
 
 
 class TokenBytes:

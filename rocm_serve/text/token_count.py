@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
+
+from rocm_serve.text.token_bytes import LETTERS
 
 # Unicode's normal forms write a text with at least a quarter of its bytes: tests/amd/runner/test_token_count.py tries
 # all characters.
@@ -44,7 +45,7 @@ class TokenCount:
         tokens = set(backend.get_vocab(with_added_tokens=False))
         if any(part["type"] == "ByteLevel" for part in (*normalizers, *splits)):
             # The vocabulary has a character for each byte.
-            dropped = bytes(byte for byte, letter in enumerate(_letters()) if letter not in tokens)
+            dropped = bytes(byte for byte, letter in enumerate(LETTERS) if letter not in tokens)
             longest = max(map(len, tokens), default=1)
             is_bounded = not (dropped and normalizers)  # a normalizer may make such bytes
         else:
@@ -64,16 +65,6 @@ class TokenCount:
                 text = text.replace(space, "")
         num_bytes = len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped))
         return math.ceil(num_bytes / self.bytes_of_token)
-
-
-def _letters() -> list[str]:
-    """Returns the characters of byte-level vocabularies, by byte: GPT-2's bytes_to_unicode()."""
-    others = itertools.count(256)
-    return [chr(byte if _is_written_as_itself(byte) else next(others)) for byte in range(256)]
-
-
-def _is_written_as_itself(byte: int) -> bool:
-    return 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
 
 
 def _falls_back_to_bytes(model: tokenizers.models.Model) -> bool:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rocm_attn.machine.choices import AUTO
+
 # A mark that a tokenizer may have as one special token.
 MARK = re.compile(r"</?[^<>\s=]+>|\[/?[A-Z_]+\]")
 
@@ -205,7 +207,7 @@ REASONING_FORMS = (
         drops=("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
     ),
 )
-AUTO, NONE = "auto", "none"
+NONE = "none"
 
 
 def filled(pattern: str, text: Callable[[str], str], holes: Mapping[str, Callable[[str], str]]) -> str:
@@ -217,7 +219,7 @@ def filled(pattern: str, text: Callable[[str], str], holes: Mapping[str, Callabl
     return "".join(found)
 
 
-_Form = TypeVar("_Form", CallForm, ReasoningForm)
+_Form = TypeVar("_Form", bound=CallForm | ReasoningForm)
 
 
 def form_named(name: str, forms: Iterable[_Form]) -> _Form:
@@ -230,7 +232,7 @@ def form_named(name: str, forms: Iterable[_Form]) -> _Form:
     return rows[name]
 
 
-def require_form(name: str, forms: Iterable[_Form]) -> None:
+def require_form(name: str, forms: Iterable[CallForm | ReasoningForm]) -> None:
     """Raises LookupError for a name that is neither a row's nor AUTO nor NONE, with the nearest names."""
     if name not in (AUTO, NONE):
         form_named(name, forms)

@@ -76,17 +76,14 @@ class AiterLatentDecode:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
         out = room_for(args.out, out_rows)
-        library.mla_decode_fwd()(
+        decode_latents(
+            self.problem,
+            args,
+            step,
             q=whole_rows(args.q, q_rows),
-            kv_buffer=args.pages.k,
-            o=out,
+            out=out,
             qo_indptr=step.q_indptr,
-            kv_indptr=step.page_indptr,
-            kv_indices=step.page_list,
-            kv_last_page_lens=step.last_page_len,
             max_seqlen_q=1,
-            sm_scale=self.problem.scale,
-            logit_cap=0.0,
             num_kv_splits=self.schedule.splits(bounds.shape),
             num_kv_splits_indptr=args.schedule,
         )
@@ -143,17 +140,14 @@ class AiterLatentVerify:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         schedule, (q, out) = self.schedule, cut(args.workspace, self._parts(bounds.shape))
         indptr, splits, rows = schedule.cut(args.schedule, bounds.shape)
-        library.mla_decode_fwd()(
+        decode_latents(
+            self.problem,
+            args,
+            step,
             q=schedule.rows.spread(args.q, q, rows),
-            kv_buffer=args.pages.k,
-            o=out,
+            out=out,
             qo_indptr=indptr,
-            kv_indptr=step.page_indptr,
-            kv_indices=step.page_list,
-            kv_last_page_lens=step.last_page_len,
             max_seqlen_q=FEW_TOKENS,
-            sm_scale=self.problem.scale,
-            logit_cap=0.0,
             num_kv_splits=schedule.splits.splits(bounds.shape),
             num_kv_splits_indptr=splits,
         )
@@ -208,6 +202,39 @@ class AiterLatentExtend:
 
     def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         return padded_rows(self.problem, shape.num_tokens, self._heads_of_launch())
+
+
+def decode_latents(
+    problem: Problem,
+    args: AttendArgs,
+    step: StepTensors,
+    *,
+    q: Tensor,
+    out: Tensor,
+    qo_indptr: Tensor,
+    max_seqlen_q: int,
+    **more: Tensor | int | None,
+) -> None:
+    """Calls mla_decode_fwd for the pages of a step.
+
+    q, out:       [rows, heads, head_dim | v_head_dim]
+    qo_indptr:    int32 [num_seqs + 1]: boundaries of sequences among these rows
+    max_seqlen_q: the most rows of a sequence
+    more:         how the work is cut, and the scales of codes
+    """
+    library.mla_decode_fwd()(
+        q=q,
+        kv_buffer=args.pages.k,
+        o=out,
+        qo_indptr=qo_indptr,
+        kv_indptr=step.page_indptr,
+        kv_indices=step.page_list,
+        kv_last_page_lens=step.last_page_len,
+        max_seqlen_q=max_seqlen_q,
+        sm_scale=problem.scale,
+        logit_cap=0.0,
+        **more,
+    )
 
 
 def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[ScratchTensor, ScratchTensor]:

@@ -21,10 +21,9 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
 from rocm_attn.providers.aiter.few_tokens import LastRows
-from rocm_attn.providers.aiter.mla import FEW_HEADS, padded_rows
+from rocm_attn.providers.aiter.mla import FEW_HEADS, decode_latents, padded_rows
 from rocm_attn.providers.aiter.mla_persistent import LatentShares
 from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for
@@ -68,17 +67,14 @@ class EightBitLatentDecode:
         shares = self.schedule.shares
         own = shares.words(bounds.shape)
         out = room_for(args.out, out_rows)
-        library.mla_decode_fwd()(
+        decode_latents(
+            self.problem,
+            args,
+            step,
             q=query_codes(args.q, query_rows),
-            kv_buffer=args.pages.k,
-            o=out,
+            out=out,
             qo_indptr=step.q_indptr,
-            kv_indptr=step.page_indptr,
-            kv_indices=step.page_list,
-            kv_last_page_lens=step.last_page_len,
             max_seqlen_q=1,
-            sm_scale=self.problem.scale,
-            logit_cap=0.0,
             q_scale=args.schedule[own : own + 1].view(torch.float32),
             kv_scale=args.pages.k_scale,
             **shares.as_arguments(bounds.shape, args.schedule[:own]),
@@ -146,17 +142,14 @@ class EightBitLatentVerify:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         schedule, (q, codes, out) = self.schedule, cut(args.workspace, self._parts(bounds.shape))
         shares, scale_word, indptr, rows = schedule.cut(args.schedule, bounds.shape)
-        library.mla_decode_fwd()(
+        decode_latents(
+            self.problem,
+            args,
+            step,
             q=query_codes(schedule.rows.spread(args.q, q, rows), (q, codes)),
-            kv_buffer=args.pages.k,
-            o=out,
+            out=out,
             qo_indptr=indptr,
-            kv_indptr=step.page_indptr,
-            kv_indices=step.page_list,
-            kv_last_page_lens=step.last_page_len,
             max_seqlen_q=FEW_TOKENS,
-            sm_scale=self.problem.scale,
-            logit_cap=0.0,
             q_scale=scale_word.view(torch.float32),
             kv_scale=args.pages.k_scale,
             **schedule.shares.as_arguments(bounds.shape, shares),

@@ -24,6 +24,7 @@ from rocm_attn.providers.aiter.mla import (
     AiterLatentDecode,
     EqualSplits,
     bind_latent_decode,
+    decode_latents,
     padded_rows,
 )
 from rocm_attn.providers.contract import PoolSize, StepBounds
@@ -163,17 +164,14 @@ class ScheduledLatentDecode:
             return
         q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, bounds.shape.num_tokens, FEW_HEADS))
         out = room_for(args.out, out_rows)
-        library.mla_decode_fwd()(
+        decode_latents(
+            self.problem,
+            args,
+            step,
             q=whole_rows(args.q, q_rows),
-            kv_buffer=args.pages.k,
-            o=out,
+            out=out,
             qo_indptr=step.q_indptr,
-            kv_indptr=step.page_indptr,
-            kv_indices=step.page_list,
-            kv_last_page_lens=step.last_page_len,
             max_seqlen_q=1,
-            sm_scale=self.problem.scale,
-            logit_cap=0.0,
             **self._shares.as_arguments(bounds.shape, args.schedule),
         )
         keep_rows(args.out, out)

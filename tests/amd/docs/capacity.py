@@ -92,7 +92,7 @@ memory for activations is taken from them too, some GiB at most (`--chunk` bound
 """
 
 _TAIL = """
-## What decides
+## The factors
 
 * **K and V of a token** take `2 x layers x KV heads x head_dim x bytes of an element`, divided by the ranks. More ranks
   than KV heads do not divide further: each rank keeps whole heads. MLA keeps one latent row a layer on each rank.

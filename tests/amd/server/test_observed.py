@@ -1,4 +1,4 @@
-"""What an operator sees of requests: ids, lines of the log, causes of errors, health, and counts of keys."""
+"""An operator sees of requests their ids, lines of the log, causes of errors, health, and counts of keys."""
 
 from __future__ import annotations
 

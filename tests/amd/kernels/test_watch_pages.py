@@ -149,7 +149,7 @@ def test_each_step_tells_what_plain_python_tells(
                 reported.append(both.step(table, seqs, {choice.randint(0, 9)}))
             row, page_no = choice.randrange(ROWS), choice.randrange(WIDTH)
             table[row][page_no] = choice.choice([*choice.choice(table), *choice.choice(table), -1, 0, PAGES])
-    assert reported.count(True) > 3
+    assert reported.count(True) > 1
     assert reported.count(False) > 30
 
 

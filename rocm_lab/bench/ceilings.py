@@ -44,3 +44,11 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock) ->
     product = torch.empty_like(a)
     product_us = median_us(clock, lambda: torch.mm(a, b, out=product))
     return Ceilings(2e6 * num_bytes / copy_us, 1e6 * num_bytes / read_us, 2e6 * size**3 / product_us)
+
+
+def read_us(num_bytes: int, device: torch.device, clock: Clock) -> float:
+    """Returns microseconds of a plain read. Bytes that fit the L2 are there, as they are for a kernel that is timed."""
+    if num_bytes == 0:
+        return 0.0
+    memory, out = torch.zeros(-(-num_bytes // 4), device=device), torch.empty((), device=device)
+    return median_us(clock, lambda: torch.sum(memory, 0, out=out))

@@ -28,12 +28,12 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
-from rocm_lab.bench.clocks import microseconds_of
+from rocm_lab.bench.ceilings import read_us
+from rocm_lab.bench.clocks import GraphClock, microseconds_of
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.timing import lower_bound_us
 
 PAGE_SIZE = 16
-ROUNDS = 60
+ROUNDS, ROUND_US = 60, 2000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,8 @@ def measure(shape: DraftingShape, device: torch.device) -> dict[str, Any]:
         draft_round()
         verify_round()
     host = [_host_us((draft_round, verify_round), device) for _ in range(ROUNDS)]
-    lower_bound = drafts.steps * lower_bound_us(shape.num_seqs * shape.prefix * 2 * 8 * 128 * 2)
+    kv_bytes = shape.num_seqs * shape.prefix * 2 * 8 * 128 * 2
+    lower_bound = drafts.steps * read_us(kv_bytes, device, GraphClock(device, ROUND_US))
     times = {"draft": gpu_us(draft_round, device), "verify": gpu_us(verify_round, device)}
     runtime.check_device()
     return {

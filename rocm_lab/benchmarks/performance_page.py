@@ -5,7 +5,6 @@ python -m rocm_lab.benchmarks.performance_page [rocm_lab/benchmarks/results/kern
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any
 from rocm_lab.bench.choices import SUITES
 from rocm_lab.bench.plots import draw
 from rocm_lab.bench.result_file import ResultFile, read_result
-from rocm_lab.benchmarks.make_tables import section
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parents[1] / "docs"
 RESULT, PAGE, PREFIX = RESULTS / "kernels_h200.json", DOCS / "performance.md", "performance"
-SWEEP, ENERGY = RESULTS / "random_shapes_h200.json", RESULTS / "energy_h200.json"
+ENERGY = RESULTS / "energy_h200.json"
 OWN = "triton"
 
 INTRODUCTION = """# Performance
@@ -153,13 +151,9 @@ def energy(kept: ResultFile) -> str:
 
 
 def whole_page(path: Path) -> str:
-    """Returns the page of a result file, with the worst of the sweep and with energy, if they were measured."""
-    parts = [page(read_result(path), path.name)]
-    if SWEEP.exists():
-        parts.append(section(SWEEP.stem, json.loads(SWEEP.read_text())))
-    if ENERGY.exists():
-        parts.append(energy(read_result(ENERGY)))
-    return "\n".join(parts)
+    """Returns the page of a result file, with energy if it was measured."""
+    whole = page(read_result(path), path.name)
+    return f"{whole}\n{energy(read_result(ENERGY))}" if ENERGY.exists() else whole
 
 
 def main() -> None:

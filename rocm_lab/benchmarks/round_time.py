@@ -30,8 +30,7 @@ import torch
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.step.host_ring import Fence
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.steps_ahead import BOUND_BY_THE_HOST, MODELS, event, python_us
-from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice
+from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import load_weights
@@ -41,7 +40,13 @@ from rocm_serve.request import Request
 from rocm_serve.speculation import engines
 from rocm_serve.speculation.device_steps import DeviceSpeculation
 
-# model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of real models.
+# Its steps are shorter than the host's work for one, so its GPU is idle either way: it shows the host's time.
+BOUND_BY_THE_HOST = "2 layers of 1024"
+MODELS = {
+    "Llama-3.2-1B's sizes": model_of((32, 8, 64), 2048, 8192, 128256, 16, 4096),
+    BOUND_BY_THE_HOST: model_of((16, 8, 64), 1024, 2816, 32000, 2, 4096),
+}
+# model -> numbers of sequences, and of drafts.
 MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": ((1, 8, 64), (8,))}
 SMALL, HEAD = "draft:one layer", "eagle:seeded"
 # Drafters and numbers of branches in addition to n-grams, with 4 drafts of the first model.
@@ -217,6 +222,25 @@ def idle(engine: Engine) -> dict[str, float]:
     }
 
 
+def event() -> torch.Event:
+    """Returns an event that is recorded on the current stream now."""
+    made = torch.Event("cuda", enable_timing=True)
+    made.record()
+    return made
+
+
+def python_us() -> float:
+    """Returns the time of a fixed loop of Python: the speed of this host."""
+    best = float("inf")
+    for _ in range(20):
+        before = time.perf_counter()
+        total = 0
+        for number in range(10_000):
+            total += number & 7
+        best = min(best, time.perf_counter() - before)
+    return round(best * 1e6, 1)
+
+
 def main() -> None:
     """Measures every number of sequences and of drafts."""
     options = parser_of(__doc__).parse_args()
@@ -226,7 +250,7 @@ def main() -> None:
 def rows() -> Iterator[Row]:
     """Yields the figures of each model, number of sequences and drafter."""
     for name, (num_seqs_of, drafts_of) in MEASURED.items():
-        loaded = going_round(replace(MODELS[name], context_len=4096), len(MODELS[name].layers))
+        loaded = going_round(MODELS[name], len(MODELS[name].layers))
         drafters = DRAFTERS if name == BOUND_BY_THE_HOST else ()
         for num_seqs in num_seqs_of:
             how = [(num_drafts, "ngram", 1) for num_drafts in drafts_of]

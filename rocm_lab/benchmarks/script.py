@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rocm_lab.bench.machine import describe_machine
+from rocm_lab.bench.result_file import write_json
 
 Row = dict[str, Any]
 
@@ -31,5 +31,4 @@ def printed(rows: Iterable[Row]) -> list[Row]:
 
 def write(out: Path, *, of_machine: Row | None = None, **result: Any) -> None:
     """Writes a result file. of_machine: said of the machine besides its description"""
-    whole = {"machine": {**describe_machine(), **(of_machine or {})}, **result}
-    out.write_text(json.dumps(whole, indent=1) + "\n")
+    write_json(out, {"machine": {**describe_machine(), **(of_machine or {})}, **result})

@@ -3,9 +3,8 @@
     python -m rocm_lab.benchmarks.sparse_decode --out rocm_lab/benchmarks/results/sparse_decode_h200.json
 
 Each time is reported with its lower bound, a plain streaming read of the bytes that have to be read once: index keys
-                                                                                                           and
-their scales, and the selected rows. Exits with 1, after writing the file,
-if a result is wrong or the first case takes longer than allowed.
+and their scales, and the selected rows. Exits with 1, after writing the file, if a result is wrong or the first case
+takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ from rocm_attn.kernels.sparse.index_scores import launch_index_scores, launch_se
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
 from rocm_attn.machine.target import detect_target
+from rocm_lab.bench.ceilings import read_us
+from rocm_lab.bench.clocks import GraphClock, median_us
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.timing import lower_bound_us, microseconds
 
 TIMES_ALLOWED = 1.5
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 2e-2
 _DEVICE = torch.device("cuda", 0)
+_CLOCK = GraphClock(_DEVICE, 2000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def rows_of(case: SparseCase, arch: str) -> Iterator[Row]:
     )
     error = error_of(made, tiles, selected)
     for piece, (run, num_bytes) in pieces(made, tiles, selected).items():
-        lower_bound, us = lower_bound_us(num_bytes), microseconds(run)
+        lower_bound, us = read_us(num_bytes, _DEVICE, _CLOCK), median_us(_CLOCK, run)
         yield {"case": case.name, "piece": piece, "us": us, "lower_bound_us": lower_bound, "error": error}
 
 

@@ -18,7 +18,7 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.ceilings import measured_ceilings
-from rocm_lab.bench.choices import HOST
+from rocm_lab.bench.choices import HOST, RANDOM
 from rocm_lab.bench.clocks import clock_of
 from rocm_lab.bench.contestants import contestants
 from rocm_lab.bench.energy import meter_of
@@ -26,6 +26,7 @@ from rocm_lab.bench.host_time import HostOptions, host_rows
 from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions, Race, compile_ahead
 from rocm_lab.bench.layers import NAMED, LayerSizes
 from rocm_lab.bench.lengths_file import read_batch
+from rocm_lab.bench.random_cases import COUNT, random_cases
 from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
 from rocm_lab.bench.suites import SuiteCase, suite
 
@@ -151,7 +152,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteC
         if options.batch or options.layer or options.heads or options.config:
             raise BadSetting("--suite has its own layers and batches; leave out --batch, --layer, --heads, --config")
         for name in options.suite:
-            yield from suite(name)
+            yield from random_cases(COUNT, options.seed) if name == RANDOM else suite(name)
         return
     if not options.batch:
         raise BadSetting("nothing to measure: give --batch, as in --batch 64d4k, or --suite")

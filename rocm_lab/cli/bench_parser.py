@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from rocm_attn.cli import options as o
-from rocm_lab.bench.choices import ALL_SUITES, HOST, LAYERS, SUITES
+from rocm_lab.bench.choices import ALL_SUITES, HOST, LAYERS, RANDOM, SUITES
 from rocm_serve.cli import options as s
 
 _EPILOG = """\
@@ -50,8 +50,9 @@ BATCH = o.option(
 SUITE = o.option(
     "--suite",
     action="append",
-    choices=(*SUITES, ALL_SUITES, HOST),
-    help="named layers and steps, repeatable; host: the host time of a step, which is measured alone",
+    choices=(*SUITES, ALL_SUITES, RANDOM, HOST),
+    help="named layers and steps, repeatable; random: 100 random ones, by --seed; host: the host time of a step, which "
+    "is measured alone",
 )
 LAYER = o.option("--layer", action="append", choices=LAYERS, help="layer of a well-known model, repeatable (llama-8b)")
 CONFIG = o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model")

@@ -14,10 +14,11 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.clocks import GraphClock
-from rocm_lab.benchmarks.random_shapes import ROUND_US, cases_of
-from rocm_lab.benchmarks.shape_sweep import SweepShape, SweepStep
+from rocm_lab.bench.contestants import OwnProvider
+from rocm_lab.bench.layers import LayerSizes
+from rocm_lab.bench.step_data import random_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,34 +29,33 @@ PROCESSES = 3
 SECONDS = 2.0
 
 
-def shape(heads: tuple[int, int], dim: int, page_size: int, work: SweepStep, kv_len: list[int], new: int) -> SweepShape:
-    return SweepShape(*heads, dim, page_size, UNLIMITED_WINDOW, work, tuple(kv_len), (new,) * len(kv_len))
-
-
-# Keys gathered and by TMA, rows drawn and assigned, prompts only, drafts to verify, decode.
+# Query heads, KV heads, head dim, page size and batch: keys gathered and by TMA, rows drawn and assigned, prompts only,
+# drafts to verify, decode.
 SHAPES = {
-    "gathered, drawn": shape((70, 10), 72, 1, SweepStep.EXTEND, [30] * 3, 20),
-    "gathered, drawn, long": shape((12, 4), 80, 4, SweepStep.EXTEND, [2200] * 8, 600),
-    "gathered": shape((16, 4), 64, 2, SweepStep.EXTEND, [700] * 3, 500),
-    "drawn": shape((32, 2), 80, 128, SweepStep.EXTEND, [3245] * 2, 1445),
-    "heads of 128": shape((32, 8), 128, 16, SweepStep.EXTEND, [1500] * 4, 300),
-    "heads of 256": shape((16, 4), 256, 16, SweepStep.EXTEND, [900] * 2, 400),
-    "prompts": shape((32, 8), 96, 16, SweepStep.EXTEND, [60] * 16, 60),
-    "drafts": shape((32, 8), 128, 16, SweepStep.VERIFY, [2000] * 16, 5),
-    "decode": shape((32, 8), 128, 16, SweepStep.DECODE, [3000] * 16, 1),
+    "gathered, drawn": ((70, 10, 72, 1), "3x20+10"),
+    "gathered, drawn, long": ((12, 4, 80, 4), "8x600+1600"),
+    "gathered": ((16, 4, 64, 2), "3x500+200"),
+    "drawn": ((32, 2, 80, 128), "2x1445+1800"),
+    "heads of 128": ((32, 8, 128, 16), "4x300+1200"),
+    "heads of 256": ((16, 4, 256, 16), "2x400+500"),
+    "prompts": ((32, 8, 96, 16), "16x60"),
+    "drafts": ((32, 8, 128, 16), "16x5+1995"),
+    "decode": ((32, 8, 128, 16), "16d3000"),
 }
 
 
 def replay(barrier: Barrier, failures: SimpleQueue[str]) -> None:
     """Replays a graph of each shape at the same time as other processes."""
-    clock = GraphClock(torch.device("cuda", 0), ROUND_US)
+    device = torch.device("cuda", 0)
+    clock = GraphClock(device, 3000.0)
     try:
-        for name, each in SHAPES.items():
-            (case,) = cases_of(each, 1)
-            case.launch.run()
-            out = case.data.out
+        for name, ((*heads, page_size), batch) in SHAPES.items():
+            problem = LayerSizes.plain(*heads).problem(torch.bfloat16, page_size)
+            (data,) = random_steps(problem, BatchSpec.parse(batch), 1, device, seed=1)
+            launch, out = OwnProvider("triton").prepare(data), data.out
+            launch.run()
             wanted = out.clone()
-            timed = clock.timed((case.launch.run,))
+            timed = clock.timed((launch.run,))
             out.fill_(float("nan"))
             barrier.wait()
             timed.run(SECONDS)

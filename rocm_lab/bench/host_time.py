@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,13 +44,11 @@ class HostOptions:
     num_layers: of the model, which has only attention
     num_seqs:   of the steps, one after the other
     rounds:     samples of each
-    max_kv_len: of the runtime, if not as little as the steps need; with more a layer may have more launches
     """
 
     num_layers: int = 32
     num_seqs: tuple[int, ...] = (1, 64, 256)
     rounds: int = 15
-    max_kv_len: int = 0
 
 
 def host_rows(providers: tuple[str, ...], device: torch.device, options: HostOptions) -> Iterator[dict[str, Any]]:
@@ -75,14 +73,6 @@ def host_rows(providers: tuple[str, ...], device: torch.device, options: HostOpt
                     yield {**found, "status": "ok", "us": statistics.median(samples), "samples_us": samples}
 
 
-class StepTimes(NamedTuple):
-    """The host's microseconds: to reserve the pages of a step, to make its batch, and to run it."""
-
-    reserve_us: float
-    batch_us: float
-    run_us: float
-
-
 class HostSteps:
     """Decode steps whose sequences grow by one token each time."""
 
@@ -101,7 +91,7 @@ class HostSteps:
         sizes = RuntimeOptions(
             num_pages=num_seqs * -(-most // problem.page_size) + 1,
             max_num_seqs=num_seqs,
-            max_kv_len=options.max_kv_len or most,
+            max_kv_len=most,
             provider=provider,
             capture_sizes=[num_seqs],
         )
@@ -124,7 +114,7 @@ class HostSteps:
         """Returns samples of a step's time in microseconds."""
         for _ in range(_WARM_UP):
             self.step()
-        return [statistics.median(self.step().run_us for _ in range(_STEPS_OF_A_SAMPLE)) for _ in range(self._rounds)]
+        return [statistics.median(self.step() for _ in range(_STEPS_OF_A_SAMPLE)) for _ in range(self._rounds)]
 
     def wrong(self) -> str:
         """Returns why the last step's output is wrong, in a clause; "" if it is right."""
@@ -132,20 +122,18 @@ class HostSteps:
         worst = float((self._out.float() - expected).abs().max())
         return "" if worst <= _TOLERANCE * float(expected.abs().max()) else f"its output is off by up to {worst:.3g}"
 
-    def step(self) -> StepTimes:
-        """Runs the next step."""
+    def step(self) -> float:
+        """Runs the next step. Returns the host's microseconds, without those for its pages and its batch."""
         self._kv_len = self._kv_len + 1
         ones, ids = np.ones(len(self._rows), np.int32), np.arange(len(self._rows), dtype=np.int32)
+        self._runtime.table.reserve_all(self._rows, self._kv_len)
+        batch = StepBatch(self._rows, self._kv_len, ones, ids)
         self._wait()  # the device is idle when a step begins, so that waiting for it is not counted
         begin = time.perf_counter()
-        self._runtime.table.reserve_all(self._rows, self._kv_len)
-        reserved = time.perf_counter()
-        batch = StepBatch(self._rows, self._kv_len, ones, ids)
-        batched = time.perf_counter()
         self._run(batch)
         end = time.perf_counter()
         self._wait()
-        return StepTimes(1e6 * (reserved - begin), 1e6 * (batched - reserved), 1e6 * (end - batched))
+        return 1e6 * (end - begin)
 
     def _eagerly(self, batch: StepBatch) -> None:
         with self._runtime.step(batch) as step:

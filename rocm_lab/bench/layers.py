@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,3 @@ def as_json(problem: Problem) -> dict[str, Any]:
         "kv_encoding": problem.kv_encoding.name.lower(),
         "kv_scales": problem.kv_scales.name.lower(),
     }
-
-
-def with_encoding(problem: Problem, encoding: KVEncoding, scales: Scales) -> Problem:
-    """Returns the layer with this encoding and these scales of K and V. Raises BadProblem."""
-    return replace(problem, kv_encoding=encoding, kv_scales=scales)

@@ -29,10 +29,6 @@ class LayerWork:
         """Returns the microseconds of the slower one of memory and products."""
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6
 
-    def is_memory_bound(self, *, bytes_per_s: float, flops_per_s: float) -> bool:
-        """True if memory is the slower one."""
-        return self.num_bytes / bytes_per_s >= self.flops / flops_per_s
-
 
 def work_of(problem: Problem, batch: BatchSpec) -> LayerWork:
     """Returns the least work that the layer needs for the step."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,12 @@ from rocm_attn.batch.mask import NO_MASK, TreeMask
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from rocm_lab.bench.ceilings import read_us
 from rocm_lab.bench.clocks import GraphClock, microseconds_of
+from rocm_lab.bench.layers import NAMED
 from rocm_lab.benchmarks.script import parser_of, printed, write
 
 PAGE_SIZE = 16
@@ -58,15 +58,12 @@ class DraftingLayer:
     """One layer of attention with the heads of Llama-3-8B, which drafts and verifies."""
 
     def __init__(self, shape: DraftingShape, device: torch.device) -> None:
-        self.problem = Problem(32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
-        if shape.drafts.branches > 1:
-            self.problem = Problem(
-                32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5, custom_mask=True
-            )
+        layer = NAMED["llama-8b"].problem(torch.bfloat16, PAGE_SIZE)
+        problem = replace(layer, custom_mask=shape.drafts.branches > 1)
         longest = shape.prefix + shape.drafts.tokens + shape.verified + PAGE_SIZE
         pages = -(-longest // PAGE_SIZE)
         self.runtime = build_runtime(
-            [self.problem],
+            [problem],
             RuntimeOptions(
                 num_pages=shape.num_seqs * pages + shape.num_seqs + 1,
                 max_num_seqs=shape.num_seqs,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -22,15 +23,14 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_lab.bench.layers import NAMED
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 CUDA = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 ROUNDS = 15
-LLAMA = Problem(32, 8, 128, BF16, 16, v_head_dim=128, scale=128**-0.5)
-CODED = Problem(
-    32, 8, 128, BF16, 16, v_head_dim=128, scale=128**-0.5, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN
-)
+LLAMA = NAMED["llama-8b"].problem(BF16, 16)
+CODED = replace(LLAMA, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
 LATENT = Problem(128, 1, 576, BF16, 64, v_head_dim=512, scale=576**-0.5, pool=PoolKind.LATENT)
 # Name, layers, their problem, tokens.
 CASES = (
@@ -120,7 +120,7 @@ def by_torch(runtime: AttentionRuntime, ids: Tensor) -> list[Tensor]:
 def device_us(call: Callable[[], object]) -> float:
     """Returns the median of the time between events around a call that the device has not caught up with."""
     call()
-    pairs = [_events() for _ in range(ROUNDS)]
+    pairs = [[torch.Event("cuda", enable_timing=True) for _ in range(2)] for _ in range(ROUNDS)]
     for start, end in pairs:
         torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # longer than the host takes
         start.record()
@@ -128,11 +128,6 @@ def device_us(call: Callable[[], object]) -> float:
         end.record()
     torch.cuda.synchronize()
     return float(median(start.elapsed_time(end) * 1e3 for start, end in pairs))
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    return start, end
 
 
 def host_us(call: Callable[[], object]) -> float:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
@@ -292,7 +293,7 @@ def _joined(rank: int, num_ranks: int, folder: Path, device: torch.device) -> tu
 def of_ranks(num_ranks: int) -> list[Row]:
     """Returns the rows of the first rank. Raises the error of a rank that fails; the others are ended then."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_rank, (num_ranks, Path(folder)), nprocs=num_ranks)
+        spawn(on_rank, (num_ranks, Path(folder)), nprocs=num_ranks)  # type: ignore[no-untyped-call]
         rows: list[Row] = json.loads((Path(folder) / ROWS).read_text())
     return rows
 

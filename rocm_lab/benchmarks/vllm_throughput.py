@@ -2,15 +2,12 @@
 
 python -m rocm_lab.benchmarks.vllm_throughput --model smollm2 --dtype float32 --out RESULTS/vllm_h200.json
 
-Each backend runs in a separate process, once for each cudagraph mode: vLLM keeps one engine per process. --at-once of
-them are made ready together, and then generate in turn, --turns times, so that nothing else runs on the device. All of
-them hold their weights and --kv-gib of KV cache meanwhile.
-
-In a turn a process generates the workloads named below, each of them first with a part of its requests and a few new
-tokens, to warm up. tokens_per_s counts new tokens from the first prompt to the last token. decode_tokens_per_s counts
-those that came after each request had its first one. Both are medians of the turns. Float32 text must be the same token
-for token; for two-byte dtypes the share of equal requests is reported with the speed, without a verdict. A process that
-fails affects only its own mode: its output is printed in full.
+Each backend runs in a separate process, once for each cudagraph mode, one after the other: vLLM keeps one engine per
+process. A process generates the workloads named below --turns times, each of them first with a part of its requests and
+a few new tokens, to warm up. tokens_per_s counts new tokens from the first prompt to the last token.
+decode_tokens_per_s counts those that came after each request had its first one. Both are medians of the turns. Float32
+text must be the same token for token; for two-byte dtypes the share of equal requests is reported with the speed,
+without a verdict. A process that fails affects only its own mode.
 
 Triton multiplies float32 numbers in TF32 unless a kernel specifies otherwise, and TRITON_ATTN's does not. Text of such
 a model is compared with TRITON_F32_DEFAULT=ieee.
@@ -34,12 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rocm_lab.bench.machine import describe_machine, version_of
+from rocm_lab.bench.machine import version_of
+from rocm_lab.benchmarks.script import parser_of, printed, write
 
 OURS = "CUSTOM"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-# A process writes this when its engine is ready, and after each turn.
-_READY = "ready"
 _WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 
 
@@ -61,73 +57,6 @@ def workloads(requests: int, longest: int, new: int) -> list[RequestLoad]:
     return [even, RequestLoad("ragged", ragged, ends)]
 
 
-class EngineProcess:
-    """A process with one engine, which waits for its turn when it is ready.
-
-    backend:   by vLLM's name
-    arguments: of this program
-    """
-
-    def __init__(self, backend: str, mode: str, arguments: Sequence[str]) -> None:
-        self.backend, self.mode = backend, mode
-        own, its = os.pipe()
-        # A file holds answers of any length; a write to a full pipe would wait for a reader.
-        self._folder = tempfile.TemporaryDirectory()
-        self._answer = Path(self._folder.name) / "answer.json"
-        command = [sys.executable, "-m", "rocm_lab.benchmarks.vllm_throughput", *arguments]
-        command += ["--run", backend, "--modes", mode, "--ready-to", str(its), "--answer", str(self._answer)]
-        # Engines that compile the same model at once would write the same files.
-        settings = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Greedy tokens need no sampler of FlashInfer's, which vLLM imports on CUDA unless it is switched off.
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_CACHE_ROOT": self._folder.name,
-            "HF_HUB_OFFLINE": "1",
-            "TRITON_F32_DEFAULT": "ieee",
-        }
-        # Not a pipe: it is not read before the end, and a full pipe would stop the process.
-        self._log = (Path(self._folder.name) / "log").open("w+")
-        self._process = subprocess.Popen(
-            command,
-            env={**settings, **os.environ},
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=[its],
-            text=True,
-        )
-        os.close(its)
-        self._ready = os.fdopen(own)
-
-    def is_ready(self) -> bool:
-        """Waits until its engine is made, or until its turn is over. False: the process has failed."""
-        return self._ready.readline().strip() == _READY
-
-    def take_turn(self) -> None:
-        """Lets it generate once, and waits. A process that has failed does nothing."""
-        assert self._process.stdin is not None
-        try:
-            print("go", file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            return
-        self.is_ready()
-
-    def generated(self) -> dict[str, Any]:
-        """Waits for its end. Returns the results of timed() for each workload, over all turns.
-
-        Empty if the process has failed.
-        """
-        self._process.communicate()
-        self._ready.close()
-        found: dict[str, Any] = json.loads(self._answer.read_text()) if self._answer.is_file() else {}
-        return found
-
-    def said(self) -> str:
-        """Returns its whole log, after it has ended."""
-        self._log.seek(0)
-        return self._log.read()
-
-
 def main() -> None:
     """Runs every backend and mode, compares, and writes the result."""
     args = parse_args()
@@ -135,44 +64,41 @@ def main() -> None:
         generate(args)
         return
     runs = [(backend, mode) for mode in args.modes for backend in (args.against, OURS)]
-    result = {
-        "machine": {**describe_machine(), "vllm": version_of("vllm")},
-        "model": Path(args.model).name,
-        "dtype": args.dtype,
-        "against": args.against,
-        "compiled": not args.no_compile,
-        "turns": args.turns,
-        "rows": [],
-    }
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for first in range(0, len(runs), args.at_once):
-        found |= in_turn(runs[first : first + args.at_once], args.turns)
-        result["rows"] = rows = [row for mode in args.modes for row in compared(found, mode, args.against)]
-        Path(args.out).write_text(json.dumps(result, indent=1))
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    found = {run: in_its_process(*run) for run in runs}
+    rows = printed(row for mode in args.modes for row in compared(found, mode, args.against))
+    write(
+        args.out,
+        of_machine={"vllm": version_of("vllm")},
+        model=Path(args.model).name,
+        dtype=args.dtype,
+        against=args.against,
+        compiled=not args.no_compile,
+        turns=args.turns,
+        rows=rows,
+    )
     if failed := [" ".join(run) for run in runs if not found[run]]:
         sys.exit(f"failed: {', '.join(failed)}")
     if args.dtype == "float32" and any(row["equal"] != row["requests"] for row in rows):
         sys.exit("the text differs")
 
 
-def in_turn(runs: Sequence[tuple[str, str]], turns: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns each backend's and mode's results: all engines are made at once, and generate one after the other."""
-    processes = [EngineProcess(*run, sys.argv[1:]) for run in runs]
-    ready = [process.is_ready() for process in processes]
-    for turn in range(turns):
-        # The first in one turn is the last in the next.
-        for process in processes if turn % 2 == 0 else processes[::-1]:
-            process.take_turn()
-    found = {}
-    for process, was_ready in zip(processes, ready, strict=True):
-        found[process.backend, process.mode] = answer = process.generated()
-        log = process.said()
-        kernels = [line for line in log.splitlines() if "rocm_attn serves" in line]
-        print("\n".join([f"{process.backend} {process.mode}", *kernels]), flush=True)
-        if not answer:
-            print(f"FAILED while it {'generated' if was_ready else 'was made'}:\n{log}", flush=True)
+def in_its_process(backend: str, mode: str) -> dict[str, Any]:
+    """Returns a backend's results of each workload, in a mode. Empty if its process fails, whose output says why."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "rocm_lab.benchmarks.vllm_throughput", *sys.argv[1:]]
+        command += ["--run", backend, "--modes", mode, "--answer", str(answer)]
+        settings = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Greedy tokens need no sampler of FlashInfer's, which vLLM imports on CUDA unless it is switched off.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_CACHE_ROOT": folder,
+            "HF_HUB_OFFLINE": "1",
+            "TRITON_F32_DEFAULT": "ieee",
+        }
+        print(backend, mode, flush=True)
+        subprocess.run(command, env={**settings, **os.environ})
+        found: dict[str, Any] = json.loads(answer.read_text()) if answer.is_file() else {}
     return found
 
 
@@ -194,7 +120,7 @@ def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, agai
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Runs in a separate process: makes an engine, waits for the turn, and returns the results of the workloads."""
+    """Runs in a separate process: makes an engine, and writes the results of the workloads."""
     from vllm import LLM
 
     from rocm_attn.integrations.vllm import register
@@ -211,7 +137,7 @@ def generate(args: argparse.Namespace) -> None:
         attention_backend=args.run,
         max_model_len=args.longest + args.new,
         max_num_seqs=args.requests,
-        # vLLM would measure the device's free memory, which other processes change meanwhile.
+        # vLLM would measure the device's free memory, which other processes may change.
         kv_cache_memory_bytes=int(args.kv_gib * 2**30),
         gpu_memory_utilization=0.02,
         enable_prefix_caching=False,
@@ -219,13 +145,8 @@ def generate(args: argparse.Namespace) -> None:
         seed=0,
         **graphs,
     )
-    turns: list[dict[str, dict[str, Any]]] = []
-    with os.fdopen(args.ready_to, "w") as ready:
-        print(_READY, file=ready, flush=True)
-        for _ in range(args.turns):
-            sys.stdin.readline()
-            turns.append(one_turn(engine, workloads(args.requests, args.longest, args.new), args.vocabulary))
-            print(_READY, file=ready, flush=True)
+    asked = workloads(args.requests, args.longest, args.new)
+    turns = [one_turn(engine, asked, args.vocabulary) for _ in range(args.turns)]
     Path(args.answer).write_text(json.dumps({name: of_turns([turn[name] for turn in turns]) for name in turns[0]}))
 
 
@@ -284,8 +205,8 @@ def prompts_of(workload: RequestLoad, vocabulary: int) -> list[dict[str, list[in
     return [{"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(n)]} for n in workload.prompts]
 
 
-def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args() -> argparse.Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="a folder of Hugging Face's")
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
@@ -297,13 +218,10 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=128, help="tokens that a request generates at most")
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--kv-gib", type=float, default=8, help="KV cache of each process")
-    parser.add_argument("--at-once", type=int, default=2, help="processes that are made ready together")
     parser.add_argument("--turns", type=int, default=1, help="how often each workload is generated")
-    parser.add_argument("--out", default="vllm_throughput.json")
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--ready-to", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

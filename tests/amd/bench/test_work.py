@@ -50,4 +50,3 @@ def test_the_floor_is_the_slower_one_of_memory_and_products() -> None:
     work = work_of(LAYER, BatchSpec.parse("3d40"))
     assert work.lower_bound_us(bytes_per_s=1e6, flops_per_s=1e15) == pytest.approx(work.num_bytes)
     assert work.lower_bound_us(bytes_per_s=1e15, flops_per_s=1e6) == pytest.approx(work.flops)
-    assert work.is_memory_bound(bytes_per_s=1e6, flops_per_s=1e15)

@@ -49,9 +49,7 @@ class Block:
 
 def pages() -> list[Path]:
     """Returns every page: those of docs/, and those next to their subjects."""
-    beside = [
-        path for folder in ("docker", "rocm_lab/benchmarks") for path in sorted((ROOT / folder).glob("**/README.md"))
-    ]
+    beside = [*sorted((ROOT / "docker").glob("**/README.md")), *sorted((ROOT / "rocm_lab/benchmarks").glob("*.md"))]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *beside]
 
 

@@ -27,7 +27,7 @@ PAGES = (
     CONTRIBUTING,
     *sorted(DOCS.glob("*.md")),
     ROOT / "docker/README.md",
-    ROOT / "rocm_lab/benchmarks/README.md",
+    *sorted((ROOT / "rocm_lab/benchmarks").glob("*.md")),
 )
 
 

@@ -81,7 +81,7 @@ def likeliest(logits: Tensor, parameters: Tensor, tokens: Tensor, likeliest: Ten
 
 
 def _asked(parameters: Tensor) -> list[tuple[int, int, int, float, float, float, int, float]]:
-    """The rows of a table of request_options.py."""
+    """The rows of a table of parameter_columns.py."""
     words, numbers = parameters.tolist(), parameters.view(torch.float32).tolist()
     return [
         (*word[:REPETITION], *number[REPETITION:TOP_K], word[TOP_K], number[DEPTH])

@@ -13,7 +13,8 @@
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             500 random steps of a tiny model, every output checked against the oracle
-#   random           10 seeds of a random tester and all pairs of calls; their oracle shares no code with the project
+#   random           10 seeds of a random tester and a fifth of all pairs of calls; their oracle shares no code with the
+#                    project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -157,8 +158,11 @@ run_stage() {
     mutation) spread -m "not nightly" tests/amd/mutation ;;
     mutation-long) spread -m nightly tests/amd/mutation ;;
     offline-long) compile -m "nightly" ;;
-    random) spread tests/amd/random_calls ;;
-    random-long) python -m tests.amd.random_calls --seeds 10:2000 | tee -a "$verdicts" ;;
+    random) spread -m "not nightly" tests/amd/random_calls ;;
+    random-long)
+        SHARD="" spread -m nightly tests/amd/random_calls # the shard that has this stage has all of it
+        python -m tests.amd.random_calls --seeds 10:2000 | tee -a "$verdicts"
+        ;;
     engines) run_engines -m "not nightly" ;;
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;

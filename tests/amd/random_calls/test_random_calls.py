@@ -24,8 +24,17 @@ def test_a_seed_is_the_same_every_time(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "guard", ["batch_check", "copy_on_write", "echo_check", "full_refresh", "kept_ids", "table_first"]
+    ("guard", "finds"),
+    [
+        ("batch_check", 9),
+        ("copy_on_write", 9),
+        ("echo_check", 0),
+        ("full_refresh", 0),
+        ("kept_ids", 6),
+        ("table_first", 0),
+    ],
 )
-def test_a_safeguard_that_is_off_is_found_within_thirty_seeds(guard: str, device: torch.device) -> None:
+def test_a_safeguard_that_is_off_is_found_within_thirty_seeds(guard: str, finds: int, device: torch.device) -> None:
+    """finds: a seed that has found it before, and is tried first"""
     guards = Guards().without(guard)
-    assert any(run_moves(seed, device, guards).findings for seed in range(30))
+    assert any(run_moves(seed, device, guards).findings for seed in (finds, *range(30)))

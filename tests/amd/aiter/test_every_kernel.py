@@ -63,7 +63,7 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 def _marked(case: Case) -> object:
     """Marks a case as a nightly one or not.
 
-    Every run has the first of three cases of a row, in one of its dtypes, by turns; among slow cases only those of
+    Every run has the first of five cases of a row, in one of its dtypes, by turns; among slow cases only those of
     decode. Mixed steps run at night if the function's extend steps are among the cases: both call it in the same way.
     """
     of_entry = [other for other in SOME if other.entry is case.entry]
@@ -73,7 +73,7 @@ def _marked(case: Case) -> object:
     is_other = case.problem.dtype != dtypes[turn % len(dtypes)]
     extends = any(other.entry.name == case.entry.name and other.entry.kind is StepKind.EXTEND for other in SOME)
     is_repeated = case.entry.kind is StepKind.MIXED and extends
-    is_later = turn % 3 > 0
+    is_later = turn % 5 > 0
     return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other or is_repeated or is_later))
 
 

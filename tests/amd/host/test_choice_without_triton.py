@@ -60,7 +60,7 @@ def config_of(model: str) -> str:
     return str(ROOT / "tests/amd/aiter/configs" / f"{model}.json")
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -176,7 +176,7 @@ def test_cost_predicts_what_a_layer_costs(tmp_path: Path, capsys: pytest.Capture
     "command",
     [
         ["explain"],
-        ["capture-plan", "--max-batch-size", "4"],
+        pytest.param(["capture-plan", "--max-batch-size", "4"], marks=pytest.mark.nightly),
         pytest.param(["prewarm", "--provider", "torch", "--max-kv-len", "64"], marks=pytest.mark.nightly),
     ],
 )
@@ -188,6 +188,7 @@ def test_commands_that_read_a_config_take_a_gguf_file(
     assert json.loads(capsys.readouterr().out)["arch"] == "gfx942"
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_describes_its_models_attention(tmp_path: Path) -> None:
     of_gguf = described_model(str(find_model("smollm2")))
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))

@@ -23,6 +23,16 @@ from tests.amd.server.load.model_folder import write_model
 
 ID = "owner/tiny-model"
 COMMIT = "c" * 40
+EXPLAIN = ("explain", ID, "--arch", "gfx942", "--json")
+BOTH = """
+import json, sys
+from pathlib import Path
+from rocm_attn.cli import main
+explain, generate = json.loads(sys.argv[1])
+assert main(explain) == 0
+print("--", *sorted(path.name for path in Path(sys.argv[2]).glob("hub/models--*/snapshots/*/*")), "--")
+sys.exit(main(generate))
+"""
 GENERATE = ("generate", "--model", ID, "--device", "cpu", "--raw", "--max-new-tokens", "2", "--json", "w1 w2")
 
 
@@ -36,9 +46,21 @@ class Hub:
 
     def run(self, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
         """Runs a command in a process whose cache is in `home` and whose hub is this server."""
+        return self._python("-m", "rocm_attn.cli", *arguments, home=home)
+
+    def described_and_served(self, home: Path) -> list[str]:
+        """Runs `explain` and then `generate` in one process. Returns the files in the cache between the two."""
+        done = self._python("-c", BOTH, json.dumps([EXPLAIN, GENERATE]), str(home), home=home)
+        assert done.returncode == DONE, done.stderr
+        explained, cached, generated = done.stdout.split("--")
+        assert json.loads(explained)["layer_kinds"]
+        assert len(json.loads(generated)["results"][0]["token_ids"]) == 2
+        return cached.split()
+
+    def _python(self, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1"}
         environment["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, "-m", "rocm_attn.cli", *arguments]
+        command = [sys.executable, *arguments]
         return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
 
     def reply(self, path: str) -> tuple[int, bytes]:
@@ -127,25 +149,19 @@ def put_into_cache(files: Path, home: Path) -> None:
 
 def test_a_model_in_the_cache_is_served_and_nothing_is_asked(hub: Hub, home: Path) -> None:
     put_into_cache(hub.files, home)
-    explained = hub.run("explain", ID, "--arch", "gfx942", "--json", home=home)
-    assert explained.returncode == DONE, explained.stderr
-    assert json.loads(explained.stdout)["layer_kinds"]
-    generated = hub.run(*GENERATE, home=home)
-    assert generated.returncode == DONE, generated.stderr
-    assert len(json.loads(generated.stdout)["results"][0]["token_ids"]) == 2
+    assert hub.described_and_served(home) == hub.names()
     assert hub.asked == []
 
 
 def test_an_id_that_is_in_no_cache_is_downloaded_and_a_description_takes_its_config_alone(hub: Hub, home: Path) -> None:
-    explained = hub.run("explain", ID, "--arch", "gfx942", "--json", home=home)
-    assert explained.returncode == DONE, explained.stderr
-    assert {path for path in hub.asked if ID in path} == {f"/{ID}/resolve/main/config.json"}
-    generated = hub.run(*GENERATE, home=home)  # the cache has a part of the model now
-    assert generated.returncode == DONE, generated.stderr
+    assert hub.described_and_served(home) == ["config.json"], "generate begins with a part of the model"
     assert any(path.endswith("/model.safetensors") for path in hub.asked)
 
 
-@pytest.mark.parametrize("command", [("explain", "--arch", "gfx942"), ("generate", "x", "--model")])
+@pytest.mark.parametrize(
+    "command",
+    [("explain", "--arch", "gfx942"), pytest.param(("generate", "x", "--model"), marks=pytest.mark.nightly)],
+)
 def test_an_id_that_the_hub_does_not_know_names_the_command_that_downloads(
     command: tuple[str, ...], hub: Hub, home: Path
 ) -> None:

@@ -129,7 +129,7 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
     return {name: WAYS[name] for name in ("around_a_cut", "beside_others", *["cached", "halves"] * graphs)}
 
 
-@pytest.mark.fast(2, interpreted=0)
+@pytest.mark.fast(1, interpreted=0)
 @both
 @every_layer
 def test_a_sequence_gives_the_same_bits_in_every_way(

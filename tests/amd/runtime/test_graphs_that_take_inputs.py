@@ -166,13 +166,15 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: l
     assert ran[-1]
 
 
-def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_right(ran: list[bool]) -> None:
+@pytest.mark.parametrize("apart", [12, pytest.param(5, marks=pytest.mark.nightly)])
+def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_right(apart: int, ran: list[bool]) -> None:
+    """apart: lines from one interrupt to the next"""
     served, interrupts = Going(), 0
 
     def step() -> None:
         served.runner.run(served.batch())
 
-    for _ in every_line(step, 5):
+    for _ in every_line(step, apart):
         interrupts += 1
         # If it was broken off, its tokens may count as stored or not.
         served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
@@ -183,7 +185,11 @@ def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_righ
     assert interrupts > 20
 
 
-def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_right(ran: list[bool]) -> None:
+@pytest.mark.parametrize("apart", [12, pytest.param(5, marks=pytest.mark.nightly)])
+def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_right(
+    apart: int, ran: list[bool]
+) -> None:
+    """apart: lines from one interrupt to the next"""
     served, interrupts = Going(), 0
 
     def again() -> None:
@@ -192,13 +198,13 @@ def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_
         served.runner.run_again(batch.batch)
 
     again()
-    for _ in every_line(again, 5):
+    for _ in every_line(again, apart):
         interrupts += 1
         served.step()
         again()
     assert interrupts > 20
     # The lines at the end, where the step is closed.
-    last = 1 + 5 * interrupts
+    last = 1 + apart * interrupts
     for number in range(last - 25, last):
         if interrupted_at(number, again):
             served.step()
@@ -206,9 +212,11 @@ def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_
     served.runtime.check_device()
 
 
-def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(ran: list[bool]) -> None:
+@pytest.mark.parametrize("apart", [9, pytest.param(3, marks=pytest.mark.nightly)])
+def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(apart: int, ran: list[bool]) -> None:
+    """apart: lines from one interrupt to the next"""
     served, again = Going(window=64), 0
-    for _ in every_line(lambda: served.runner.run(served.batch()), 3):
+    for _ in every_line(lambda: served.runner.run(served.batch()), apart):
         last = served.runtime.gate.last
         if served.runner.may_run_again and last is not None:
             again += 1

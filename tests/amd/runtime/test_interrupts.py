@@ -77,7 +77,7 @@ class Counted:
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("apart", [12, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "split")) for kind in KINDS]
 )
@@ -95,7 +95,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
         served.run(kind, 3)
 
     # Whole eager steps at more lines; the others differ from them in a few.
-    for line in every_line(step, apart if kind == "whole" and not graphs else 6 * apart):
+    for line in every_line(step, apart if kind == "whole" and not graphs else 3 * apart):
         interrupts += 1
         for number in range(4):
             served.run("split" if number == 2 else kind, 10 + line + number)
@@ -104,7 +104,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
     assert (served.runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.parametrize("stride", [4001, pytest.param(397, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stride", [9001, pytest.param(397, marks=pytest.mark.nightly)])
 def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: int) -> None:
     """No row or page is lost either."""
     line = 1

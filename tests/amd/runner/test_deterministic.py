@@ -52,10 +52,10 @@ def logits_of(
     return seen, engine
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"chunk": 7}, {"chunk": 64, "page_size": 16}, {"graphs": True, "max_batch_size": 5}, {"num_pages": 22}],
+    [{"num_pages": 22}, {}, {"chunk": 7}, {"chunk": 64, "page_size": 16}, {"graphs": True, "max_batch_size": 5}],
     ids=str,
 )
 def test_a_requests_logits_are_those_that_it_gets_alone(

@@ -35,6 +35,7 @@ from tests.amd.runner.with_parameters import character_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BASE = replace(OPTIONS, provider="auto" if DEVICE.type == "cuda" else "torch")
+PLAIN = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0)
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,20 @@ class Kind:
 
     def plainly(self, requests: list[Request], loaded: LoadedModel | None = None) -> list[Completion]:
         """Returns plain decoding's completions, from one pool and without an engine of this kind."""
-        options = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0)
-        return Engine(self.loaded if loaded is None else loaded, options).generate(requests)
+        if loaded is None:
+            return list(_plain_completions(self.windows, tuple(requests)))
+        return Engine(loaded, PLAIN).generate(requests)
 
 
 @cache
 def _round_model(windows: tuple[int, ...]) -> LoadedModel:
     return round_model(DEVICE, windows=windows)
+
+
+@cache
+def _plain_completions(windows: tuple[int, ...], requests: tuple[Request, ...]) -> tuple[Completion, ...]:
+    """Many tests compare the texts of the same requests."""
+    return tuple(Engine(_round_model(windows), PLAIN).generate(requests))
 
 
 @cache
@@ -190,13 +198,14 @@ def steps(engine: Engine) -> Iterator[Many[Event]]:
         yield engine.step()
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"steps_ahead": 0, "page_size": 1},
-        {"graphs": True, "draft_tokens": 5},
+        # By day the rounds of test_device_step_graphs.py are graphs.
+        pytest.param({"graphs": True, "draft_tokens": 5}, marks=pytest.mark.nightly),
         pytest.param({"graphs": True, "page_size": 16, "draft_tokens": 8}, marks=pytest.mark.nightly),
         pytest.param({"draft_tokens": 1, "page_size": 2}, marks=pytest.mark.nightly),
     ],
@@ -283,7 +292,7 @@ def test_whatever_comes_in_between_changes_no_text(seed: int, kind: Kind) -> Non
 
 
 @kinds("greedy")
-@pytest.mark.parametrize("place", [20, 27, 33])
+@pytest.mark.parametrize("place", [27, *(pytest.param(place, marks=pytest.mark.nightly) for place in (20, 33))])
 def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, kind: Kind) -> None:
     """It ends when the first is published; a request that comes then has both read at once."""
     with_words = replace(kind.loaded, tokenizer=character_model().tokenizer)
@@ -343,7 +352,7 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
 @kinds("greedy")
 def test_a_step_of_others_between_two_rounds_ends_the_series(kind: Kind) -> None:
     requests = [kind.request(seed, 60) for seed in range(2)]
-    engine = kind.engine(graphs=True)
+    engine = kind.engine(graphs=True, max_kv_len=100)
     numbers = [engine.submit(request) for request in requests]
     until_unread(engine)
     engine.capture_all(lambda done, total, name: None)
@@ -489,7 +498,7 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
 
 
 @kinds("greedy")
-@pytest.mark.parametrize("draft_tokens", [3, 5])
+@pytest.mark.parametrize("draft_tokens", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(draft_tokens: int, kind: Kind) -> None:
     """It comes alone, next to a sequence that verifies drafts, and as the rest of a longer one after a prefix hit."""
     width = kind.options(draft_tokens=draft_tokens).draft_tokens + 1
@@ -604,7 +613,7 @@ def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ["trees"], indirect=True)
-@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 16)), 2])
+@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 2)), 16])
 def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
     """A tree brings more tokens than its likeliest chain, and no text changes."""
     requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()

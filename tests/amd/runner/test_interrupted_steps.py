@@ -98,10 +98,9 @@ def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
 @pytest.mark.parametrize(
     ("kind", "counts", "apart"),
     [
-        ("plain", READING, 32),
-        ("text", READING, 40),
-        ("plain", LAUNCHING, 8),
-        ("rounds", ROUNDS, 16),
+        ("text", READING, 60),
+        ("plain", LAUNCHING, 16),
+        ("rounds", ROUNDS, 48),
         *[
             pytest.param(kind, counts, 1, marks=pytest.mark.nightly)
             for kind, counts in (
@@ -162,7 +161,7 @@ def test_several_interrupts_one_after_another_lose_nothing_either(loaded: Loaded
         _check(make(), requests, Lines(READING, at), wanted, emitted, lines.places[first], len(at))
 
 
-@pytest.mark.parametrize("leave", [Engine.abort, Engine.cancel])
+@pytest.mark.parametrize("leave", [pytest.param(Engine.abort, marks=pytest.mark.nightly), Engine.cancel])
 @pytest.mark.parametrize("runs", [pytest.param(False, marks=pytest.mark.nightly, id="waiting"), True])
 def test_a_request_that_leaves_does_so_whole_or_not_at_all(
     leave: Callable[[Engine, int], None], runs: bool, loaded: LoadedModel

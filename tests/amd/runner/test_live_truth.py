@@ -81,7 +81,7 @@ def in_last_page(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArg
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.nightly),
         {"chunk": 32, "steps_ahead": 1},
         pytest.param({"speculative": "ngram", "draft_tokens": 3}, marks=pytest.mark.nightly),
         {"speculative": "ngram", "draft_tokens": 3, "graphs": True, "capture_after": 0},
@@ -92,7 +92,7 @@ def in_last_page(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArg
 def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
     changes: dict[str, Any], loaded: LoadedModel
 ) -> None:
-    requests = some_requests(6, 12)
+    requests = some_requests(4, 8)
     expected = engine(loaded, **changes).generate(requests)
     served = engine(loaded, **changes)
     numbers = [served.submit(request) for request in requests]
@@ -235,6 +235,7 @@ def test_a_fault_of_an_earlier_step_fails_its_requests_before_the_probe_runs(
     assert all_pages_are_free(served)
 
 
+@pytest.mark.nightly
 def test_ranks_find_it_together() -> None:
     with RankedEngine(load_wide, OPTIONS, num_ranks=2) as served:
         expected = served.generate([Request((5, 6, 8), 6)])

@@ -12,9 +12,7 @@ from torch import Tensor
 from rocm_attn.errors import BadRequest
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.prompt_logprobs import PromptLogprobs
-from rocm_serve.ranks import Ranks
 from rocm_serve.request import Completion, Request, RequestsFailed
 from tests.amd.runner.hf_models import hf_logits, load, save, small_hf_model
 from tests.amd.runner.serving import BASE, engine, served_to_the_end
@@ -136,21 +134,6 @@ def test_an_aborted_prompt_has_those_of_the_tokens_that_were_taken_in() -> None:
     served.abort(number)
     (done,) = served_to_the_end(served, [number])
     assert [each.token_id for each in done.prompt_logprobs] == list(range(9, 17))
-
-
-def load_tiny(*, device: torch.device, ranks: Ranks) -> LoadedModel:
-    return tiny_model(device=device, ranks=ranks)
-
-
-def test_ranks_give_those_of_one_engine() -> None:
-    requests = [Request(tuple(range(8, 28)), 3, prompt_logprobs=2), Request((9, 8, 10), 2, prompt_logprobs=0)]
-    (alone,) = [engine(tiny_model(), chunk=6).generate(requests)]
-    with RankedEngine(load_tiny, replace(BASE, chunk=6), num_ranks=2) as ranked:
-        together = ranked.generate(requests)
-    for one, other in zip(alone, together, strict=True):
-        assert [each.token_id for each in other.prompt_logprobs] == [each.token_id for each in one.prompt_logprobs]
-        values = [torch.tensor([each.logprob for each in done.prompt_logprobs]) for done in (one, other)]
-        torch.testing.assert_close(*values, **TOLERANCE)
 
 
 @pytest.mark.parametrize("wrong", [-2, 21])

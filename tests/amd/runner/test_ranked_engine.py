@@ -30,6 +30,8 @@ from rocm_serve.request import AbortEvent, Completion, Event, Request, RequestsF
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
+from tests.amd.runner.serving import tokens_of
+from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
 
@@ -37,7 +39,12 @@ BASE = replace(OF_EIGHT, max_batch_size=4, graphs=True)
 
 
 def load_poisoned(*, device: torch.device, ranks: Ranks) -> LoadedModel:
-    return with_nan_token(tiny_model(device=device, ranks=ranks))
+    loaded = tiny_model(device=device, ranks=ranks)
+    head = loaded.weights.head.clone()
+    with_nan_token(loaded)
+    if ranks.shard.rank > 0:  # its rows of the head are those of other tokens
+        loaded.weights.head.copy_(head)
+    return loaded
 
 
 def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
@@ -75,6 +82,23 @@ def test_ranks_give_the_tokens_of_one_rank(ranked: RankedEngine, alone: list[Com
     assert (report.ranks, report.graphs) == (2, "on")
     assert report.metrics.replays > 0
     assert not ranked.has_work
+
+
+def test_ranks_give_the_logprobs_of_prompts_of_one_rank(ranked: RankedEngine) -> None:
+    """The first prompt takes two steps."""
+    requests = [Request(tuple(range(8, 28)), 3, prompt_logprobs=2), Request((9, 8, 10), 2, prompt_logprobs=0)]
+    alone = Engine(with_nan_token(tiny_model()), BASE).generate(requests)
+    for one, other in zip(alone, ranked.generate(requests), strict=True):
+        assert [each.token_id for each in other.prompt_logprobs] == [each.token_id for each in one.prompt_logprobs]
+        values = [torch.tensor([each.logprob for each in done.prompt_logprobs]) for done in (one, other)]
+        torch.testing.assert_close(*values, **TOLERANCE)
+
+
+def test_the_truth_probe_of_ranks_changes_no_text(ranked: RankedEngine, alone: list[Completion]) -> None:
+    """Their heads are too small to tell keys apart; test_live_truth.py has ranks with larger ones."""
+    verdict = ranked.probe_truth(0)
+    assert (verdict.word, verdict.num_layers) == ("not checked", 2)
+    assert tokens_of(ranked.generate(REQUESTS)) == tokens_of(alone)
 
 
 def test_tasks_of_an_event_loop_share_ranks(ranked: RankedEngine, alone: list[Completion]) -> None:

@@ -110,7 +110,7 @@ def test_what_is_counted_is_what_is_counted_of_rounds_that_are_read_one_by_one()
     ("num_steps", "has_ended"),
     [
         pytest.param(20, False, marks=pytest.mark.nightly),
-        (21, False),
+        pytest.param(21, False, marks=pytest.mark.nightly),
         (22, True),
         pytest.param(23, True, marks=pytest.mark.nightly),
     ],
@@ -151,7 +151,7 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
         assert done[0].error
 
 
-@pytest.mark.parametrize("ends_by", ["length", "abort", "text"])
+@pytest.mark.parametrize("ends_by", [pytest.param("length", marks=pytest.mark.nightly), "abort", "text"])
 def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded: LoadedModel) -> None:
     """All full pages are found, as if each round had been read by itself."""
     with_words = replace(loaded, tokenizer=character_model().tokenizer)

@@ -224,7 +224,7 @@ def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(apart: int,
         served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
         served.step()
         served.runtime.check_device()
-    assert again > 20
+    assert again > 60 // apart
 
 
 def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:

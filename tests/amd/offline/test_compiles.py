@@ -328,7 +328,14 @@ def launched_in_the_matrix(arch: str, *, is_large: bool) -> list[LaunchedTiles]:
 # One worker collects the launches of an arch, once.
 LAUNCHED = pytest.mark.parametrize(
     "arch",
-    [pytest.param(arch, marks=pytest.mark.xdist_group(f"launched by {arch}")) for arch in (*AMD_ARCHS, *NVIDIA_ARCHS)],
+    [
+        pytest.param(
+            arch,
+            # Those of NVIDIA by night, as are all of their rows.
+            marks=[pytest.mark.xdist_group(f"launched by {arch}")] + [pytest.mark.nightly] * (arch in NVIDIA_ARCHS),
+        )
+        for arch in (*AMD_ARCHS, *NVIDIA_ARCHS)
+    ],
 )
 
 

@@ -146,11 +146,12 @@ def test_a_process_that_serves_finds_everything_that_it_needs(warm: PrewarmRepor
     assert_everything_was_cached(serve(PROBLEM, SIZES))
 
 
+@pytest.mark.nightly  # test_prewarm_sizes.py compares, in every run, what prewarming of segments would compile
 @pytest.mark.parametrize(
     ("sizes", "kernel"),
     [
         (replace(SIZES, deterministic=True), "_segment_decode_kernel"),
-        pytest.param(replace(SIZES, shared_prefixes=True), "_merge_states_kernel", marks=pytest.mark.nightly),
+        (replace(SIZES, shared_prefixes=True), "_merge_states_kernel"),
     ],
     ids=["segments", "shared_prefixes"],
 )

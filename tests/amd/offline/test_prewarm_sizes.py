@@ -204,7 +204,7 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         ),
         pytest.param(GEMMA, "sm_90", replace(SIZES, max_num_seqs=70), id="gemma-sm_90", marks=pytest.mark.nightly),
         pytest.param(GPTOSS, "sm_90", replace(SIZES, max_num_seqs=70), id="window-sm_90", marks=pytest.mark.nightly),
-        pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments"),
         pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
     ],
 )
@@ -226,7 +226,14 @@ THREE = {"max_num_seqs": 3, "max_kv_len": 1024}
     ("layer", "sizes", "cached", "steps", "kernel"),
     [
         *(
-            pytest.param({"head_dim": dim, "v_head_dim": dim}, THREE, cached, OF_THREE, "_extend_kernel")
+            pytest.param(
+                {"head_dim": dim, "v_head_dim": dim},
+                THREE,
+                cached,
+                OF_THREE,
+                "_extend_kernel",
+                marks=[pytest.mark.nightly] * ((dim, cached) not in ((32, 0), (96, 1))),
+            )
             for dim in (32, 64, 96)
             for cached in (0, 1)
         ),
@@ -238,6 +245,7 @@ THREE = {"max_num_seqs": 3, "max_kv_len": 1024}
                 0,
                 [[new] * 3 for new in (160, 340, 400, 450)],
                 "_store_kernel",
+                marks=[pytest.mark.nightly] * (dim != 96),
             )
             for dim in (32, 96, 128)
         ),

@@ -28,16 +28,11 @@ NEW_TOKENS = 16
 GENERATE = [sys.executable, "-m", "rocm_attn.cli", "generate", "--device", "cpu"]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "graphs"),
-    [
-        (2, True),
-        pytest.param(1, True, marks=pytest.mark.nightly),
-        pytest.param(2, False, marks=pytest.mark.nightly),
-        pytest.param(4, True, marks=pytest.mark.nightly),
-        pytest.param(4, False, marks=pytest.mark.nightly),
-    ],
-)
+# Each process of a rank loads the model. By day tests/amd/runner has ranks, and parts of this model for them.
+pytestmark = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(("num_ranks", "graphs"), [(2, True), (1, True), (2, False), (4, True), (4, False)])
 def test_greedy_tokens_of_ranks_equal_those_of_transformers(num_ranks: int, graphs: bool, loaded: LoadedModel) -> None:
     assert loaded.tokenizer is not None
     prompts = [loaded.tokenizer.encode_chat(CHAT_PROMPTS[0]), loaded.tokenizer.encode(RAW_PROMPTS[0])]
@@ -57,7 +52,6 @@ def test_greedy_tokens_of_ranks_equal_those_of_transformers(num_ranks: int, grap
         assert len(picks) == NEW_TOKENS
 
 
-@pytest.mark.nightly
 def test_the_command_line_serves_over_ranks() -> None:
     arguments = ["--tp", "2", "--json", "--max-new-tokens", "12", "What is the capital of France?"]
     finished = subprocess.run(
@@ -70,7 +64,6 @@ def test_the_command_line_serves_over_ranks() -> None:
     assert "2 ranks share the model" in finished.stderr
 
 
-@pytest.mark.nightly
 def test_ctrl_c_ends_the_command_and_all_ranks() -> None:
     """It goes to every process of a terminal; the command answers it, and no rank is left."""
     arguments = ["--tp", "2", "--raw", "--max-new-tokens", "4000", "Once upon a time"]

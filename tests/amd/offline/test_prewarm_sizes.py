@@ -204,7 +204,8 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         ),
         pytest.param(GEMMA, "sm_90", replace(SIZES, max_num_seqs=70), id="gemma-sm_90", marks=pytest.mark.nightly),
         pytest.param(GPTOSS, "sm_90", replace(SIZES, max_num_seqs=70), id="window-sm_90", marks=pytest.mark.nightly),
-        pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments"),
+        pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True, max_num_seqs=5), id="few-segments"),
         pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
     ],
 )

@@ -106,6 +106,7 @@ EXAMPLES = [
     Example("qwen3_coder", QWEN_XML, OSLO),
     Example("qwen3_coder", f"Well.\n\n{QWEN_XML}\n{QWEN_XML}", OSLO * 2, "Well."),
     Example("qwen3_coder", "<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
+    Example("qwen3_coder", f"<think>\nA <tool_call> it is.\n{QWEN_XML}", OSLO, "", "A <tool_call> it is.", "qwen3"),
     Example(
         "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\n3\nlines\n\n</parameter>\n<parameter=hours>\n[1, 2]\n"
@@ -113,6 +114,7 @@ EXAMPLES = [
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
     Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
+    Example("glm45", f"<think>Hm.\n{GLM}", OSLO, "", "Hm.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
@@ -292,6 +294,8 @@ def test_the_form_is_found_by_the_call_that_a_template_writes(name: str) -> None
     [
         ("{{ c.split('</think>') }}", "think"),
         ("</think> <|tool_calls_section_begin|>", "kimi_k2"),
+        ("</think> <tool_call>\n<function={{ c.name }}>", "qwen3"),
+        ("</think> <tool_call>{{ c.name }}<arg_key>", "glm45"),
         ("[THINK]{{ m.thinking }}[/THINK]", "mistral"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss"),
     ],

@@ -263,6 +263,7 @@ class ServedModel:
         by_default = min(by_default, most)
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         sampling = _sampling(body, self.defaults)
+        allowed = tuple(sorted(set(body.allowed_token_ids or ())))
         return [
             Request(
                 prompt_token_ids=tuple(prompt),
@@ -270,6 +271,7 @@ class ServedModel:
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
+                allowed_token_ids=allowed,
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
                 logprobs=body.num_logprobs,

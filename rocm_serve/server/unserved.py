@@ -52,7 +52,6 @@ FIELDS: Mapping[str, Unserved] = {
     "separate_reasoning": Unserved("reasoning is always apart from the answer", (None, True)),
     "documents": Unserved("the model's template writes the messages alone; put documents into them", (None, [])),
     "bad_words": Unserved("texts are not excluded; give their tokens a logit_bias of -100", (None, [])),
-    "allowed_token_ids": Unserved("tokens are excluded one by one, by a logit_bias of -100", (None,)),
     "logits_processors": Unserved("the server runs no code of clients", (None, [])),
     "custom_logit_processor": Unserved("the server runs no code of clients", (None,)),
     "return_hidden_states": Unserved("answers have tokens and their logprobs alone", (None, False)),

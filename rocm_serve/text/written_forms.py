@@ -160,8 +160,8 @@ CALL_FORMS = (
         '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
         is_list=True,
     ),
-    # Mistral's tokenizers from version 11 on: InstructTokenizerV11 of mistral_common, which writes an id between name and
-    # arguments, and InstructTokenizerV13, which does not
+    # Mistral's tokenizers from version 11 on: InstructTokenizerV11 and V13 of mistral_common. V11 writes an id between
+    # name and arguments
     CallForm(("mistral",), ("[TOOL_CALLS]",), "{name}{any:}[ARGS]{json}"),
     # Mistral-7B-Instruct-v0.3 and others with an older tokenizer: vLLM's mistral_tool_parser.py
     CallForm(("mistral_v3",), ("[TOOL_CALLS]",), "{calls:arguments}"),
@@ -189,8 +189,8 @@ REASONING_FORMS = (
         shown=("</think>", "<|tool_calls_section_begin|>"),
         implies=("<|tool_calls_section_begin|>",),
     ),
-    # Qwen 3, and Qwen 3.5, which may call before it has ended its reasoning: vLLM's qwen3_reasoning_parser.py. Reasoning
-    # that is about <tool_call> goes on
+    # Qwen 3, and Qwen 3.5, which may call before it ends its reasoning: vLLM's qwen3_reasoning_parser.py. Reasoning that
+    # is about <tool_call> goes on
     ReasoningForm(
         ("qwen3",),
         "<think>",

@@ -189,8 +189,8 @@ REASONING_FORMS = (
         shown=("</think>", "<|tool_calls_section_begin|>"),
         implies=("<|tool_calls_section_begin|>",),
     ),
-    # Qwen 3, and Qwen 3.5, which may call before it ends its reasoning: vLLM's qwen3_reasoning_parser.py. Reasoning that
-    # is about <tool_call> goes on
+    # Qwen 3, and Qwen 3.5, which may call before it ends its reasoning: vLLM's qwen3_reasoning_parser.py. A thought
+    # about <tool_call> does not end it
     ReasoningForm(
         ("qwen3",),
         "<think>",

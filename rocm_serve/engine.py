@@ -226,7 +226,7 @@ class Engine:
             sampler=Sampler(request.sampling),
             token_ids=list(request.prompt_token_ids),
             cached_row=CachedRow(request.cache_salt, is_cached=self._may_cache(request)),
-            parameters=sampling_parameters_of(request, stops, matcher),
+            parameters=sampling_parameters_of(request, stops, matcher, self._loaded.config.vocab_size),
         )
         self._outputs[number] = Output(sequence, self._loaded.tokenizer)
         self._prompts.add(sequence)

@@ -64,10 +64,11 @@ class RequestLimits:
             raise BadRequest(f"the request has {what} and the model has no tokenizer; leave them out")
         if request.constraint is not None:
             library()
-        self.check_tokens((*prompt, *request.stop_token_ids, *(token for token, _ in request.sampling.logit_bias)))
+        biased = (token for token, _ in request.sampling.logit_bias)
+        self.check_tokens((*prompt, *request.stop_token_ids, *biased, *request.allowed_token_ids))
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises BadRequest for a token that the model does not have."""
-        for token in token_ids:
+        for token in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

@@ -50,6 +50,7 @@ class Request:
                       leaves none, because tokens of cached pages have no logits
     constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
                       server
+    allowed_token_ids: the only tokens that may be picked, (): all. The text ends early only if an end token is one
 
     Raises BadRequest.
     """
@@ -68,6 +69,7 @@ class Request:
     logprobs: int = NO_LOGPROBS
     constraint: Constraint | None = None
     prompt_logprobs: int = NO_LOGPROBS
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

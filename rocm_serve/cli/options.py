@@ -87,6 +87,9 @@ INCLUDE_STOP = switch("--include-stop", "include the stop string in the text")
 STOP_TOKEN_IDS = option(
     "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the text at these tokens (none)"
 )
+ALLOWED_TOKEN_IDS = option(
+    "--allowed-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="pick no other tokens (all)"
+)
 IGNORE_EOS = switch("--ignore-eos", "ignore the model's own end tokens")
 MIN_TOKENS = option(
     "--min-tokens", type=natural, default=0, metavar="TOKENS", help="new tokens before the text may end (0)"
@@ -113,6 +116,6 @@ JSON_SCHEMA = option(
 REGEX = option("--regex", metavar="PATTERN", help="generate a text that matches from beginning to end (any text)")
 # Options of a request, in addition to those of sampling.
 OF_REQUEST = (
-    *(MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS),
+    *(MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, IGNORE_EOS),
     *(LOGPROBS, PROMPT_LOGPROBS, JSON_SCHEMA, REGEX),
 )

@@ -29,6 +29,7 @@ def request_of(options: argparse.Namespace) -> Request:
         max_new_tokens=options.max_new_tokens,
         sampling=Sampling(**{name: getattr(options, name) for name in SAMPLING}),
         stop_token_ids=options.stop_token_ids,
+        allowed_token_ids=options.allowed_token_ids,
         ignore_eos=options.ignore_eos,
         stop=tuple(options.stop),
         include_stop=options.include_stop,

@@ -280,7 +280,8 @@ def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
 
 
 NOTHING_LEFT = (
-    "no token is left that the request allows: its constraint, its biases or min_tokens exclude all of them; "
+    "no token is left that the request allows: its constraint, its biases, allowed_token_ids or min_tokens exclude all "
+    "of them; "
     "relax one of them"
 )
 

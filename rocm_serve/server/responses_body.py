@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.schema import ChatBody
 from rocm_serve.server.tools import MOST_TOOLS, FunctionName, ToolPart
+from rocm_serve.server.unserved import OF_RESPONSES, refuse_unserved
 
 
 class _Text(ToolPart):
@@ -111,16 +112,14 @@ class ResponsesBody(BaseModel):
     def as_chat(self) -> ChatBody:
         """The same request for /v1/chat/completions. Raises ApiError, and ValidationError of pydantic."""
         extra = self.model_extra or {}
-        for name, (allowed, why) in _REFUSED.items():
-            if extra.get(name) not in allowed:
-                raise bad_request(why, name, code="unsupported_parameter")
+        refuse_unserved(extra, OF_RESPONSES)
         form = self.text.format
         if form.type == "json_schema" and form.content is None:
             raise bad_request("text.format has no schema; give one, or another type", "text")
         if not self.input:
             raise bad_request("input is empty; give a text or at least one item", "input")
         fields: dict[str, Any] = {
-            name: value for name, value in extra.items() if name not in _REFUSED.keys() | _IGNORED
+            name: value for name, value in extra.items() if name not in OF_RESPONSES.keys() | _IGNORED
         }
         fields |= {
             "model": self.model,
@@ -184,33 +183,5 @@ def _joined(content: str | Sequence[_Text]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-# Fields that this server does not serve -> the values without effect, and what to do.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "previous_response_id": (
-        (None,),
-        "previous_response_id is not served, because this server keeps no answers; send the earlier items in input",
-    ),
-    "conversation": (
-        (None,),
-        "conversation is not served, because this server keeps no answers; send the earlier items in input",
-    ),
-    "store": ((None, False), "store is true, and this server keeps no answers; set it to false"),
-    "background": ((None, False), "background is not served; leave it out, and stream the answer if it is long"),
-    "include": (
-        (None, [], ["reasoning.encrypted_content"]),
-        "include names parts of answers that this server does not make; leave it out",
-    ),
-    "prompt": ((None,), "prompt names a template that OpenAI keeps; write its text into instructions and input"),
-    "truncation": ((None, "disabled"), "truncation is not served; shorten the input, and set it to disabled"),
-    "top_logprobs": ((None, 0), "top_logprobs is not served here; /v1/chat/completions and /v1/completions have it"),
-    "max_tool_calls": ((None,), "max_tool_calls bounds tools that a server calls, and this server calls none"),
-    "prompt_logprobs": (
-        (None,),
-        "prompt_logprobs is not served here; /v1/chat/completions and /v1/completions have it",
-    ),
-    "n": ((None, 1), "n is not served here; /v1/chat/completions has it"),
-    "messages": ((None,), "messages is a field of /v1/chat/completions; give input"),
-    "logprobs": ((None, False), "logprobs is not served here; /v1/chat/completions and /v1/completions have it"),
-}
 # Fields that change no answer, and mean something else in a conversation.
 _IGNORED = frozenset({"stream_options", "user", "service_tier"})

@@ -96,9 +96,9 @@ class Message(ToolPart):
 class GenerationBody(GuidedFields):
     """The fields that both kinds of request have.
 
-    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p, repetition_penalty, prompt_logprobs
-    and priority, as in rocm_attn.Request and Sampling; include_stop_str_in_output, which is Request.include_stop;
-    cache_salt, within the key's own; timeout, in seconds.
+    Beyond OpenAI's fields: stop_token_ids, allowed_token_ids, ignore_eos, min_tokens, top_k, min_p, repetition_penalty,
+    prompt_logprobs and priority, as in rocm_attn.Request and Sampling; include_stop_str_in_output, which is
+    Request.include_stop; cache_salt, within the key's own; timeout, in seconds.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -119,6 +119,7 @@ class GenerationBody(GuidedFields):
     logit_bias: dict[str, Any] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None

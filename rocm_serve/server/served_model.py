@@ -136,7 +136,7 @@ class ServedModel:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
         messages, tools = [each.as_template for each in body.messages], body.tools_as_template
         rendering = body.rendering(messages[-1])
-        writer = self._writer(self.tokenising.tokenizer, body)
+        writer = self.writer(self.tokenising.tokenizer, body.chat_template)
         constraint = await asyncio.to_thread(self._calls_of, body, writer)
         tokens = await self.tokenising.conversation(messages, tools, rendering, writer)
         most = body.max_completion_tokens or body.max_tokens
@@ -154,7 +154,7 @@ class ServedModel:
         """
         if self.tokenizer is None:
             return TextReader()
-        template = self._writer(self.tokenizer, body).chat_template
+        template = self.writer(self.tokenizer, body.chat_template).chat_template
         calls = self._calls(template) if template is not None and body.may_call else None
         reasoning = self._reasoning(template)
         if calls is None and reasoning is None:
@@ -167,16 +167,16 @@ class ServedModel:
         """Returns the number of tokens of a part of an answer."""
         return len(self.tokenizer.encode(text)) if self.tokenizer is not None else 0
 
-    def _writer(self, tokenizer: Tokenizer, body: ChatBody) -> Tokenizer:
-        """Returns the tokenizer with the request's own template, if it has one. Raises ApiError."""
-        if body.chat_template is None:
+    def writer(self, tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+        """Returns the tokenizer with a request's own chat template, if it has one. Raises ApiError."""
+        if template is None:
             return tokenizer
         if not self.options.trust_request_chat_template:
             raise bad_request(
                 "chat_template is not taken from requests by this server (--trust-request-chat-template); leave it out",
                 "chat_template",
             )
-        return tokenizer.with_template(body.chat_template)
+        return tokenizer.with_template(template)
 
     def _calls_of(self, body: ChatBody, writer: Tokenizer) -> Constraint | None:
         """Returns a constraint that allows only calls, or None if none must be made. Raises ApiError, BadRequest."""
@@ -263,6 +263,7 @@ class ServedModel:
         by_default = min(by_default, most)
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         sampling = _sampling(body, self.defaults)
+        allowed = tuple(sorted(set(body.allowed_token_ids or ())))
         return [
             Request(
                 prompt_token_ids=tuple(prompt),
@@ -270,6 +271,7 @@ class ServedModel:
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
+                allowed_token_ids=allowed,
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
                 logprobs=body.num_logprobs,

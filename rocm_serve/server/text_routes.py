@@ -14,6 +14,7 @@ from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.schema import Message, TokenIds
 from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.template_fields import TemplateFields
 from rocm_serve.server.tools import MOST_TOOLS, Tool
 from rocm_serve.server.unserved import refuse_unserved
 from rocm_serve.text.tokenizer import Tokenizer
@@ -27,8 +28,8 @@ class _TextBody(BaseModel):
     model: Annotated[str, Field(max_length=1024)] | None = None
 
 
-class TokenizeBody(_TextBody):
-    """The body of /tokenize.
+class TokenizeBody(_TextBody, TemplateFields):
+    """The body of /tokenize. The fields of a template are for messages.
 
     prompt, messages:   one of the two
     add_special_tokens: whether a prompt gets the tokens that the model puts before a text; it does by default. A
@@ -55,7 +56,7 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         """Returns the tokens of a prompt, or of a conversation."""
-        tokenizer = _tokenizer_for(model, body)
+        tokenizer = model.writer(_tokenizer_for(model, body), body.chat_template)
         assert model.tokenising is not None, "there is a tokenizer"
         said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
         tokens = await model.tokenising.in_thread(sum(map(len, said)), _tokens_of, tokenizer, body)
@@ -130,4 +131,6 @@ def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
             "add_special_tokens",
         )
     messages = [each.as_template for each in body.messages or ()]
-    return tokenizer.encode_messages(messages, [tool.as_template for tool in body.tools or ()])
+    return tokenizer.encode_messages(
+        messages, [tool.as_template for tool in body.tools or ()], body.rendering(messages[-1])
+    )

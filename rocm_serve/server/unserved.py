@@ -52,7 +52,6 @@ FIELDS: Mapping[str, Unserved] = {
     "separate_reasoning": Unserved("reasoning is always apart from the answer", (None, True)),
     "documents": Unserved("the model's template writes the messages alone; put documents into them", (None, [])),
     "bad_words": Unserved("texts are not excluded; give their tokens a logit_bias of -100", (None, [])),
-    "allowed_token_ids": Unserved("tokens are excluded one by one, by a logit_bias of -100", (None,)),
     "logits_processors": Unserved("the server runs no code of clients", (None, [])),
     "custom_logit_processor": Unserved("the server runs no code of clients", (None,)),
     "return_hidden_states": Unserved("answers have tokens and their logprobs alone", (None, False)),
@@ -61,6 +60,26 @@ FIELDS: Mapping[str, Unserved] = {
     "lora_path": Unserved("a server has one model, without adapters; merge them into its weights", (None,)),
     "kv_transfer_params": Unserved("KV stays in the server that computed it", (None,)),
     "ebnf": Unserved("grammars are given as structured_outputs here", (None,)),
+}
+
+_KEPT = "the server keeps no answers; send the earlier items in input"
+_ELSEWHERE = "/v1/chat/completions has it"
+
+# Likewise of /v1/responses, beyond those of FIELDS. They have another meaning in a conversation, or none.
+OF_RESPONSES: Mapping[str, Unserved] = {
+    "previous_response_id": Unserved(_KEPT, (None,)),
+    "conversation": Unserved(_KEPT, (None,)),
+    "store": Unserved("the server keeps no answers", (None, False)),
+    "background": Unserved("the server keeps no answers; stream the answer if it is long", (None, False)),
+    "include": Unserved("answers have no other parts", (None, [], ["reasoning.encrypted_content"])),
+    "prompt": Unserved("OpenAI keeps the template that it names; write its text into instructions and input", (None,)),
+    "truncation": Unserved("a prompt is never cut; shorten the input", (None, "disabled")),
+    "max_tool_calls": Unserved("it bounds tools that a server calls, and this server calls none", (None,)),
+    "top_logprobs": Unserved(_ELSEWHERE, (None, 0)),
+    "prompt_logprobs": Unserved(_ELSEWHERE, (None,)),
+    "logprobs": Unserved(_ELSEWHERE, (None, False)),
+    "n": Unserved(_ELSEWHERE, (None, 1)),
+    "messages": Unserved("it is for /v1/chat/completions; give input", (None,)),
 }
 
 _EMBEDDINGS = "the server generates text, and gives no vectors or scores of texts; use a server of embeddings"
@@ -95,10 +114,10 @@ PATHS: Mapping[str, str] = {
 }
 
 
-def refuse_unserved(given: Mapping[str, Any]) -> None:
+def refuse_unserved(given: Mapping[str, Any], fields: Mapping[str, Unserved] = FIELDS) -> None:
     """Raises ApiError for a field that would change the answer. given: fields that a body has and its form has not"""
     for name, value in given.items():
-        unserved = FIELDS.get(name)
+        unserved = fields.get(name)
         if unserved is not None and value not in unserved.harmless:
             raise bad_request(f"not served: {name}; {unserved.why}; leave it out", name, code="unsupported_parameter")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
@@ -46,8 +47,9 @@ class Tokenizer:
 
     def with_template(self, source: str) -> Tokenizer:
         """The same tokenizer with another chat template, for which bos_token and eos_token stay what they are."""
-        before = self.chat_template or ChatTemplate("")
-        return replace(self, chat_template=ChatTemplate(source, before.bos_token, before.eos_token))
+        before, other = self.chat_template or ChatTemplate(""), copy.copy(self)  # replace() would make all of it again
+        object.__setattr__(other, "chat_template", ChatTemplate(source, before.bos_token, before.eos_token))
+        return other
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest."""

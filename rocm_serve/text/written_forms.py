@@ -86,12 +86,13 @@ class ReasoningForm:
         return " ".join((self.opens, self.closes, self.resumes, self.answers, *self.implies, *self.drops))
 
 
-# The call that a template writes shows the model's form; the first row that fits is used. Each source is a model's
-# repository on Hugging Face: its chat_template.jinja, or the template in its tokenizer_config.json.
+# The call that a template writes shows the model's form; the first row that fits is used. Each row names the models and
+# the text that was read for it, which is public code that quotes or replaces the models' own templates: vLLM's
+# examples/tool_chat_template_*.jinja and docs/features/tool_calling.md, SGLang's srt/function_call and srt/parser.
 CALL_FORMS = (
-    # NousResearch/Hermes-3-Llama-3.1-8B, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-8B
+    # Hermes 2 Pro and later, Qwen 2.5: vLLM's tool_chat_template_hermes.jinja, SGLang's qwen25_detector.py
     CallForm(("hermes", "qwen", "qwen25"), ("<tool_call>\n",), "{call:arguments}", "\n</tool_call>"),
-    # Qwen/Qwen3-Coder-480B-A35B-Instruct, Qwen/Qwen3.5-397B-A17B
+    # Qwen3-Coder: vLLM's tool_chat_template_qwen3coder.jinja, SGLang's qwen3_coder_detector.py
     CallForm(
         ("qwen3_coder", "qwen3_xml"),
         ("<tool_call>\n",),
@@ -100,7 +101,7 @@ CALL_FORMS = (
         "<parameter={key}>\n{value}\n</parameter>\n",
         is_list=True,
     ),
-    # zai-org/GLM-4.5 and, without new lines, zai-org/GLM-4.7
+    # GLM-4.5 and 4.6: SGLang's glm4_moe_detector.py. GLM-4.7 and 5, without new lines: its glm47_moe_detector.py
     CallForm(
         ("glm45", "glm47"),
         ("<tool_call>",),
@@ -108,7 +109,7 @@ CALL_FORMS = (
         "",
         "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     ),
-    # MiniMaxAI/MiniMax-M2
+    # MiniMax-M2: SGLang's minimax_m2.py
     CallForm(
         ("minimax_m2", "minimax-m2"),
         ("<minimax:tool_call>\n",),
@@ -117,7 +118,7 @@ CALL_FORMS = (
         '<parameter name="{key}">{value}</parameter>\n',
         is_list=True,
     ),
-    # moonshotai/Kimi-K2-Instruct and docs/tool_call_guidance.md there, moonshotai/Kimi-K2-Thinking
+    # Kimi-K2: SGLang's kimik2_detector.py, after docs/tool_call_guidance.md of moonshotai/Kimi-K2-Instruct
     CallForm(
         ("kimi_k2",),
         ("<|tool_calls_section_begin|>",),
@@ -125,7 +126,7 @@ CALL_FORMS = (
         "<|tool_calls_section_end|>",
         is_list=True,
     ),
-    # deepseek-ai/DeepSeek-V3-0324, deepseek-ai/DeepSeek-R1-0528
+    # DeepSeek-V3-0324 and R1-0528: vLLM's tool_chat_template_deepseekv3.jinja
     CallForm(
         ("deepseek_v3", "deepseekv3"),
         ("<｜tool▁calls▁begin｜>",),
@@ -133,7 +134,7 @@ CALL_FORMS = (
         "<｜tool▁calls▁end｜>",
         is_list=True,
     ),
-    # deepseek-ai/DeepSeek-V3.1, deepseek-ai/DeepSeek-V3.2-Exp
+    # DeepSeek-V3.1: vLLM's tool_chat_template_deepseekv31.jinja. SGLang's documentation names V3.2-Exp too
     CallForm(
         ("deepseek_v31", "deepseekv31"),
         ("<｜tool▁calls▁begin｜>",),
@@ -141,7 +142,7 @@ CALL_FORMS = (
         "<｜tool▁calls▁end｜>",
         is_list=True,
     ),
-    # deepseek-ai/DeepSeek-V3.2, encoding/encoding_dsv32.py
+    # DeepSeek-V3.2: SGLang's deepseekv32_detector.py, which also reads JSON in the place of parameters
     CallForm(
         ("deepseek_v32", "deepseekv32"),
         ("<｜DSML｜function_calls>\n",),
@@ -150,7 +151,7 @@ CALL_FORMS = (
         '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
         is_list=True,
     ),
-    # deepseek-ai/DeepSeek-V4 differs in the name of the section alone (vLLM's deepseekv4_tool_parser.py)
+    # DeepSeek-V4: SGLang's deepseekv4_detector.py; the name of the section alone differs
     CallForm(
         ("deepseek_v4",),
         ("<｜DSML｜tool_calls>\n",),
@@ -159,12 +160,12 @@ CALL_FORMS = (
         '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
         is_list=True,
     ),
-    # mistralai/Mistral-Small-3.2-24B-Instruct-2506, mistralai/Magistral-Small-2509, mistralai/Devstral-Small-2507; an
-    # id may come between name and arguments
+    # Mistral's tokenizers from version 11 on: InstructTokenizerV11 and V13 of mistral_common. V11 writes an id between
+    # name and arguments
     CallForm(("mistral",), ("[TOOL_CALLS]",), "{name}{any:}[ARGS]{json}"),
-    # mistralai/Mistral-7B-Instruct-v0.3, mistralai/Mistral-Nemo-Instruct-2407
+    # Mistral-7B-Instruct-v0.3 and others with an older tokenizer: vLLM's mistral_tool_parser.py
     CallForm(("mistral_v3",), ("[TOOL_CALLS]",), "{calls:arguments}"),
-    # openai/gpt-oss-120b, and https://cookbook.openai.com/articles/openai-harmony: the recipient comes in either place
+    # gpt-oss: docs/format.md of openai/harmony; the recipient comes in the role or in the channel
     CallForm(
         ("openai", "gpt-oss"),
         ("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions.", "to=functions."),
@@ -172,14 +173,15 @@ CALL_FORMS = (
         "<|call|>",
         is_only=True,
     ),
-    # meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.3-70B-Instruct
+    # Llama 3.1: vLLM's tool_chat_template_llama3.1_json.jinja; the mark: SGLang's llama32_detector.py
     CallForm(("llama3_json", "llama3"), ("", "<|python_tag|>"), "{call:parameters}", is_only=True),
-    # meta-llama/Llama-4-Scout-17B-16E-Instruct, meta-llama/Llama-3.2-3B-Instruct (its model card)
+    # Llama 4: vLLM's tool_chat_template_llama4_pythonic.jinja and llama4_pythonic_tool_parser.py. Llama 3.2: its
+    # documentation
     CallForm(("pythonic", "llama4_pythonic"), ("", "<|python_start|>"), "{python}", "<|python_end|>", is_only=True),
 )
 
 REASONING_FORMS = (
-    # moonshotai/Kimi-K2-Thinking: its calls end its reasoning
+    # Kimi-K2, whose calls end its reasoning: vLLM's kimi_k2_reasoning_parser.py
     ReasoningForm(
         ("kimi_k2",),
         "<think>",
@@ -187,14 +189,25 @@ REASONING_FORMS = (
         shown=("</think>", "<|tool_calls_section_begin|>"),
         implies=("<|tool_calls_section_begin|>",),
     ),
-    # deepseek-ai/DeepSeek-R1 and DeepSeek-V3.1, Qwen/Qwen3-8B, zai-org/GLM-4.5, MiniMaxAI/MiniMax-M2
+    # Qwen 3, and Qwen 3.5, which may call before it ends its reasoning: vLLM's qwen3_reasoning_parser.py. A thought
+    # about <tool_call> does not end it
     ReasoningForm(
-        ("think", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "qwen3", "glm45", "minimax_m2"),
+        ("qwen3",),
+        "<think>",
+        "</think>",
+        shown=("</think>", "<function="),
+        implies=("<tool_call>\n<function=",),
+    ),
+    # GLM-4.5, whose calls end its reasoning: SGLang's reasoning_parser.py
+    ReasoningForm(("glm45",), "<think>", "</think>", shown=("</think>", "<arg_key>"), implies=("<tool_call>",)),
+    # DeepSeek-R1: SGLang's reasoning_parser.py. DeepSeek-V3.1: its template above. MiniMax-M2: no source was read
+    ReasoningForm(
+        ("think", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "minimax_m2"),
         "<think>",
         "</think>",
         shown=("</think>",),
     ),
-    # mistralai/Magistral-Small-2509
+    # Magistral: vLLM's mistral_reasoning_parser.py
     ReasoningForm(("mistral",), "[THINK]", "[/THINK]", shown=("[/THINK]",)),
     # see the calls of gpt-oss
     ReasoningForm(

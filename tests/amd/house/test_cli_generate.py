@@ -214,6 +214,7 @@ def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -
     assert requested("--stop", stop, "--include-stop")["text"] == before + stop
     assert requested("--stop-token-ids", str(token))["token_ids"] == [token]
     assert len(requested("--stop-token-ids", str(token), "--min-tokens", "5")["token_ids"]) >= 5
+    assert set(requested("--allowed-token-ids", "7,9")["token_ids"]) <= {7, 9}
     assert token not in requested("--logit-bias", f"{token}=-100")["token_ids"]
     reported = requested("--logprobs", "2")["logprobs"]
     assert [each["token_id"] for each in reported] == plain["token_ids"]

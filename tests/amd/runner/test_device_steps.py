@@ -77,6 +77,8 @@ class Kind:
             options = {"sampling": Sampling(0.7, 0.95, seed=seed, **self.parameters)} | options
         elif self.parameters and seed % 3 == 0:
             options = {"sampling": Sampling(logit_bias=self.parameters["logit_bias"])} | options
+        elif self.parameters:
+            options = {"allowed_token_ids": tuple(range(0, CONFIG.vocab_size, 3))} | options
         return Request(
             tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
         )

@@ -57,7 +57,7 @@ def new_picker(most_rows: int, vocab: int) -> ParameterPicker:
 def served(request: Request, new: Sequence[int] = (), number: int = 0) -> Served:
     """A sequence that has these new tokens."""
     stops = frozenset({END})
-    parameters = sampling_parameters_of(request, stops, None)
+    parameters = sampling_parameters_of(request, stops, None, VOCAB)
     tokens = [*request.prompt_token_ids, *new]
     return Served(
         number, request, stops, Sampler(request.sampling), tokens, CachedRow("", is_cached=False), parameters=parameters
@@ -69,8 +69,9 @@ def requested(sequence: Served, place: int) -> RowParameters:
     return sequence.parameters.of(sequence, place)
 
 
-def probabilities(logits: npt.NDArray[np.float64], sampling: Sampling, prompt: set[int], new: Sequence[int]) -> Any:
+def probabilities(logits: npt.NDArray[np.float64], request: Request, new: Sequence[int]) -> Any:
     """Computes the probabilities by definition, in float64."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
     times = np.bincount(np.array(new, np.int64), minlength=len(logits))
     seen = (times > 0) | np.isin(np.arange(len(logits)), list(prompt))
     x = logits.copy()
@@ -78,6 +79,8 @@ def probabilities(logits: npt.NDArray[np.float64], sampling: Sampling, prompt: s
     x = x - sampling.presence_penalty * (times > 0) - sampling.frequency_penalty * times
     for token, bias in sampling.logit_bias:
         x[token] += bias
+    if request.allowed_token_ids:
+        x[~np.isin(np.arange(len(x)), request.allowed_token_ids)] = -np.inf
     weights = np.exp((x - x.max()) / sampling.temperature)
     order = np.argsort(-weights, kind="stable")
     if sampling.top_k:
@@ -89,20 +92,26 @@ def probabilities(logits: npt.NDArray[np.float64], sampling: Sampling, prompt: s
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "allowed"),
     [
-        pytest.param(drawn(top_k=6, min_p=0.05, top_p=0.8), marks=pytest.mark.nightly),
-        pytest.param(drawn(presence_penalty=1.0, frequency_penalty=0.7), marks=pytest.mark.nightly),
-        drawn(repetition_penalty=0.6, frequency_penalty=-0.5, logit_bias=((3, -1.0),), top_k=7, min_p=0.02, top_p=0.95),
+        pytest.param(drawn(top_k=6, min_p=0.05, top_p=0.8), (), marks=pytest.mark.nightly),
+        pytest.param(drawn(presence_penalty=1.0, frequency_penalty=0.7), (), marks=pytest.mark.nightly),
+        (
+            drawn(
+                repetition_penalty=0.6, frequency_penalty=-0.5, logit_bias=((3, -1.0),), top_k=7, min_p=0.02, top_p=0.95
+            ),
+            (),
+        ),
+        (drawn(top_k=4, frequency_penalty=0.2), (2, 3, 5, 6, 8, 9)),
     ],
-    ids=lambda sampling: str(sampling.top_k + sampling.repetition_penalty),
+    ids=lambda each: str(each.top_k + each.repetition_penalty) if isinstance(each, Sampling) else str(len(each)),
 )
-def test_tokens_are_drawn_as_float64_says(sampling: Sampling) -> None:
+def test_tokens_are_drawn_as_float64_says(sampling: Sampling, allowed: tuple[int, ...]) -> None:
     """A chi-square of 1,500 draws from one row, with the request's own uniform numbers, next to rows of others."""
     logits = np.log([0.3, 0.2, 0.15, 0.1, 0.08, 0.07, 0.05, 0.03, 0.015, 0.005]) + 2.0
     new, num_draws, at_once = [0, 0, 4, 7, 0, 9], 1_500, 100
-    request = Request((1, 4, 2), 10, sampling)
-    wanted = probabilities(logits, sampling, {1, 4, 2}, new)
+    request = Request((1, 4, 2), 10, sampling, allowed_token_ids=allowed)
+    wanted = probabilities(logits, request, new)
     picker, sampler = new_picker(2 * at_once, 10), Sampler(sampling)
     rows = torch.from_numpy(logits).float().expand(2 * at_once, -1).contiguous()
     rows[1::2] = torch.linspace(0, 3, 10)
@@ -175,8 +184,9 @@ def test_each_ask_changes_what_a_request_comes_to(loaded: LoadedModel, alone: li
     plain, likeliest, *_, early, stopped = alone[: 1 + len(ASKING)]
     hot = Engine(loaded, BASE).generate([replace(PLAIN, sampling=drawn())])[0]
     assert likeliest.token_ids == plain.token_ids
-    others = [done.token_ids for done in alone[2:6]]
+    others = [done.token_ids for done in alone[2:7]]
     assert len({*others, plain.token_ids, hot.token_ids}) == len(others) + 2
+    assert set(alone[6].token_ids) <= {END, *range(20, 40)}
     assert early.token_ids == (*plain.token_ids[:9], END)
     assert stopped.finish_reason == "stop"
     assert hot.text.startswith(stopped.text)
@@ -235,14 +245,27 @@ def test_a_row_that_is_no_number_fails_its_request_alone_whatever_it_asks_for() 
     assert set(picked.logprobs(picks)) == {1}
 
 
-def test_a_request_that_allows_no_token_fails_alone(loaded: LoadedModel, alone: list[Completion]) -> None:
-    stops = tuple(range(VOCAB))
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop_token_ids": tuple(range(VOCAB))}, {"allowed_token_ids": (END,)}],
+    ids=["every token ends it", "the end alone is allowed"],
+)
+def test_a_request_that_allows_no_token_fails_alone(
+    fields: dict[str, Any], loaded: LoadedModel, alone: list[Completion]
+) -> None:
     engine = Engine(loaded, BASE)
     with pytest.raises(RequestsFailed) as failed:
-        engine.generate([Request(PROMPT, 5, stop_token_ids=stops, min_tokens=2), PLAIN])
+        engine.generate([Request(PROMPT, 5, min_tokens=2, **fields), PLAIN])
     none, plain = failed.value.completions
-    assert none.error.startswith("no token is left that the request allows: its constraint, its biases or min_tokens")
+    assert none.error.startswith("no token is left that the request allows: its constraint, its biases, allowed_token_")
     assert plain == alone[0]
+
+
+def test_a_constraint_and_the_allowed_tokens_hold_together(alone: list[Completion]) -> None:
+    """The allowed tokens are every second letter, and digits, which the constraint excludes."""
+    text = alone[-1].text
+    assert len(text) == 9
+    assert set(text) <= set("bdfhjlnprtvxz")
 
 
 def test_rows_that_ask_for_nothing_are_picked_from_as_ever(
@@ -289,7 +312,9 @@ def test_requests_without_sense_are_refused(values: dict[str, Any], sentence: st
         Request((1,), 8, **values)
 
 
-def test_a_bias_of_a_token_that_does_not_exist_is_refused(loaded: LoadedModel) -> None:
+def test_a_bias_of_a_token_that_does_not_exist_is_refused_and_allowing_it_is_too(loaded: LoadedModel) -> None:
     engine = Engine(loaded, EngineOptions(provider="torch", num_pages=9, max_kv_len=16, graphs=False))
     with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary"):
         engine.submit(Request((1,), 2, Sampling(logit_bias=((64, 1.0),))))
+    with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary"):
+        engine.submit(Request((1,), 2, allowed_token_ids=(3, 64, 5)))

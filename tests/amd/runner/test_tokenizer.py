@@ -334,6 +334,22 @@ def test_half_of_a_character_is_refused_wherever_it_comes_from() -> None:
         Tokenizer(backend=_TRAINED.backend, bos_token_id=None, chat_template=template).encode_chat("ab")
 
 
+def test_with_another_template_a_tokenizer_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that brings a template would wait for the added tokens of its model to be read."""
+    first = Tokenizer(_TRAINED.backend, 9, ChatTemplate("{{ bos_token }}first", "<|start|>", with_tools="tools"))
+
+    def read_again(*_: object) -> None:
+        raise AssertionError("the tokenizer is made again")
+
+    monkeypatch.setattr(Tokenizer, "__post_init__", read_again)
+    other = first.with_template("{{ bos_token }}other")
+    said = [{"role": "user", "content": "a"}]
+    assert (other.conversation(said), other.conversation(said, [{}])) == ("<|start|>other",) * 2
+    assert first.conversation(said) == "<|start|>first"
+    assert (other.encode("ab"), other.decode([3, 4])) == (first.encode("ab"), first.decode([3, 4]))
+    assert other.bytes_of(3) == first.bytes_of(3)
+
+
 def test_a_token_before_the_text_is_for_plain_texts_only() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     tokenizer = Tokenizer(backend=_TRAINED.backend, bos_token_id=9, chat_template=template)

@@ -64,6 +64,7 @@ ASKING = (
     Request(PROMPT, 16, Sampling(repetition_penalty=1.8, presence_penalty=0.5)),
     Request(PROMPT, 16, drawn(top_k=3, min_p=0.1)),
     Request(PROMPT, 16, drawn(logit_bias=((30, 9.0), (31, 9.0)), top_p=0.9)),
+    Request(PROMPT, 16, drawn(), allowed_token_ids=(END, *range(20, 40))),
     Request(PROMPT, 16, Sampling(logit_bias=((END, 90.0),)), min_tokens=9),
     Request(PROMPT, 16, drawn(), stop=("rp", "never")),
 )
@@ -71,4 +72,5 @@ CONSTRAINED = (
     Request(PROMPT, 40, drawn(), constraint=Constraint.json_schema(SCHEMA), logprobs=1),
     Request(PROMPT, 40, drawn(frequency_penalty=0.3), constraint=Constraint.regex("[a-f]{4,9}[0-9]")),
     Request(PROMPT, 40, constraint=Constraint.choice(["yes", "no"]), min_tokens=20),
+    Request(PROMPT, 9, drawn(), constraint=Constraint.regex("[a-z]+"), allowed_token_ids=tuple(range(9, 44, 2))),
 )

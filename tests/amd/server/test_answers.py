@@ -17,7 +17,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.served_model import seed_of_answer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
-from tests.amd.server.raw import post, requested
+from tests.amd.server.raw import CHAT, post, requested
 from tests.amd.server.running import NAME, Running, running
 
 PROMPT = "w9 w12 w33"
@@ -171,6 +171,18 @@ def test_stop_tokens_end_the_text(client: openai.OpenAI, direct: Engine) -> None
     extra = {"stop_token_ids": [third]}
     answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, extra_body=extra)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, "stop")
+
+
+def test_only_allowed_tokens_are_picked(server: Running, direct: Engine) -> None:
+    """They hold in each of n answers, however often and in whichever order a client names them."""
+    expected = generated(direct, (9, 12, 33), 10, allowed_token_ids=(5, 40, 7))
+    assert {*expected.token_ids} <= {5, 7, 40}
+    reply = post(server, requested(prompt=PROMPT, max_tokens=10, allowed_token_ids=[40, 7, 5, 7]))
+    assert reply.json["choices"][0]["text"] == expected.text
+    fields = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "n": 2, "temperature": 2}
+    reply = post(server, {"model": NAME, **fields, "allowed_token_ids": [5, 7]}, CHAT)
+    for choice in reply.json["choices"]:
+        assert {*choice["message"]["content"].split()} <= {"w5", "w7"}
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.server.raw import Reply, post, send
@@ -170,10 +171,7 @@ def test_a_schema_holds_the_text_and_reasoning_may_come_first(server: Running, t
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers; send the earlier items"),
-        ({"store": True}, "store", "keeps no answers; set it to false"),
-        ({"background": True}, "background", "stream the answer"),
-        ({"include": ["file_search_call.results"]}, "include", "does not make"),
+        *(({name: ["a", "value"]}, name, f"not served: {name}; ") for name in OF_RESPONSES),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools must be a list"),
         ({"tool_choice": {"type": "function", "name": "b"}, "tools": [WEATHER]}, "tool_choice", "not among the tools"),
         ({"input": []}, "input", "input is empty"),
@@ -182,8 +180,6 @@ def test_a_schema_holds_the_text_and_reasoning_may_come_first(server: Running, t
         ({"text": {"format": {"type": "json_schema"}}}, "text", "has no schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"top_k": "many"}, "top_k", "valid integer"),
-        ({"n": 2}, "n", "not served here"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "not served here"),
     ],
     ids=str,
 )
@@ -193,6 +189,13 @@ def test_what_is_not_served_is_refused_in_one_sentence(
     reply = refused(server, **fields)
     assert reply.error["param"] == param
     assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize("name", OF_RESPONSES)
+def test_a_value_that_changes_no_answer_is_taken(name: str, server: Running) -> None:
+    for value in OF_RESPONSES[name].harmless:
+        body = {"model": NAME, "input": "?", "max_output_tokens": 1, name: value}
+        assert post(server, body, "/v1/responses").status == 200
 
 
 def test_fields_of_sampling_are_those_of_a_conversation(server: Running) -> None:

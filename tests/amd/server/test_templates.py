@@ -78,6 +78,8 @@ def test_the_prompt_is_what_the_fields_say(
     fields: dict[str, Any], end: str, server: Running, prompts: list[str]
 ) -> None:
     assert ask(server, **fields).status == 200
+    assert post(server, {"messages": ASKED, **fields}, "/tokenize").status == 200
+    assert prompts[0] == prompts[1]
     assert prompts[0].endswith(end), prompts
 
 

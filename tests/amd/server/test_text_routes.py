@@ -68,7 +68,7 @@ def test_tokens_become_the_text_with_special_ones(server: Running) -> None:
         ("/tokenize", {"messages": [{"role": "user", "content": "w1"}], "add_special_tokens": True}, 400, "template"),
         ("/tokenize", {"prompt": "w1", "model": "other"}, 404, "there is no model 'other'"),
         ("/tokenize", {"prompt": [1]}, 400, "prompt"),
-        ("/tokenize", {"prompt": "w1", "chat_template": "x"}, 400, "not served: chat_template"),
+        ("/tokenize", {"prompt": "w1", "chat_template": "x"}, 400, "chat_template is not taken from requests"),
         ("/detokenize", {"tokens": "w1"}, 400, "tokens"),
         ("/detokenize", {"tokens": [64]}, 400, "token 64 is not in the model's vocabulary"),
         ("/detokenize", {}, 400, "tokens is missing"),

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_serve.server.call_forms import form_of, reasoning_of
 from rocm_serve.server.call_grammar import calls_only, lead_of
-from rocm_serve.server.call_reader import AnswerReader, Thought, ToolCall
+from rocm_serve.server.call_reader import AnswerReader, Thought, ToolCall, _Brackets
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.constraint import Constraint, compiled_of, tokens_of
+from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
 
@@ -105,6 +106,7 @@ EXAMPLES = [
     Example("qwen3_coder", QWEN_XML, OSLO),
     Example("qwen3_coder", f"Well.\n\n{QWEN_XML}\n{QWEN_XML}", OSLO * 2, "Well."),
     Example("qwen3_coder", "<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
+    Example("qwen3_coder", f"<think>\nA <tool_call> it is.\n{QWEN_XML}", OSLO, "", "A <tool_call> it is.", "qwen3"),
     Example(
         "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\n3\nlines\n\n</parameter>\n<parameter=hours>\n[1, 2]\n"
@@ -112,6 +114,7 @@ EXAMPLES = [
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
     Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
+    Example("glm45", f"<think>Hm.\n{GLM}", OSLO, "", "Hm.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
@@ -238,10 +241,19 @@ def test_every_row_has_an_example_and_every_name_one_row() -> None:
         assert len(names) == len(set(names))
 
 
-def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark() -> None:
-    """A reader that went back to each mark would look at 10,000 times 150,000 characters."""
-    example = Example("hermes", '<tool_call>{"a": ' * 10_000, [])
+def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that went back to each mark would look at each character a thousand times."""
+    looked_at, end_in = 0, _Brackets.end_in
+
+    def counted(brackets: _Brackets, text: str) -> int:
+        nonlocal looked_at
+        looked_at += len(text) - brackets._seen
+        return end_in(brackets, text)
+
+    monkeypatch.setattr(_Brackets, "end_in", counted)
+    example = Example("hermes", '<tool_call>{"a": ' * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
+    assert 0 < looked_at <= len(example.text)
 
 
 # Templates write an earlier call as in these lines of the published ones.
@@ -282,6 +294,8 @@ def test_the_form_is_found_by_the_call_that_a_template_writes(name: str) -> None
     [
         ("{{ c.split('</think>') }}", "think"),
         ("</think> <|tool_calls_section_begin|>", "kimi_k2"),
+        ("</think> <tool_call>\n<function={{ c.name }}>", "qwen3"),
+        ("</think> <tool_call>{{ c.name }}<arg_key>", "glm45"),
         ("[THINK]{{ m.thinking }}[/THINK]", "mistral"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "gpt-oss"),
     ],
@@ -363,6 +377,18 @@ def test_reasoning_comes_before_a_constrained_text(constraint: Constraint, as_to
     assert accepts(outside, '"ab"', ours)
     assert not accepts(outside, 'Hm.</think>\n\n"ab"', ours)
     assert not accepts(constraint, '<think>\nHm.</think>\n\n"ab"', ours)
+
+
+def test_what_comes_before_a_constrained_text_is_tried_with_it() -> None:
+    ours = letters()
+    trial = TrialProcess(TrialTokens(ours.backend.to_str(), ours.backend.get_vocab_size()), 10)
+    try:
+        trial.check(Constraint.choice(["ab"]))
+        with pytest.raises(BadRequest, match="the constraint cannot be used"):
+            trial.check(replace(Constraint.choice(["ab"]), lead="lead: missing"))
+    finally:
+        trial.end()
+        trial.close()
 
 
 def test_gpt_oss_writes_a_constrained_text_in_its_last_channel() -> None:

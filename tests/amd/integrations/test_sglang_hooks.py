@@ -12,6 +12,8 @@ import torch
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
+from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from tests.amd.external.oracle import Array, attention
@@ -436,6 +438,11 @@ def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provide
     block.attn_mha = RadixAttention(0, tp_q_head_num=1, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM // 2)
     engine.hooks = AttentionHooks(engine.runner, engine.serving)
     engine.run(Mode.EXTEND, [engine.admit()], [3])
+
+
+def test_a_pools_pages_are_those_that_explain_chooses_kernels_for(provider: str, device: torch.device) -> None:
+    options = Engine(provider, device).hooks.attention.options
+    assert (options.page_strides, options.zero_tails) == (SGLANG.packs_rows, ExternalOptions().zero_tails)
 
 
 def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:

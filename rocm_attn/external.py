@@ -113,8 +113,8 @@ class ExternalOptions:
     page_strides:  whether pages have strides of their own, as when K and V are packed into one tensor
     unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
                     fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
-    zero_tails:    whether the slots after a sequence in its last page may be zeroed, which some kernels need. If not,
-                   nothing is written but K and V of new tokens, to their slots
+    zero_tails:    whether the slots after a sequence in its last page may be zeroed, which some kernels need
+                   unless pages have one token. If not, nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
     causalities:   what steps may say of causality; kernels are chosen for each
     binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the

@@ -1,4 +1,4 @@
-"""The faults that are known of an engine's release, for a model that `rocm-attn explain` describes."""
+"""An engine's release, for a model that `rocm-attn explain` describes: its known faults, and its pages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import dataclasses
 
 from rocm_attn.cli.arguments import config_at, described_model
 from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.external import Bounds, ExternalOptions
+from rocm_attn.integrations.plugins import PLUGINS
 from rocm_attn.machine.known_bad import COMPONENTS, ENGINES, Facts, KnownBad, matching
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.models.families import architecture_of
 from rocm_attn.models.fields import read_json
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
+from rocm_attn.providers.contract import PoolSize
 
 
 def named_engine(text: str) -> tuple[str, Release]:
@@ -24,6 +27,19 @@ def named_engine(text: str) -> tuple[str, Release]:
     if len(release.numbers) == 3:
         release = Release((*release.numbers[:2], 0, release.numbers[2]))
     return engine, release
+
+
+def pool_of(options: argparse.Namespace, pool: PoolSize) -> PoolSize:
+    """The pool of options.engine if it has a plug-in, whose options say what its pages require; else the given one.
+
+    Raises BadSetting.
+    """
+    engine = None if options.engine is None else named_engine(options.engine)[0]
+    for plugin in PLUGINS:
+        if plugin.name == engine:
+            external = ExternalOptions(page_strides=plugin.packs_rows)
+            return external.pool_size(Bounds(num_seqs=1, kv_len=1, num_pages=pool.num_pages))
+    return pool
 
 
 def faults(options: argparse.Namespace) -> tuple[tuple[KnownBad, tuple[str, ...]], ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target
-from rocm_attn.cli.engine_faults import faults
+from rocm_attn.cli.engine_faults import faults, pool_of
 from rocm_attn.cli.served_by import served_by
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
@@ -60,7 +60,7 @@ class Explained:
     """A model's kinds of layer on one rank, as the options of explain describe them.
 
     recurrent:  kind of recurrent layer -> indices into the model's layers
-    pool:       the size of the KV pool that kernels are chosen for
+    pool:       the KV pool that kernels are chosen for: an engine's, or our own
     about_choices: a sentence about measured choices that do not serve, or ""
     """
 
@@ -76,12 +76,12 @@ class Explained:
         """Why a kind of layer is not served; "" if all are."""
         if refused := [kind for kind in self.kinds if isinstance(kind.outcome, Unsupported)]:
             return f"{len(refused)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}"
-        if parts := [kind for kind in self.kinds if kind.compressed]:
-            return (
-                f"{len(parts)} of {len(self.kinds)} kinds of layer attend to compressed rows too, and kernels serve "
-                "their windows alone"
-            )
-        return ""
+        parts = tuple(sorted(layer for kind in self.kinds if kind.compressed for layer in kind.layers))
+        whole = tuple(sorted(layer for kind in self.kinds if not kind.compressed for layer in kind.layers))
+        if not parts:
+            return ""
+        served = f"kernels serve the windows alone of {count_of(parts)}, whose compressed rows no step reads"
+        return f"{served}, and all of {count_of(whole)}" if whole else served
 
     def require_served(self, page_size: int | str | None) -> None:
         """Raises Unsupported if a kind of layer is not served. page_size: that of the option; None: none was given"""
@@ -94,6 +94,7 @@ def explained(options: argparse.Namespace) -> Explained:
     """Chooses kernels for options.config on options.arch. Raises BadModel, BadSetting, Unsupported."""
     target, about_choices = _with_measured_choices(requested_target(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
+    pool = pool_of(options, pool)
     whole = described_model(options.config).geometry
     geometry = whole.on_one_of(options.tp)
 
@@ -261,9 +262,24 @@ def lines_of(kind: LayerKind) -> list[str]:
 
 
 def _not_served(kind: LayerKind) -> list[str]:
-    """The rows that the kernels of a kind leave out."""
-    missing = "no pool holds compressed rows, and no step attends to them and to a window; the window alone has:"
-    return [f"  and {rows.describe()}\n  not served: {missing}" for rows in kind.compressed]
+    """The rows that the kernels of a kind leave out, and what a runtime would need for them."""
+    lines = []
+    for rows in kind.compressed:
+        missing = ["a step that attends to these rows and to a window with one softmax"]
+        lines.append(f"  and {rows.describe()}")
+        if rows.own_rows:
+            count = f"floor(tokens / {rows.tokens}) rows" if rows.tokens > 1 else "as many rows as tokens"
+            num_bytes = rows.head_dim * kind.problem.dtype.itemsize
+            lines.append(f"  a request has {count}, of {num_bytes:,} bytes each, K and V in one")
+            if rows.tokens > 1:
+                missing = [
+                    f"pages with a slot for {rows.tokens} tokens",
+                    "a state with the tokens of a row that is not full",
+                    *missing,
+                ]
+        lines += [f"  not served: rocm_attn does not have {each}" for each in missing]
+        lines.append("  docs/models.md has the sources; the window alone has:")
+    return lines
 
 
 def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:

@@ -245,7 +245,8 @@ TRITON_RELEASE = option(
 ENGINE = option(
     "--engine",
     metavar="NAME@RELEASE",
-    help="say which faults are known of this engine's release with this model: vllm, sglang or atom, as in vllm@0.33",
+    help="choose kernels for this engine's pages, and say which faults are known of its release with this model: "
+    "vllm, sglang or atom, as in vllm@0.33",
 )
 RELEASES = (AITER_RELEASE, ROCM_RELEASE, TRITON_RELEASE)
 AT_BUILD = switch("--at-build", "skip the checks that only the serving host can make")

@@ -41,6 +41,7 @@ class Plugin:
     checked:       tested releases, oldest first; the releases between them are served too
     before:        numbers of the first release that is not served any more, nor are its release candidates
     takes:         names of the engine's own backends that ours may replace
+    packs_rows:    whether K and V of a token lie side by side, so that pages have strides of their own
     """
 
     name: str
@@ -50,6 +51,7 @@ class Plugin:
     checked: tuple[Checked, ...]
     before: tuple[int, ...]
     takes: tuple[str, ...]
+    packs_rows: bool
 
     def __post_init__(self) -> None:
         releases = [Release.of(each.version) for each in self.checked]
@@ -130,6 +132,7 @@ VLLM = Plugin(
         "TRITON_ATTN",
         "TRITON_MLA",
     ),
+    packs_rows=True,
 )
 
 SGLANG = Plugin(
@@ -143,6 +146,7 @@ SGLANG = Plugin(
     ),
     before=(0, 5, 24),
     takes=("aiter", "torch_native", "triton"),
+    packs_rows=False,
 )
 
 PLUGINS = (VLLM, SGLANG)

@@ -45,7 +45,8 @@ class CompressedRows:
 
     def describe(self) -> str:
         """The rows and the choice in words."""
-        rows = f"rows of {self.head_dim} elements for {self.tokens} tokens each"
+        span = f"{self.tokens} tokens" if self.tokens > 1 else "a token"
+        rows = f"rows of {self.head_dim} elements for {span} each"
         rows = rows if self.own_rows else f"{rows}, made by an earlier layer"
         if self.top == EVERY_ROW:
             return f"all {rows}"

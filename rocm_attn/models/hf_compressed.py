@@ -18,9 +18,10 @@ _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 def compressed_layers(fields: Fields) -> AttentionGeometry:
     """A window, and compressed rows of some tokens each. Raises BadModel, Unsupported.
 
-    V4's layers make their own: rows of 4 tokens, of which an indexer chooses, or of 128, which are all read. In V4.1
-    the layers of kv_source_layer_ids make rows, those of index_source_layer_ids choose, and other layers use what the
-    nearest earlier one did.
+    V4's layers make their own: rows of 4 tokens, of which an indexer chooses, or of 128, which are all read. A row
+    exists once its last token does, and that token sees it (transformers 5.24.0: DeepseekV4CSACompressor,
+    DeepseekV4HCACompressor; vLLM: get_compressed_slot_mapping). In V4.1 the layers of kv_source_layer_ids make rows,
+    those of index_source_layer_ids choose, and other layers use what the nearest earlier one did.
     """
     dim, heads = fields.count("head_dim"), fields.count("num_attention_heads")
     left = window_left(fields.count("sliding_window"))

@@ -459,12 +459,16 @@ class KernelEntry:
     rounds_queries: bool = False
     is_probed: bool = False
 
+    def needs_zeroed_tails(self, problem: Problem) -> bool:
+        """True if the store must zero the slots after a sequence in its last page; a page of one token has none."""
+        return not self.masks_v and problem.page_size > 1
+
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Why it does not serve a problem, one clause each; empty if it does."""
         refused = self.limits.refusals(problem, target, pool)
         if self.not_bound:
             return refused[:1] or (f"not bound: {self.not_bound}",)
-        if pool.terms.keeps_tails and not self.masks_v:
+        if pool.terms.keeps_tails and self.needs_zeroed_tails(problem):
             refused += ("the tail of a sequence's last page must be zeroed for it, and these pages are left unchanged",)
         met = (fault.refusal(problem, target, pool) for fault in self.faults)
         return refused or tuple(filter(None, met))

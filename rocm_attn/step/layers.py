@@ -307,7 +307,7 @@ class Layers:
 
     def _after_store(self, plan: StepPlan, layer: int, tensors: StepTensors) -> None:
         """Zeroes the rest of a sequence's last page for kernels that multiply V after its end."""
-        if not plan.kernels[self._kind_of_layer[layer]].entry.masks_v:
+        if plan.kernels[self._kind_of_layer[layer]].entry.needs_zeroed_tails(self.problem(layer)):
             of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
             self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
 

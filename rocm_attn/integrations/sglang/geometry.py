@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
 from rocm_attn.integrations.sglang import indexers
-from rocm_attn.integrations.sglang.seen import IndexerModule, KVPoolView, RadixAttentionView, Runner, windowed_layers
+from rocm_attn.integrations.sglang.seen import (
+    IndexerModule,
+    KVPoolView,
+    RadixAttentionView,
+    Runner,
+    has_records,
+    windowed_layers,
+)
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.paging.adopted_pages import EnginePages
@@ -74,6 +81,10 @@ class ModelLayers:
         modules = [each.indexer for each in found if each.indexer is not None]
         if modules:
             refused += indexers.refusals(pool, modules, page_size, with_masks=with_masks)
+        if has_records(pool) and runner.dtype == torch.float16:
+            refused.append(
+                "the pool keeps rotated parts in bfloat16, and the model is in float16; use --dtype bfloat16"
+            )
         if refused:
             raise Unsupported("; ".join(refused))
         self.layers: Sequence[RadixAttentionView] = [each.layer for each in found]
@@ -167,7 +178,9 @@ class ModelLayers:
         k = self._paged(owner)
         v = k[..., : layer.v_head_dim] if self.is_latent else self._paged(pool.get_value_buffer(layer.layer_id))
         coded = None
-        if problem.kv_encoding is not KVEncoding.LIKE_Q:
+        if problem.kv_scales is Scales.GROUP:
+            coded = EnginePages(None, None, problem.page_format)
+        elif problem.kv_encoding is not KVEncoding.LIKE_Q:
             scales = (1.0, 1.0) if self.is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
@@ -183,6 +196,10 @@ class ModelLayers:
     def is_latent(self) -> bool:
         """True if a token has one row, whose first part is its V."""
         return self._runner.use_mla_backend
+
+    def has_records(self, place: int) -> bool:
+        """True if a layer's rows are records: codes, their scales, and the rotated part in bfloat16."""
+        return self._problems[place].kv_scales is Scales.GROUP
 
     def _paged(self, rows: Tensor) -> Tensor:
         """Returns rows as [pages, page_size, heads, dim]. Rows at the end of a pool that fill no page are left out."""
@@ -214,6 +231,7 @@ class ModelLayers:
     def _problem(self, found: ModelLayer, indexer: AllKeys | Indexer | EarlierSelection, pool: KVPoolView) -> Problem:
         layer, encoding = found.layer, Encoding.of(pool.get_key_buffer(found.layer.layer_id).dtype)
         is_coded = encoding.is_fp8
+        of_rows = Scales.LAYER if is_coded else Scales.NONE
         return Problem(
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
@@ -228,7 +246,7 @@ class ModelLayers:
             custom_mask=self._with_masks,
             pool=PoolKind.LATENT if self.is_latent else PoolKind.SPLIT,
             kv_encoding=KVEncoding(encoding.value) if is_coded else KVEncoding.LIKE_Q,
-            kv_scales=Scales.LAYER if is_coded else Scales.NONE,
+            kv_scales=Scales.GROUP if has_records(pool) else of_rows,
             indexer=indexer,
         )
 

@@ -9,7 +9,6 @@ Nothing here imports SGLang. backend.py combines these hooks with SGLang's class
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -355,6 +354,12 @@ class AttentionHooks:
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         if q.shape[0] > tokens:  # rows of a rank that keeps up with others
             out[tokens:].zero_()
+        if self._layers.has_records(place) and not saves:
+            # On gfx95 SGLang may store rows by AITER's fused_qk_rope_cat_and_cache_mla, as codes without scales.
+            raise Unsupported(
+                f"the rows of layer {layer.layer_id} were stored before attention, and the pool's rows are records, "
+                "which only our store makes here; use --kv-cache-dtype bfloat16, or set SGLANG_USE_AITER=0"
+            )
         if saves and k is not None and v is not None:
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             if self._layers.is_latent:
@@ -427,11 +432,6 @@ def _joined(
 
 
 def _check_pool(pool: KVPoolView) -> None:
-    """Raises Unsupported for a pool whose rows are not plain K and V."""
-    requested: Sequence[tuple[object, str]] = (
-        (getattr(pool, "is_quantized_kv_cache", False), "keeps K and V in four bits"),
-        (getattr(pool, "dsa_kv_cache_store_fp8", False), "packs latent rows, their scales and their rotated part"),
-    )
-    for is_so, what in requested:
-        if is_so:
-            raise Unsupported(f"the pool {type(pool).__name__} {what}, which no kernel here reads")
+    """Raises Unsupported for a pool of four bits."""
+    if getattr(pool, "is_quantized_kv_cache", False):
+        raise Unsupported(f"the pool {type(pool).__name__} keeps K and V in four bits, which no kernel here reads")

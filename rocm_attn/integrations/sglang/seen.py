@@ -128,6 +128,14 @@ class ForwardBatchView(Protocol):
     spec_info: Any
 
 
+def has_records(pool: KVPoolView) -> bool:
+    """True for a pool of DSA whose rows are records (kernels/cache/records.py).
+
+    SGLang's quantize_k_cache_separate writes 512 codes, 4 float32 scales and 64 bfloat16: 656 bytes.
+    """
+    return bool(getattr(pool, "dsa_kv_cache_store_fp8", False))
+
+
 def slot_map(pool: KVPoolView) -> Tensor | None:
     """Returns int64 [slots]: slot of the full pool -> slot of the pool of windowed layers; None for a single pool."""
     found: Tensor | None = getattr(pool, "full_to_swa_index_mapping", None) if _has_windows(pool) else None

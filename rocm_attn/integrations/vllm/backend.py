@@ -250,7 +250,7 @@ def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
     external = ExternalOptions(
         provider=provider(os.environ),
         deterministic=bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)),
-        page_strides=True,
+        page_strides=VLLM.packs_rows,
         short_kv=not has_slots,  # a rank may have no token of a sequence that has a new one
         on_fault=fault_policy(os.environ, VLLM.log),
     )

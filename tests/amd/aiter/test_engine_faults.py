@@ -95,6 +95,35 @@ def test_no_known_fault_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert known(capsys, "llama-3-8b", "--arch", "gfx942") == {}
 
 
+def kernels(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[str, Sequence[str]]:
+    """Returns the kernel of decode steps on gfx942, and all refusals."""
+    _, printed, _ = run(capsys, HERE / f"{model}.json", "--arch", "gfx942", *options, "--json")
+    (kind,) = json.loads(printed)["layer_kinds"]
+    return kind["kernels"]["decode"], kind["refusals"]
+
+
+def test_kernels_are_chosen_for_the_engines_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    """In SGLang the rest of a last page may be in use, and a page of one token has none; in vLLM pages have gaps."""
+    sglang, vllm = ("--engine", "sglang@0.5.23"), ("--engine", "vllm@0.33")
+    tail = "aiter.paged_attention_ragged: the tail of a sequence's last page must be zeroed for it, and these pages are"
+    gaps = "it needs contiguous pages, and these may have other strides"
+    assert kernels(capsys, "llama-3-8b", "--page-size", "16")[0] == "aiter.paged_attention_ragged"
+    name, refusals = kernels(capsys, "llama-3-8b", *sglang)
+    assert name.startswith("triton.")
+    assert any(tail in each for each in refusals)
+    assert not any(gaps in each for each in refusals)
+    one = "--page-size", "1"
+    assert kernels(capsys, "deepseek-v3", "--tp", "8", *one, *sglang)[0].startswith("aiter.mla_decode_fwd")
+    name, refusals = kernels(capsys, "deepseek-v3", "--tp", "8", *one, *vllm)
+    assert name == "triton.latent_decode"
+    assert any(f"aiter.mla_decode_fwd: {gaps}" in each for each in refusals)
+
+
+def test_an_engine_without_a_plug_in_has_our_own_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    own = kernels(capsys, "llama-3-8b", "--page-size", "16")
+    assert kernels(capsys, "llama-3-8b", "--page-size", "16", "--engine", "atom@0.1.6") == own
+
+
 @pytest.mark.parametrize("text", ["vllm", "vllm@", "vllm@new", "@0.33", "torch@2.9.0", "vllm@33"])
 def test_an_engine_without_a_release_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, HERE / "llama-3-8b.json", "--arch", "gfx942", "--engine", text)

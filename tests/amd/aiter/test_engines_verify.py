@@ -57,7 +57,8 @@ class Engine:
             TableSource((torch.randperm(num_pages - 1, generator=self.random) + 1).int().view(ROWS, width)),
             device=CPU,
             bounds=Bounds(num_seqs=ROWS, num_tokens=ROWS * ROOM, kv_len=ROOM, num_pages=num_pages),
-            options=ExternalOptions(zero_tails=True),
+            # A page of one token has no tail, so that nothing but new tokens is written there.
+            options=ExternalOptions(zero_tails=problem.page_size > 1),
             target=GFX942,
         )
         (self.pages,) = KVPool([problem], num_pages=num_pages, page_size=problem.page_size, device=CPU).layers

@@ -76,7 +76,8 @@ def test_every_layer_with_pages_has_a_kernel_and_every_other_one_its_state(
     compressed = sum(bool(kind["compressed_rows"]) for kind in said["layer_kinds"])
     assert compressed == {"deepseek-v4-flash": 2, "deepseek-v4.1-flash": 5}.get(model, 0)
     refusal = (
-        f"{compressed} of {len(paged)} kinds of layer attend to compressed rows too, and kernels serve their windows"
+        f"kernels serve the windows alone of {len(layers) - 2} layers (2-{len(layers) - 1}), whose compressed rows no "
+        "step reads, and all of 2 layers (0-1)"
     )
     assert (code, refusal in complaint) == ((0, False) if not compressed else (1, True))
 

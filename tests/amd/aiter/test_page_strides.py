@@ -41,7 +41,7 @@ def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(entry: KernelEn
     problem = case_of(entry).problem
     for terms, is_served, reason in (
         (PoolTerms(page_strides=True), entry.limits.page_strides, STRIDES),
-        (PoolTerms(keeps_tails=True), entry.masks_v, TAILS),
+        (PoolTerms(keeps_tails=True), entry.masks_v or problem.page_size == 1, TAILS),
     ):
         refusals = entry.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8, terms))
         assert (reason in refusals) == (not is_served)

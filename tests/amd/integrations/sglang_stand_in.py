@@ -103,7 +103,7 @@ class LatentPool(SplitPool):
         self.k = {layer: unwritten(num_slots, 1, LATENT + ROTATED, dtype, device) for layer in layers}
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        return self.k[layer_id][..., :LATENT]
+        return self.k[layer_id][..., : self.kv_lora_rank]
 
 
 class WindowPool:
@@ -280,7 +280,11 @@ class Engine:
 
         layer = self.layers[0]
         k = rows(layer.tp_k_head_num, layer.qk_head_dim)
-        v = [each[..., :LATENT] for each in k] if self.is_latent else rows(layer.tp_k_head_num, layer.v_head_dim)
+        v = (
+            [each[..., : layer.v_head_dim] for each in k]
+            if self.is_latent
+            else rows(layer.tp_k_head_num, layer.v_head_dim)
+        )
         return Step(batch, list(new), rows(Q_HEADS, layer.qk_head_dim), k, v)
 
     def forward(self, step: Step, hooks: AttentionHooks | None = None, **more: Any) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
+from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from tests.amd.external.oracle import Array, attention
@@ -438,6 +440,11 @@ def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provide
     engine.run(Mode.EXTEND, [engine.admit()], [3])
 
 
+def test_a_pools_pages_are_those_that_explain_chooses_kernels_for(provider: str, device: torch.device) -> None:
+    options = Engine(provider, device).hooks.attention.options
+    assert (options.page_strides, options.zero_tails) == (SGLANG.packs_rows, ExternalOptions().zero_tails)
+
+
 def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:
     engine, one = prompted(provider, device)
     engine.layers = [RadixAttention(0, sliding_window_size=7)]
@@ -445,14 +452,10 @@ def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: t
         engine.run(Mode.DECODE, [one], [1])
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("is_quantized_kv_cache", "keeps K and V in four bits"), ("dsa_kv_cache_store_fp8", "packs latent rows")],
-)
-def test_a_pool_that_no_kernel_reads_is_refused(name: str, said: str, provider: str, device: torch.device) -> None:
+def test_a_pool_that_no_kernel_reads_is_refused(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, serve=False)
-    setattr(engine.pool, name, True)
-    with pytest.raises(Unsupported, match=said):
+    engine.pool.is_quantized_kv_cache = True
+    with pytest.raises(Unsupported, match="keeps K and V in four bits, which no kernel here reads"):
         AttentionHooks(engine.runner, engine.serving)
 
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from rocm_attn.errors import BadTensor, Unsupported, WrongState
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from rocm_attn.integrations.sglang.indexers import project
+from rocm_attn.kernels.cache.page_format import Encoding
 from tests.amd.external.oracle import Array
 from tests.amd.integrations.sglang_stand_in import Engine, Graph, LatentPool, Mode, Request, Step
+from tests.amd.kernels.record_cases import POISON, record_of_row, record_value
 
 HIDDEN, LORA, HEADS, INDEX_DIM, TURNED, TOP = 12, 10, 2, 16, 4, 5
 
@@ -94,17 +96,33 @@ class SparsePool(LatentPool):
         return self.index[layer_id]
 
 
+class RecordPool(SparsePool):
+    """DSATokenToKVPool in FP8, with SGLang's 656 bytes per token. Bytes that no token has stored are poison."""
+
+    kv_lora_rank, qk_rope_head_dim, dsa_kv_cache_store_fp8 = 512, 64, True
+
+    def __init__(self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device) -> None:
+        super().__init__(layers, num_slots, page_size, device)
+        rows = torch.full((num_slots, 1, 656), POISON, dtype=torch.uint8)
+        rows[:page_size] = 0
+        self.k = {layer: rows.to(device, copy=True).view(torch.float8_e4m3fn) for layer in layers}
+
+
 class SparseEngine(Engine):
     """An engine in which layer 0 has an indexer, and layer 1 attends to its selection."""
 
-    def __init__(self, provider: str, device: torch.device, *, page_size: int = 4, is_fused: bool = False) -> None:
-        super().__init__(provider, device, page_size=page_size, windows=(-1, -1), is_latent=True, serve=False)
+    pool_type: type[SparsePool] = SparsePool
+
+    def __init__(
+        self, provider: str, device: torch.device, *, page_size: int = 4, is_fused: bool = False, **fields: Any
+    ) -> None:
+        super().__init__(provider, device, page_size=page_size, windows=(-1, -1), is_latent=True, serve=False, **fields)
         self.indexer = Indexer(is_fused=is_fused).to(device)
         blocks: list[Any] = [self.model.get_submodule(f"block{layer}") for layer in range(2)]
         for block in blocks:
             block.use_dsa = True
         blocks[0].indexer = self.indexer
-        self.pool = self.runner.token_to_kv_pool = SparsePool(range(2), self.num_slots, page_size, device)
+        self.pool = self.runner.token_to_kv_pool = self.pool_type(range(2), self.num_slots, page_size, device)
         self.index_keys: dict[int, Array] = {}
         self.hooks = AttentionHooks(self.runner, self.serving)
 
@@ -165,6 +183,21 @@ class SparseEngine(Engine):
         return step
 
 
+class RecordEngine(SparseEngine):
+    """An engine whose pool keeps latent rows as records, read back by their format alone."""
+
+    pool_type = RecordPool
+
+    def __init__(self, provider: str, device: torch.device) -> None:
+        super().__init__(provider, device, qk_head_dim=576, v_head_dim=512, scaling=0.04)
+
+    def decoded(self, values: Tensor, scale: float | None) -> Array:
+        dims = values.shape[-1], 512
+        rows = [torch.tensor(list(record_of_row(row, dims, Encoding.E4M3FN))) for row in values[:, 0].cpu()]
+        found = [record_value(row, dims, Encoding.E4M3FN) for row in rows]
+        return torch.stack(found)[:, None].numpy() if found else np.zeros((0, 1, values.shape[-1]))
+
+
 @pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -206,6 +239,52 @@ def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device
         done = graph.replay(batch, compares=False)
         engine.compare(batch, done, engine.seen(batch, done, x, q_lora))
     engine.hooks.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
+def test_latent_rows_of_656_bytes_are_stored_and_read_as_records_in_graphs_too(
+    provider: str, device: torch.device
+) -> None:
+    engine = RecordEngine(provider, device)
+    one, two = engine.admit(), engine.admit()
+    engine.run_sparse(Mode.EXTEND, [one, two], [7, 3])
+    engine.run_sparse(Mode.MIXED, [one, two], [3, 1], padded=6)
+    engine.hooks.init_cuda_graph_state(4, 4)
+    x, q_lora = engine.inputs(4)
+    graph = graph_of(engine, x, q_lora)
+    done = graph.replay([one, two], compares=False)
+    engine.compare([one, two], done, engine.seen([one, two], done, x, q_lora))
+    engine.hooks.attention.check_device()
+
+
+def test_records_hold_the_bytes_that_sglangs_readers_expect(provider: str, device: torch.device) -> None:
+    """512 codes, 4 float32 scales of 128 codes each, and 64 elements of bfloat16."""
+    engine = RecordEngine(provider, device)
+    one = engine.admit()
+    step = engine.run_sparse(Mode.EXTEND, [one], [5])
+    slots = engine.table[one.row, :5].long()
+    for layer in range(2):
+        found = engine.pool.k[layer].view(torch.uint8)[slots, 0].cpu().tolist()
+        rows = step.k[layer][:, 0].cpu()
+        assert found == [list(record_of_row(row, (576, 512), Encoding.E4M3FN)) for row in rows]
+
+
+def test_records_that_others_would_have_stored_are_refused(provider: str, device: torch.device) -> None:
+    """SGLang stores rows by AITER's fused rotation on gfx95, which makes no records."""
+    engine = RecordEngine(provider, device)
+    step = engine.step_of(engine.batch(Mode.EXTEND, [engine.admit()], [6]), [6])
+    positions = torch.arange(6, device=device)
+    engine.hooks.init_forward_metadata(step.batch)
+    chosen = engine.hooks.choose(0, project(engine.indexer, *engine.inputs(6), positions))
+    with pytest.raises(Unsupported, match="the rows of layer 0 were stored before attention, and the pool's rows are"):
+        engine.forward(step, topk_indices=chosen, save_kv_cache=False)
+
+
+def test_records_of_a_model_in_float16_are_refused(provider: str, device: torch.device) -> None:
+    engine = RecordEngine(provider, device)
+    engine.runner.dtype = torch.float16
+    with pytest.raises(Unsupported, match="rotated parts in bfloat16, and the model is in float16; use --dtype bfloat"):
+        AttentionHooks(engine.runner, engine.serving)
 
 
 def test_index_keys_lie_in_the_engines_pages_each_with_its_scale(provider: str, device: torch.device) -> None:

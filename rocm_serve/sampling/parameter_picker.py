@@ -20,7 +20,6 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import parameter_columns as columns
-from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
@@ -87,17 +86,6 @@ class TokensWithLogprobs:
                 picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or NOTHING_LEFT)
         return picks
 
-    @property
-    def only_tokens(self) -> bool:
-        """True if no row asked for logprobs."""
-        return not self._emitted[0]
-
-    @property
-    def found(self) -> PickedRows:
-        """Like PickedTokens.found, with shaped rows as they were shaped. It is read when it is there."""
-        shapes, found = self._shaped
-        return overlaid(self._picked.found, np.fromiter(shapes, np.intp, len(shapes)), PickedRows.of(found.numpy()))
-
     def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:
         """Returns row -> the logprobs it asked for, for rows that a token was picked from. picks: returned by read()"""
         nums, found = self._emitted
@@ -107,28 +95,6 @@ class TokensWithLogprobs:
             if not isinstance(token, BadLogits):
                 emitted[row] = logprobs_of(token, ids, bits, num)
         return emitted
-
-
-def overlaid(found: PickedRows, rows: npt.NDArray[np.intp], shaped: PickedRows) -> PickedRows:
-    """Returns found with the results of shaped rows put in. A row that no token can be picked from is kept.
-
-    rows:   [num], distinct
-    shaped: found in these rows after shaping
-    """
-    if not len(rows):
-        return found
-    ids, best = found.token_ids.copy(), found.best.copy()
-    good = _are_good(ids[rows], best[rows])
-    ids[rows[good]], best[rows[good]] = shaped.token_ids[good], shaped.best[good]
-    left = _are_good(*shaped)
-    ids[rows[good & ~left]], best[rows[good & ~left]] = NONE_LEFT, -np.inf
-    return PickedRows(ids, best)
-
-
-def _are_good(token_ids: Int32Array, best: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """True per row if a token can be picked from it."""
-    good: npt.NDArray[np.bool_] = (token_ids != ALL_ZERO) & np.isfinite(best)
-    return good
 
 
 class ShapedRows:
@@ -171,10 +137,6 @@ class ShapedRows:
         tokens = torch.empty(num, dtype=torch.int32, device=device)
         picker.ops.pick_rows(shaped, terms, tokens, found, num_drawing=self._num_drawing)
         picker.plain.tokens.index_copy_(0, self._requested[:, columns.ROW].long(), tokens)
-
-    def terms_of(self, terms: Tensor) -> Tensor:
-        """float32 [num, 3]: the terms of these rows, selected from those of all rows."""
-        return terms.index_select(0, self._requested[:, columns.ROW])
 
 
 class ParameterPicker:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rocm_serve.speculation.device_trees import DraftTokens, Trees
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
@@ -24,7 +25,6 @@ from rocm_serve.speculation import device_steps as rounds_module
 from rocm_serve.speculation import engines
 from rocm_serve.speculation.device_launches import SpeculativeLaunches
 from rocm_serve.speculation.device_steps import DeviceSpeculation
-from rocm_serve.speculation.device_trees import DraftTokens, Trees
 from rocm_serve.speculation.drafts import DraftTree
 from rocm_serve.speculation.speculative_steps import NoSpeculativeSteps
 from tests.amd.runner.cache_invariants import check_cache

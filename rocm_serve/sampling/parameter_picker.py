@@ -97,48 +97,6 @@ class TokensWithLogprobs:
         return emitted
 
 
-class ShapedRows:
-    """Rows that are shaped in the same way in each step, and picked from.
-
-    rows: [num], rows of the logits
-    """
-
-    def __init__(
-        self, picker: ParameterPicker, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
-    ) -> None:
-        """shapes: row -> its shape; counted: per shape its row of counts, or NONE; draws: per shape how it is drawn"""
-        device, num = picker.plain.tokens.device, len(shapes)
-        self._picker = picker
-        self.rows = np.fromiter(shapes, np.intp, num)
-        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
-        self._requested = sent(_table_of(shapes, counted), device)
-        self._masks = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
-        ids = [place * picker.vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
-        biases = [shape.biases[1] for shape in shapes.values()]
-        self._biased = sent(np.concatenate([*ids, NO_BIASES[0]]), device)
-        self._biases = sent(np.concatenate([*biases, NO_BIASES[1]]), device)
-        self._are_cut = any(shape.top_k or shape.depth > -math.inf for shape in shapes.values())
-        self._num_drawing = sum(draw.temperature > 0 for draw in draws)
-
-    def pick(self, logits: Tensor, terms: Tensor, found: Tensor) -> None:
-        """Picks a token for each row and writes it to the row's place in the picker's tokens.
-
-        logits: of all rows
-        terms:  float32 [num, 3], of these rows; see launch_pick_rows
-        found:  int32 [num, 2], receives the result of each row, on the device or in pinned memory
-        """
-        picker, device, num = self._picker, logits.device, len(self.rows)
-        shaped = torch.empty(num, picker.vocab, dtype=torch.float32, device=device)
-        picker.ops.shape_rows(logits, self._requested, picker.counts.table, self._masks, shaped)
-        if len(self._biased):
-            shaped.view(-1).index_add_(0, self._biased, self._biases)
-        if self._are_cut:
-            picker.ops.cut_rows(self._requested, shaped)
-        tokens = torch.empty(num, dtype=torch.int32, device=device)
-        picker.ops.pick_rows(shaped, terms, tokens, found, num_drawing=self._num_drawing)
-        picker.plain.tokens.index_copy_(0, self._requested[:, columns.ROW].long(), tokens)
-
-
 class ParameterPicker:
     """Picks tokens of steps in which some rows ask for more.
 
@@ -175,9 +133,24 @@ class ParameterPicker:
         self, logits: Tensor, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
         """int32 [rows, 2], on its way to the host: the result of each shaped row."""
-        found = torch.empty(len(shapes), 2, dtype=torch.int32, device=self._device)
-        rows = ShapedRows(self, shapes, counted, draws)
-        rows.pick(logits, sent(terms_of(draws), self._device), found)
+        device, num = self._device, len(shapes)
+        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
+        requested = sent(_table_of(shapes, counted), device)
+        masks_there = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
+        shaped = torch.empty(num, self.vocab, dtype=torch.float32, device=device)
+        self.ops.shape_rows(logits, requested, self.counts.table, masks_there, shaped)
+        biased = [place * self.vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
+        at = np.concatenate(biased)
+        if len(at):
+            biases = np.concatenate([shape.biases[1] for shape in shapes.values()])
+            shaped.view(-1).index_add_(0, sent(at, device), sent(biases, device))
+        if any(shape.top_k or shape.depth > -math.inf for shape in shapes.values()):
+            self.ops.cut_rows(requested, shaped)
+        tokens = torch.empty(num, dtype=torch.int32, device=device)
+        found = torch.empty(num, 2, dtype=torch.int32, device=device)
+        num_drawing = sum(draw.temperature > 0 for draw in draws)
+        self.ops.pick_rows(shaped, sent(terms_of(draws), device), tokens, found, num_drawing=num_drawing)
+        self.plain.tokens.index_copy_(0, requested[:, columns.ROW].long(), tokens)
         return coming(found)
 
     def _likeliest(self, logits: Tensor, nums: Mapping[int, int]) -> Tensor:

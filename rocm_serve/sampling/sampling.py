@@ -59,18 +59,11 @@ class _Uniforms:
         self._numbers: list[float] = []
 
     def at(self, place: int) -> float:
-        self._make(place + 1)
-        return self._numbers[place]
-
-    def between(self, first: int, end: int) -> list[float]:
-        self._make(end)
-        return self._numbers[first:end]
-
-    def _make(self, num: int) -> None:
         if self._random is None:
             self._random = np.random.default_rng(self._seed)
-        while num > len(self._numbers):
+        while place >= len(self._numbers):
             self._numbers += self._random.random(_NUMBERS_AT_ONCE).tolist()
+        return self._numbers[place]
 
 
 class Sampler:

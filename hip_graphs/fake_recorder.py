@@ -8,7 +8,7 @@ case: on a CPU a host tensor looks like a device tensor, so a replay sees a chan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from rocm_attn.hip_graphs.collectives import waited_for
 from rocm_attn.hip_graphs.frozen_ops import Replayed
 from rocm_attn.hip_graphs.host_pool import HostPool
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from rocm_attn.hip_graphs.recorder import InTurn, Recording, refuse_unfinished
+from rocm_attn.hip_graphs.recorder import refuse_unfinished
 from rocm_attn.hip_graphs.tape import Tape, Thunk, require_unmoved
 from rocm_attn.hip_graphs.tensor_trees import map_tensors
 
@@ -94,20 +94,6 @@ class FakeRecorder:
         self._pool.poison_taken()
         recording.finish(self._pool.bytes - bytes_before)
         self._live.add(recording)
-
-    def record_launches(self, fn: Callable[[], object]) -> FakeRecording:
-        """Does the same as `Joiner.record_launches`."""
-        tape = Tape(self._pool)
-        with torch.no_grad(), self._observe_launches(tape.keep_launch):
-            fn()
-        recording = FakeRecording(tape.operations, tape.storages)
-        recording.finish(0)
-        recording.keep(fn)
-        return recording
-
-    def join(self, recordings: Sequence[Recording]) -> InTurn:
-        """Does the same as `Joiner.join`."""
-        return InTurn(recordings)
 
     def release_memory(self) -> None:
         """Like `Recorder.release_memory`, but does nothing while a recording lives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -76,41 +76,8 @@ def refuse_unfinished() -> None:
     )
 
 
-class Joiner(Protocol):
-    """Makes one recording of several, and recordings of work that has run before."""
-
-    def record_launches(self, fn: Callable[[], object]) -> Recording:
-        """Records fn without running it, so that none of its results are written.
-
-        fn: only launches of kernels, each of which was made before with similar arguments
-        Raises RecordingRefused, like `Recorder.record`.
-        """
-        ...
-
-    def join(self, recordings: Sequence[Recording]) -> Recording:
-        """Returns a recording that replays these, one after the other: by one launch, if the driver can.
-
-        recordings: of any recorders of the device, passed unchanged; none of them draws torch's random numbers
-        """
-        ...
-
-
-class InTurn:
-    """Recordings that are replayed one after the other."""
-
-    bytes = 0
-
-    def __init__(self, recordings: Sequence[Recording]) -> None:
-        self._recordings = tuple(recordings)
-
-    def replay(self) -> None:
-        """Does the same as `Recording.replay`."""
-        for recording in self._recordings:
-            recording.replay()
-
-
 class CountedRecording:
-    """A recording with counted replays, including those as a part of another recording.
+    """A recording with counted replays.
 
     run: gets the function that replays it, and calls it once
     """
@@ -119,25 +86,3 @@ class CountedRecording:
         self.recording, self._run = recording, run
         self.bytes = recording.bytes
         self.replay = partial(run, recording.replay)
-
-    def counts(self, joined: Recording) -> CountedRecording:
-        """Returns a recording of which this one is a part, with counted replays."""
-        return CountedRecording(joined, self._run)
-
-
-def uncounted(recording: Recording) -> Recording:
-    """Returns a recording without its counters."""
-    while isinstance(recording, CountedRecording):
-        recording = recording.recording
-    return recording
-
-
-def counted_as(parts: Sequence[Recording], joined: Recording) -> Recording:
-    """Returns a recording of these parts, whose replays are counted like those of the parts.
-
-    joined: the recording that replays them without their counts
-    """
-    for part in parts:
-        if isinstance(part, CountedRecording):
-            joined = part.counts(joined)
-    return joined

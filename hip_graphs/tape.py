@@ -57,13 +57,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_launch(self, thunk: Thunk) -> None:
         """Runs a launch once and records it as one operation, regardless of its inner operations."""
-        self.keep_launch(thunk)
+        self.operations.append(self._freeze_launch(thunk))
         with self.paused():
             thunk()
-
-    def keep_launch(self, thunk: Thunk) -> None:
-        """Records a launch as one operation without running it."""
-        self.operations.append(self._freeze_launch(thunk))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -5,23 +5,21 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import c_void_p
-from functools import cache, partial
+from functools import cache
 from typing import TypeVar
 
 import torch
 
-from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls, graph_calls
+from rocm_attn.hip_graphs.driver_graphs import DriverRefused, LaunchGraph, launch_of_graphs
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from rocm_attn.hip_graphs.recorder import InTurn, Recording, counted_as, refuse_unfinished, uncounted
+from rocm_attn.hip_graphs.recorder import refuse_unfinished
 
 T = TypeVar("T")
 
-# True if torch can keep a captured graph in addition to its launchable form; from 2.8 on.
-_KEEPS_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
 # True if the driver can launch torch's instantiated graph, instead of torch's replay.
 _GIVES_READY_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and is_known(torch.__version__)
 
@@ -43,25 +41,6 @@ class TorchRecording:
     def keep(self, kept: object) -> None:
         """Keeps a reference to the object that it was captured from."""
         self._kept = kept
-
-
-class JoinedRecording:
-    """Recordings as one graph. They are kept alive: it works on their memory."""
-
-    bytes = 0
-
-    def __init__(self, graph: DriverGraph, device: torch.device, recordings: Sequence[Recording]) -> None:
-        self._graph, self._device, self._index = graph, device, device.index
-        self._recordings = tuple(recordings)
-
-    def replay(self) -> None:
-        """Does the same as `Recording.replay`, on the stream that is current then."""
-        # torch._C: the public functions cost more than the launch.
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._device):
-                self._graph.launch(torch._C._cuda_getCurrentRawStream(self._index))
-            return
-        self._graph.launch(torch._C._cuda_getCurrentRawStream(self._index))
 
 
 class TorchRecorder:
@@ -95,11 +74,6 @@ class TorchRecorder:
         with self._on_own_stream(), self._capturing() as recording:
             yield recording
 
-    def record_launches(self, fn: Callable[[], object]) -> TorchRecording:
-        """Does the same as `Joiner.record_launches`."""
-        with self._on_own_stream():
-            return self._captured(fn)[0]
-
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """Runs after earlier work of the caller's stream, and before its later work."""
@@ -112,19 +86,6 @@ class TorchRecorder:
             with torch.cuda.stream(self._stream):
                 yield
             callers.wait_stream(self._stream)
-
-    def join(self, recordings: Sequence[Recording]) -> Recording:
-        """Does the same as `Joiner.join`, but in turn if torch keeps no graphs or the driver cannot join these."""
-        graphs = [each.graph for each in map(uncounted, recordings) if isinstance(each, TorchRecording)]
-        if not _KEEPS_GRAPHS or len(graphs) < len(recordings):
-            return InTurn(recordings)
-        try:
-            with torch.cuda.device(self.device):
-                make_current = partial(torch.cuda.set_device, self.device)
-                graph = DriverGraph(_calls(), [each.raw_cuda_graph() for each in graphs], make_current)
-        except DriverRefused:
-            return InTurn(recordings)
-        return counted_as(recordings, JoinedRecording(graph, self.device, recordings))
 
     def release_memory(self) -> None:
         """Does the same as `Recorder.release_memory`; memory of warm-ups is freed even while recordings live."""
@@ -151,7 +112,7 @@ class TorchRecorder:
 
     @contextmanager
     def _capturing(self) -> Iterator[TorchRecording]:
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if _KEEPS_GRAPHS else torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         recording = TorchRecording(graph)
         bytes_before = torch.cuda.memory_reserved()
         with _no_garbage_collection():
@@ -165,8 +126,6 @@ class TorchRecorder:
                 self._abandon(graph)
                 raise
             graph.capture_end()
-        if _KEEPS_GRAPHS:
-            graph.instantiate()  # capture_end() does so for a graph that is not kept
         recording.finish(self.device, torch.cuda.memory_reserved() - bytes_before)
         self._live.add(recording)
 
@@ -210,11 +169,11 @@ def _replay_of(graph: torch.cuda.CUDAGraph, device: torch.device) -> Callable[[]
     if _GIVES_READY_GRAPHS:
         with suppress(DriverRefused):
             ready = c_void_p(graph.raw_cuda_graph_exec())  # made once: otherwise each launch would convert a number
-            return PlainLaunch(graph.replay, _calls().launch, ready, Here.of(device.index)).replay
+            return PlainLaunch(graph.replay, _launch(), ready, Here.of(device.index)).replay
     return graph.replay
 
 
 @cache
-def _calls() -> GraphCalls:
-    """Returns the calls of the driver that torch runs on. Raises DriverRefused."""
-    return graph_calls(is_hip=torch.version.hip is not None)
+def _launch() -> LaunchGraph:
+    """Returns the launch of the driver that torch runs on. Raises DriverRefused."""
+    return launch_of_graphs(is_hip=torch.version.hip is not None)

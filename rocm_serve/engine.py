@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import chain
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
@@ -54,7 +53,6 @@ from rocm_serve.scheduler import ScheduledStep, Scheduler
 from rocm_serve.serving import serve_all
 from rocm_serve.speculation.device_steps import FOLLOWING, DeviceSpeculation, why_no_speculative_steps
 from rocm_serve.speculation.engines import (
-    draft_tokens_of,
     drafter_of,
     layers_beside,
     read_drafting,
@@ -93,7 +91,6 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
-        self._has_ranks = loaded.ranks.shard.num_ranks > 1
         self.options = options = options if options is not None else EngineOptions()
         drafting = read_drafting(loaded, options)
         self.runtime, self._measured = runtime_for(loaded, options, layers_beside(drafting))
@@ -123,7 +120,7 @@ class Engine:
         self._prompts = PromptLogprobs(model, runner_of_prompts, ops, vocab, rows)
         # A recorder or watcher of single steps needs the host to plan each step.
         looks_on = self._steps is not self._runner or path is not None
-        host_plans = why_no_speculative_steps(options, looks_on=looks_on)
+        host_plans = why_no_speculative_steps(options, num_ranks=loaded.ranks.shard.num_ranks, looks_on=looks_on)
         self._speculative_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
         has_speculative_steps = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
@@ -152,7 +149,7 @@ class Engine:
         self._read: list[ReadStep | ReadSpeculativeSteps] = []  # steps whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were last read
         self._speculative_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
-        self._compared = RankComparison(self.runtime.faults.meetings, has_ranks=self._has_ranks)
+        self._compared = RankComparison(self.runtime.faults.meetings, has_ranks=loaded.ranks.shard.num_ranks > 1)
         self._num_submitted = 0
         # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
         self._leaving: tuple[Output, bool] | None = None
@@ -168,12 +165,10 @@ class Engine:
             self.metrics,
             rejection_of(drafter, options),
             has_speculative_steps=has_speculative_steps,
-            branches=has_speculative_steps and options.topk > 1,
         )
         if has_speculative_steps:
-            draft_tokens, most_ahead = draft_tokens_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
             self._speculative_steps = DeviceSpeculation(
-                runtime, self._runner, self._picker, draft_tokens, most, most_ahead, ranks=self._loaded.ranks
+                runtime, self._runner, self._picker.plain, most, MOST_AHEAD * self._steps_ahead
             )
 
     def _new_runner(self, forward: Forward) -> StepRunner:
@@ -464,8 +459,7 @@ class Engine:
         self._scheduler.launched(step)
         self._speculative_steps.noted()
         # Accepted tokens of a tree are moved before the sequence's pages may be given back.
-        moves = step.has_trees and not picks.is_followed
-        while len(self._pending) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
+        while len(self._pending) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
             self._read_oldest()
         self._publish_read()
 
@@ -473,7 +467,6 @@ class Engine:
         """Launches a round that follows from the one before; earlier rounds are read and published meanwhile."""
         started = time.perf_counter()
         self._must_check = True
-        self._compared.before_step()
         step, picks = self._speculative_steps.launch()
         launched = time.perf_counter()
         self._pending.append(
@@ -522,15 +515,13 @@ class Engine:
             # One statement: after an interrupt they are either still to be published, or published.
             self._events, self._read = [*self._events, new], self._read[1:]
             self.metrics.new_tokens += together.num_tokens
-            self._compared.note(chain.from_iterable(together.token_ids))
         else:
             for sequence in sequences:
                 self._publish_rest(sequence, speculative_steps[-1])
             del self._read[0]
         self._speculation.count_speculative_steps(speculative_steps[0].step, together)
         seconds = self._note_speculative_steps(speculative_steps, together, read_at)
-        if not self._has_ranks:  # clocks of ranks differ
-            self._pace.note(seconds, len(speculative_steps))
+        self._pace.note(seconds, len(speculative_steps))
 
     def _publish_rest(self, sequence: Sequence, pending: PendingStep) -> None:
         """Publishes the tokens of a sequence that were not published, as tokens of a step, if it has not ended."""
@@ -581,7 +572,7 @@ class Engine:
         appended = self._scheduler.finish_step(pending.step, found.picks)
         if self._pending:
             self._scheduler.launched_again(self._pending[0].step)
-        self._speculation.follow(pending.step, appended, is_followed=pending.picks.is_followed)
+        self._speculation.follow(pending.step, appended)
         read = ReadStep(found, appended, pending.picks.logprobs(), pending.prompts.read())
         # One statement: after an interrupt they are either still to be taken, or taken.
         self._found, self._read = None, [*self._read, read]

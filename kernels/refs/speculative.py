@@ -67,7 +67,7 @@ def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) 
     walk.finish(next_token.to(torch.int32), given, to)
 
 
-def next_step(picked: Tensor, given: SpeculativeStep, width: int, *, draws: bool, looks_up: bool) -> None:
+def next_step(picked: Tensor, given: SpeculativeStep, width: int) -> None:
     """Twin of launch_next_step."""
     num_seqs, device = len(given.limit), given.kv_len.device
     lane = torch.arange(width, device=device)
@@ -84,21 +84,14 @@ def next_step(picked: Tensor, given: SpeculativeStep, width: int, *, draws: bool
     text.scatter_(1, at, torch.where(is_taken, pick, text.gather(1, at)))
     given.texts[rows] = text
     found, num_same = _place_before(text, num_tokens)
-    num_same = num_same if looks_up else torch.full_like(num_same, 4)
     place = torch.where(num_same > 0, found, num_tokens - 1)[:, None]
     place = place + lane[: width - 1] % (num_tokens[:, None] - place)
-    draft_tokens = text.gather(1, place) if looks_up else ids[:, 1:]
-    new_ids = torch.cat([text.gather(1, num_tokens[:, None] - 1), draft_tokens], 1)
-    if draws:
-        drawn = num_tokens[:, None] + lane
-        number = given.numbers[rows].gather(1, drawn.clamp(max=most - 1))
-        given.terms[:, 2] = number.flatten()
+    new_ids = torch.cat([text.gather(1, num_tokens[:, None] - 1), text.gather(1, place)], 1)
     beyond = length + taken > given.limit
     error = given.counts[ERROR_WORD] | torch.where(beyond, LENGTH_BEYOND_BOUND, 0)
     given.counts[ERROR_WORD] |= torch.where(beyond.any(), LENGTH_BEYOND_BOUND, 0)
     given.token_ids[: num_seqs * width] = new_ids.flatten()
     given.kv_len[:num_seqs] = torch.minimum(length + taken, given.limit).clamp(min=width)
-    given.num_appended.copy_(taken)
     given.emitted.copy_(torch.stack([taken.int(), num_same.int(), error.int()], 1))
 
 

@@ -106,13 +106,7 @@ class SpeculativeStep(NamedTuple):
     texts:      int32 [rows, most], contiguous: row -> the tokens of its sequence. most is W + 1 more than any limit
     limit:      int32 [n]  bounds of kv_len, W or more: as many tokens have pages
     emitted:    int32 [n, EMITTED_WORDS]  receives the number of tokens that a sequence got; the number of tokens
-                before the next drafts by which the text finds them, 0 if it does not and 4 if it is not used; the error
-                word.
-                May lie in pinned host memory
-    numbers:    float32 [rows, most], contiguous: row -> the number that draws the token of each place in its text
-    terms:      float32 [n * W, 3], contiguous, as in launch_pick_rows: the terms by which the next round's tokens are
-                picked. Their last column is written, and only if a sequence draws
-    num_appended: int32 [n]  receives the number of tokens that a sequence got, once more, on the device
+                before the next drafts by which the text finds them, 0 if it does not; the error word
     """
 
     counts: Tensor
@@ -122,6 +116,3 @@ class SpeculativeStep(NamedTuple):
     texts: Tensor
     limit: Tensor
     emitted: Tensor
-    numbers: Tensor
-    terms: Tensor
-    num_appended: Tensor

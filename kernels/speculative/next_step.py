@@ -7,7 +7,6 @@ A round feeds each sequence its last token and the W - 1 drafts after it; then a
     kv_len   = max(min(kv_len + taken, limit), W)
     token 0  = the text's last token
     drafts   = the tokens that followed the last tokens when they occurred before, over and over past the text's end
-    numbers  = those of the places after the text's last token, by which the round's tokens are drawn
 
 Among the places that follow the text's last two tokens, the one is taken where most of the two tokens before those
 match too, the last one of equals. If there is none, the drafts are the last token again.
@@ -42,7 +41,7 @@ def _tokens_at(text, picked, place, known, mask):
 
 
 @triton.jit(
-    do_not_specialize=["text_row", "draws", "looks_up", "width"],
+    do_not_specialize=["text_row", "width"],
     do_not_specialize_on_alignment=[
         "picked",
         "counts",
@@ -52,9 +51,6 @@ def _tokens_at(text, picked, place, known, mask):
         "texts",
         "limit",
         "emitted",
-        "numbers",
-        "terms",
-        "num_appended",
     ],
 )
 def _next_step_kernel(
@@ -66,12 +62,7 @@ def _next_step_kernel(
     texts,
     limit,
     emitted,
-    numbers,
-    terms,
-    num_appended,
     text_row,
-    draws,
-    looks_up,
     width,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,17 +79,12 @@ def _next_step_kernel(
     # Whatever the length is by now, writes stay within the text's row.
     known = tl.minimum(tl.maximum(length - width + 1, 1), text_row - width)
     num_tokens = known + taken
-    row = tl.load(row_of_seq + seq).to(tl.int64) * text_row
-    text = texts + row
+    text = texts + tl.load(row_of_seq + seq).to(tl.int64) * text_row
     last = tl.load(picks + taken - 1)
     last_but_1 = _tokens_at(text, picks, num_tokens - 2, known, num_tokens >= 2)
     last_but_2 = _tokens_at(text, picks, num_tokens - 3, known, num_tokens >= 3)
     last_but_3 = _tokens_at(text, picks, num_tokens - 4, known, num_tokens >= 4)
     most_same = 0
-    end_of_drafts = width
-    if looks_up == 0:
-        most_same = 4
-        end_of_drafts = 0
     found = 0
     begin = (num_tokens - 1) // BLOCK * BLOCK
     while (begin >= 0) & (most_same < 4):
@@ -125,14 +111,10 @@ def _next_step_kernel(
     # Every thread must have read the words that are written now.
     tl.debug_barrier()
     tl.store(text + known + lane, pick, mask=lane < taken)
-    if draws != 0:
-        number = tl.load(numbers + row + tl.minimum(num_tokens + lane, text_row - 1))
-        tl.store(terms + 3 * (seq * width + lane) + 2, number, mask=lane < width)
     tl.store(ids, last)
-    tl.store(ids + lane + 1, draft, mask=lane + 1 < end_of_drafts)
+    tl.store(ids + lane + 1, draft, mask=lane + 1 < width)
     tl.store(kv_len + seq, tl.maximum(tl.minimum(length + taken, tl.load(limit + seq)), width))
     tl.atomic_or(counts + _ERROR_WORD, _BEYOND_BOUND, mask=beyond, sem="relaxed")
-    tl.store(num_appended + seq, taken)
     tl.store(emitted + _EMITTED_WORDS * seq, taken)
     tl.store(emitted + _EMITTED_WORDS * seq + 1, most_same)
     tl.store(emitted + _EMITTED_WORDS * seq + 2, error)
@@ -142,23 +124,16 @@ _variant = repeated_launches(_next_step_kernel)
 
 
 @only_launches
-def launch_next_step(picked: Tensor, given: SpeculativeStep, width: int, *, draws: bool, looks_up: bool) -> None:
+def launch_next_step(picked: Tensor, given: SpeculativeStep, width: int) -> None:
     """Writes the next round over the last one, and reports the last one's outcome.
 
     picked:   int32 [num_seqs * width or more], the token that was picked after each token of the round
     width:    new tokens of each sequence, W, at least 1
-    draws:    whether any sequence draws its tokens
-    looks_up: whether the drafts come from the texts; else the caller writes them, and the last round's stay
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()
     assert given.texts.shape[1] > width
     assert given.token_ids.shape[0] >= num_seqs * width
-    assert given.terms.shape == (num_seqs * width, 3)
-    assert given.terms.is_contiguous()
-    assert given.numbers.is_contiguous()
-    assert given.num_appended.shape == (num_seqs,)
-    assert given.numbers.shape == given.texts.shape
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(
         given.counts.device,
@@ -166,8 +141,6 @@ def launch_next_step(picked: Tensor, given: SpeculativeStep, width: int, *, draw
         picked,
         *given,
         given.texts.shape[1],
-        int(draws),
-        int(looks_up),
         width,
         next_power_of_2(width),
         _BLOCK,

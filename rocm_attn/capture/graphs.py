@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Generic
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner, Recording
+from rocm_attn.hip_graphs.recorder import GraphRecorder, Recording
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import does_only_launch, observe_launches
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
@@ -35,11 +35,7 @@ CPU_CAPTURE_RUNS = 8
 _RUNS_PER_CAPTURE_RUN = 10
 
 
-class JoiningRecorder(GraphRecorder, Joiner, Protocol):
-    """Makes graphs, and joins several graphs to one."""
-
-
-def recorder_for(device: torch.device) -> JoiningRecorder:
+def recorder_for(device: torch.device) -> GraphRecorder:
     """A recorder of HIP or CUDA graphs on a GPU; on a CPU one that replays torch operations and kernel launches."""
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder

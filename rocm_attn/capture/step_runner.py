@@ -33,7 +33,7 @@ from rocm_attn.capture.probe_requests import GraphCandidate, is_uniform, typical
 from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward, in_batch_order
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
-from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
+from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
@@ -160,16 +160,10 @@ class StepRunner(Generic[Outputs]):
         """The graph that run_again() replays. None: it launches the kernels, or must inform ranks or a recorder."""
         return self._graph_again(self._runtime.gate.may_go_again)
 
-    def graph_of(self, plan: StepPlan) -> Graph[Outputs] | None:
-        """The graph that runs the steps of a plan; None if there is none, or the memory that it reads has moved."""
-        graph = self._graph_of_plan.get(plan)
-        return graph if graph is not None and graph.epoch == self._pinned.epoch else None
-
-    def run_again(self, batch: StepBatch, joined: Recording | None = None) -> Outputs:
+    def run_again(self, batch: StepBatch) -> Outputs:
         """Runs the last step once more, on the inputs that the device has written over its own.
 
-        batch:  of that step, which was whole
-        joined: replayed in place of graph_again's recording, with which it begins; only if there is that graph
+        batch: of that step, which was whole
 
         Returns and raises what run() does; WrongState if no such step was staged last, or one of its rows has changed.
         """
@@ -177,12 +171,11 @@ class StepRunner(Generic[Outputs]):
         last = gate.may_go_again
         graph = self._graph_again(last)
         if graph is None or last is None or last.batch is not batch:
-            assert joined is None, "joined graphs must begin with the graph of the step that runs again"
             return self._run(batch, lambda batch: AGAIN)
         try:
             if graph.epoch != self._pinned.epoch:
                 raise self._stale(graph)
-            gate.replay_again((graph.recording if joined is None else joined).replay)
+            gate.replay_again(graph.recording.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         metrics, num_seqs = self.metrics, batch.num_seqs

@@ -75,7 +75,7 @@ class AcceptSampled(Protocol):
 class MakeNextStep(Protocol):
     """launch_next_step, or its twin."""
 
-    def __call__(self, picked: Tensor, given: SpeculativeStep, width: int, *, draws: bool, looks_up: bool) -> None: ...
+    def __call__(self, picked: Tensor, given: SpeculativeStep, width: int) -> None: ...
 
 
 class MovePaths(Protocol):

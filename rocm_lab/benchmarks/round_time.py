@@ -141,16 +141,6 @@ def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
     if isinstance(engine._speculative_steps, DeviceSpeculation):
         for of_speculative_step in engine._speculative_steps._memory:
             of_speculative_step.done = TimedFence(of_speculative_step.done, waits, launched)
-        draft_tokens = engine._speculative_steps._draft_tokens
-        draft = draft_tokens.draft
-
-        def and_mark(*arguments: Any) -> bool:
-            """A model's drafts are launched after the fence."""
-            is_made = draft(*arguments)
-            launched[0] = time.perf_counter()
-            return is_made
-
-        draft_tokens.draft = and_mark  # type: ignore[assignment, method-assign]
     return waits, launched
 
 

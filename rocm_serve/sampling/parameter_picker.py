@@ -20,7 +20,6 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import parameter_columns as columns
-from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
@@ -87,17 +86,6 @@ class TokensWithLogprobs:
                 picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or NOTHING_LEFT)
         return picks
 
-    @property
-    def only_tokens(self) -> bool:
-        """True if no row asked for logprobs."""
-        return not self._emitted[0]
-
-    @property
-    def found(self) -> PickedRows:
-        """Like PickedTokens.found, with shaped rows as they were shaped. It is read when it is there."""
-        shapes, found = self._shaped
-        return overlaid(self._picked.found, np.fromiter(shapes, np.intp, len(shapes)), PickedRows.of(found.numpy()))
-
     def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:
         """Returns row -> the logprobs it asked for, for rows that a token was picked from. picks: returned by read()"""
         nums, found = self._emitted
@@ -107,74 +95,6 @@ class TokensWithLogprobs:
             if not isinstance(token, BadLogits):
                 emitted[row] = logprobs_of(token, ids, bits, num)
         return emitted
-
-
-def overlaid(found: PickedRows, rows: npt.NDArray[np.intp], shaped: PickedRows) -> PickedRows:
-    """Returns found with the results of shaped rows put in. A row that no token can be picked from is kept.
-
-    rows:   [num], distinct
-    shaped: found in these rows after shaping
-    """
-    if not len(rows):
-        return found
-    ids, best = found.token_ids.copy(), found.best.copy()
-    good = _are_good(ids[rows], best[rows])
-    ids[rows[good]], best[rows[good]] = shaped.token_ids[good], shaped.best[good]
-    left = _are_good(*shaped)
-    ids[rows[good & ~left]], best[rows[good & ~left]] = NONE_LEFT, -np.inf
-    return PickedRows(ids, best)
-
-
-def _are_good(token_ids: Int32Array, best: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """True per row if a token can be picked from it."""
-    good: npt.NDArray[np.bool_] = (token_ids != ALL_ZERO) & np.isfinite(best)
-    return good
-
-
-class ShapedRows:
-    """Rows that are shaped in the same way in each step, and picked from.
-
-    rows: [num], rows of the logits
-    """
-
-    def __init__(
-        self, picker: ParameterPicker, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
-    ) -> None:
-        """shapes: row -> its shape; counted: per shape its row of counts, or NONE; draws: per shape how it is drawn"""
-        device, num = picker.plain.tokens.device, len(shapes)
-        self._picker = picker
-        self.rows = np.fromiter(shapes, np.intp, num)
-        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
-        self._requested = sent(_table_of(shapes, counted), device)
-        self._masks = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
-        ids = [place * picker.vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
-        biases = [shape.biases[1] for shape in shapes.values()]
-        self._biased = sent(np.concatenate([*ids, NO_BIASES[0]]), device)
-        self._biases = sent(np.concatenate([*biases, NO_BIASES[1]]), device)
-        self._are_cut = any(shape.top_k or shape.depth > -math.inf for shape in shapes.values())
-        self._num_drawing = sum(draw.temperature > 0 for draw in draws)
-
-    def pick(self, logits: Tensor, terms: Tensor, found: Tensor) -> None:
-        """Picks a token for each row and writes it to the row's place in the picker's tokens.
-
-        logits: of all rows
-        terms:  float32 [num, 3], of these rows; see launch_pick_rows
-        found:  int32 [num, 2], receives the result of each row, on the device or in pinned memory
-        """
-        picker, device, num = self._picker, logits.device, len(self.rows)
-        shaped = torch.empty(num, picker.vocab, dtype=torch.float32, device=device)
-        picker.ops.shape_rows(logits, self._requested, picker.counts.table, self._masks, shaped)
-        if len(self._biased):
-            shaped.view(-1).index_add_(0, self._biased, self._biases)
-        if self._are_cut:
-            picker.ops.cut_rows(self._requested, shaped)
-        tokens = torch.empty(num, dtype=torch.int32, device=device)
-        picker.ops.pick_rows(shaped, terms, tokens, found, num_drawing=self._num_drawing)
-        picker.plain.tokens.index_copy_(0, self._requested[:, columns.ROW].long(), tokens)
-
-    def terms_of(self, terms: Tensor) -> Tensor:
-        """float32 [num, 3]: the terms of these rows, selected from those of all rows."""
-        return terms.index_select(0, self._requested[:, columns.ROW])
 
 
 class ParameterPicker:
@@ -213,9 +133,24 @@ class ParameterPicker:
         self, logits: Tensor, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
         """int32 [rows, 2], on its way to the host: the result of each shaped row."""
-        found = torch.empty(len(shapes), 2, dtype=torch.int32, device=self._device)
-        rows = ShapedRows(self, shapes, counted, draws)
-        rows.pick(logits, sent(terms_of(draws), self._device), found)
+        device, num = self._device, len(shapes)
+        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
+        requested = sent(_table_of(shapes, counted), device)
+        masks_there = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
+        shaped = torch.empty(num, self.vocab, dtype=torch.float32, device=device)
+        self.ops.shape_rows(logits, requested, self.counts.table, masks_there, shaped)
+        biased = [place * self.vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
+        at = np.concatenate(biased)
+        if len(at):
+            biases = np.concatenate([shape.biases[1] for shape in shapes.values()])
+            shaped.view(-1).index_add_(0, sent(at, device), sent(biases, device))
+        if any(shape.top_k or shape.depth > -math.inf for shape in shapes.values()):
+            self.ops.cut_rows(requested, shaped)
+        tokens = torch.empty(num, dtype=torch.int32, device=device)
+        found = torch.empty(num, 2, dtype=torch.int32, device=device)
+        num_drawing = sum(draw.temperature > 0 for draw in draws)
+        self.ops.pick_rows(shaped, sent(terms_of(draws), device), tokens, found, num_drawing=num_drawing)
+        self.plain.tokens.index_copy_(0, requested[:, columns.ROW].long(), tokens)
         return coming(found)
 
     def _likeliest(self, logits: Tensor, nums: Mapping[int, int]) -> Tensor:

@@ -59,18 +59,11 @@ class _Uniforms:
         self._numbers: list[float] = []
 
     def at(self, place: int) -> float:
-        self._make(place + 1)
-        return self._numbers[place]
-
-    def between(self, first: int, end: int) -> list[float]:
-        self._make(end)
-        return self._numbers[first:end]
-
-    def _make(self, num: int) -> None:
         if self._random is None:
             self._random = np.random.default_rng(self._seed)
-        while num > len(self._numbers):
+        while place >= len(self._numbers):
             self._numbers += self._random.random(_NUMBERS_AT_ONCE).tolist()
+        return self._numbers[place]
 
 
 class Sampler:
@@ -95,10 +88,6 @@ class Sampler:
     def draw(self, place: int) -> Draw:
         """The draw of the request's new token number `place`, counted from 0."""
         return Draw(self.sampling.temperature, self.sampling.top_p, self._draws.at(place))
-
-    def uniforms(self, first: int, end: int) -> npt.NDArray[np.float32]:
-        """float32 [end - first]: the numbers that decide draw() of these places, as terms_of() writes them."""
-        return np.minimum(self._draws.between(first, end), _MOST_UNIFORM).astype(np.float32)
 
     def draft_number_at(self, place: int) -> float:
         """A uniform number that draws the draft token of that place."""
@@ -220,18 +209,14 @@ class TokenPicker:
             host.done.record()
         return PickedTokens(on_host, host.done)
 
-    def picking(
-        self, logits: Tensor, terms: Tensor, found: Tensor, stream: Callable[[], int] | None, *, draws: bool
-    ) -> RepeatedLauncher:
-        """Like pick(), with terms and results of the caller, launched repeatedly from the same place.
+    def picking(self, logits: Tensor, found: Tensor, stream: Callable[[], int] | None) -> RepeatedLauncher:
+        """Picks the likeliest token of each row, repeatedly from the same place.
 
-        terms:  float32 [rows, 3]; see launch_pick_rows
-        found:  int32 [rows, 2], likewise
+        found:  int32 [rows, 2], receives the results; see launch_pick_rows
         stream: see RepeatedLauncher
-        draws:  whether any row draws
         """
-        tokens = self._host[0].rows(logits.shape[0]).tokens
-        return RepeatedLauncher(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=len(terms) * draws)
+        terms, tokens, *_ = self._host[0].rows(logits.shape[0])  # no row draws, so no terms are read
+        return RepeatedLauncher(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=0)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:

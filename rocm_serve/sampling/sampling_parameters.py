@@ -39,10 +39,6 @@ class SamplingParameters:
         self._top_k, self._depth = _cut_of(self._sampling)
         self._allowed = _mask_of(request.allowed_token_ids, vocab_size) if request.allowed_token_ids else None
 
-    def stays_from(self, place: int) -> bool:
-        """Like SequenceParameters.stays_from."""
-        return self.takes_drafts and place >= self._min_tokens and self._num_likeliest == NO_LOGPROBS
-
     def of(self, sequence: Sequence, place: int) -> RowParameters:
         """Returns the RowParameters of new token number `place`, counted from 0."""
         return RowParameters(self._shape(sequence, place), self._num_likeliest)

@@ -23,9 +23,7 @@ from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.beams import BeamLevels
-from rocm_serve.speculation.device_trees import DraftTokens
 from rocm_serve.speculation.draft_runners import DraftRunners
-from rocm_serve.speculation.draft_tokens import DraftPosition, DraftsAhead
 from rocm_serve.speculation.drafts import DraftTree
 
 
@@ -64,25 +62,18 @@ class ModelDrafter:
         self._chunk = chunk
         self._few = few
         self._followers: dict[int, _Follower] = {}
-        self._ahead = DraftsAhead()
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Like Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets no drafts.
 
         After a fault of the device there are none either, and the model starts anew: no request needs drafts.
         """
-        ahead = self._ahead.take(decoding)
         try:
-            return ahead | self._draft(decoding, ahead.keys())
+            return self._draft(decoding)
         except DeviceFault:
             for number in list(self._followers):
                 self.leave(number)
-            return ahead
-
-    @property
-    def looks_up(self) -> bool:
-        """Like Drafter.looks_up."""
-        return False
+            return {}
 
     def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Drafter.follow: draft() finds new tokens by itself."""
@@ -96,35 +87,17 @@ class ModelDrafter:
         """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
-    def place_of(self, sequence: Sequence) -> DraftPosition | None:
-        """Like Following.place_of."""
-        follower = self._followers.get(sequence.number)
-        if follower is None or follower.num_right < len(sequence.token_ids):
-            return None
-        return DraftPosition(follower.row, 0)
-
-    def hand_over(self, drafted: DraftTokens) -> None:
-        """Like Following.hand_over: the model reads only tokens."""
-
-    def went_on(self, sequence: Sequence, drafts: DraftTree) -> None:
-        """Like Following.went_on."""
-        follower = self._followers[sequence.number]
-        follower.token_ids, follower.num_right = list(sequence.token_ids), len(sequence.token_ids)
-        self._ahead.put(sequence, drafts)
-
     def leave(self, number: int) -> None:
-        """Like Following.leave."""
+        """Starts a request anew: the model has no row for it any more."""
         follower = self._followers.pop(number, None)
         if follower is not None:
             self.table.free(follower.row)
 
-    def _draft(self, decoding: Many[tuple[Sequence, int]], ahead: Set[int]) -> dict[int, DraftTree]:
-        """ahead: numbers of sequences that have drafts"""
+    def _draft(self, decoding: Many[tuple[Sequence, int]]) -> dict[int, DraftTree]:
         decode = {sequence.number for sequence, _ in decoding}
         for number in self._followers.keys() - decode:
             self.leave(number)
-        wanted = [each for each in decoding if each[0].number not in ahead]
-        drafting = self._with_room([each for each in wanted if self._follows(each[0])])
+        drafting = self._with_room([each for each in decoding if self._follows(each[0])])
         if not drafting:
             return {}
         sequences = [sequence for sequence, _ in drafting]

@@ -13,19 +13,16 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many, draft_batch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch, draft_batch
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.accepting import last_accepted
-from rocm_attn.step.gate import RanStep
 from rocm_attn.step.step import Part, Series
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence as DraftedFor
 from rocm_serve.speculation.beams import BeamLevels, Level
 from rocm_serve.speculation.drafts import NOT_DRAWN
-from rocm_serve.speculation.drafts_again import Around
 from rocm_serve.speculation.drawn import drawn_level, samples, terms_of_drafts
 
 
@@ -98,11 +95,7 @@ class DraftRunners:
         # torch refuses writes to memory made in inference mode.
         with torch.inference_mode(False):
             self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
-            self.faults = torch.zeros(1, dtype=torch.int32, device=device)
             self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
-            # int32 [S]: the number of new tokens that count of each sequence of a step, if not all do.
-            self._all_count = True
-            self.appended = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
             # float32 [S, 1 + (levels - 1) * K, vocab], by place of the sequence: the probabilities that its first
             # drafts were drawn by, and those that the drafts after each draft were drawn by, level by level.
             self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
@@ -115,8 +108,6 @@ class DraftRunners:
             runtime, self._taken_in, made_by, draft=self._all_levels, check=check, capture_after=eager_first
         )
         self._runtime = runtime
-        self.recorder = recorder_for(runtime.device) if options.graphs else None
-        self._read_in_last: RanStep | None = None
 
     @property
     def runtime(self) -> AttentionRuntime:
@@ -157,9 +148,6 @@ class DraftRunners:
         terms: of its sequences, see terms_of_drafts; not used if no drafts are drawn
         """
         self._put_terms(terms)
-        if not self._all_count:
-            self.appended.fill_(INT32_MAX)
-            self._all_count = True
         level = cast(Level, self._runner.run(batch))
         if list(whole) == list(range(len(whole))):
             self._first_level.put_first(level.of(len(whole)))
@@ -185,76 +173,7 @@ class DraftRunners:
         inputs = DeviceInputs(token_ids=first.token_ids.flatten())
         return BeamLevels(cast(Tensor, self._runner.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs))))
 
-    def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
-        """Takes in the first `appended` new tokens of each sequence, and drafts; int32 [num_seqs, levels, 3, K].
-
-        The host knows only bounds of lengths. For rounds without drawn drafts.
-
-        rows:      int32 [num_seqs], see found()
-        bounds:    int32 [num_seqs], upper bounds of stored
-        width:     new tokens of each sequence
-        token_ids: int32 [num_seqs * width], on the device
-        stored:    int32 [num_seqs], on the device: tokens before these; afterwards including those that count
-        """
-        self._all_count = False
-        ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
-        taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
-        level = cast(Level, self._runner.run(StepBatch(rows, ends, q_len, inputs=taking_in)))
-        self._read_in_last = self._runtime.gate.last
-        first = self._first_level.of(len(rows))
-        first.put_first(level.of(len(rows)))
-        stored += self.appended[: len(rows)]
-        if not isinstance(self._drafts, Drafts):
-            return first.words()[:, None]
-        drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
-        return cast(Tensor, self._runner.run(draft_batch(rows, ends, self._drafts, inputs=drafting)))
-
-    def around(self, stored: Tensor, few: int) -> Around | None:
-        """The parts that repeat the round which go_on() has just run; None if it ran without graphs, or is one level.
-
-        stored: see go_on(); few: its width
-        """
-        first, drafts = self._read_in_last, self._drafts
-        of_first = self._runner.graph_of(first.plan) if first is not None else None
-        of_speculative_step = self._runner.graph_of_last
-        if first is None or of_first is None or of_speculative_step is None or not isinstance(drafts, Drafts):
-            return None
-        first_level, words = cast(Level, of_first.outputs), cast(Tensor, of_speculative_step.outputs)
-        num_seqs, level, to = len(stored), self._first_level.of(len(stored)), self._runtime.core.memory
-
-        def between() -> Tensor:
-            level.put_first(first_level.of(num_seqs))
-            stored.add_(self.appended[:num_seqs])
-            return level.token_ids.flatten()
-
-        def are_there() -> bool:
-            runner, last = self._runner, self._read_in_last
-            is_last = last is not None and last.plan is of_first.plan and runner.graph_of_last is of_speculative_step
-            return is_last and runner.graph_of(of_first.plan) is of_first
-
-        return Around(
-            first,
-            of_first,
-            few,
-            between,
-            to.device_steps(of_speculative_step.plan)[0].spaces[0],
-            drafts.branches,
-            of_speculative_step,
-            words[:num_seqs],
-            min(of_first.plan.key.max_kv_len, of_speculative_step.plan.key.max_kv_len),
-            drafts.tokens,
-            stored,
-            self.faults,
-            are_there,
-        )
-
-    def ran_again(self) -> None:
-        """Counts a round that was made by graphs alone."""
-        self._runner.metrics.steps += 2
-        self._runner.metrics.replays += 2
-
     def _taken_in(self, step: Part) -> Level:
-        step = replace(step, last_token_of_seq=last_accepted(step, self.appended[: step.row_of_seq.shape[0]]))
         logits, carried = self._model.taken_in(step)
         return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
 

@@ -28,9 +28,7 @@ from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.sending import sent
 from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.device_trees import DraftTokens
 from rocm_serve.speculation.draft_runners import DraftRunners
-from rocm_serve.speculation.draft_tokens import DraftPosition, DraftsAhead
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 
 
@@ -80,12 +78,6 @@ class EagleDrafter:
         self._few = few
         self._rows: dict[int, _Row] = {}
         self._new: dict[int, _New] = {}
-        self._ahead = DraftsAhead()
-
-    @property
-    def looks_up(self) -> bool:
-        """Like Drafter.looks_up."""
-        return False
 
     def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Drafter.follow."""
@@ -109,13 +101,12 @@ class EagleDrafter:
         new, self._new = self._new, {}
         for number in self._rows.keys() - alive:
             self.leave(number)
-        ahead = self._ahead.take(decoding)
         try:
-            return ahead | self._draft(decoding, new)
+            return self._draft(decoding, new)
         except DeviceFault:
             for number in list(self._rows):
                 self.leave(number)
-            return ahead
+            return {}
 
     @property
     def probabilities(self) -> Tensor:
@@ -126,24 +117,8 @@ class EagleDrafter:
         """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
-    def place_of(self, sequence: Sequence) -> DraftPosition | None:
-        """Like Following.place_of."""
-        held = self._rows.get(sequence.number)
-        if held is None or held.end < len(sequence.token_ids) - 1:
-            return None
-        return DraftPosition(held.row, held.first + 1)
-
-    def hand_over(self, drafted: DraftTokens) -> None:
-        """Like Following.hand_over."""
-        drafted.hand_over(self._handed, self._features)
-
-    def went_on(self, sequence: Sequence, drafts: DraftTree) -> None:
-        """Like Following.went_on."""
-        self._rows[sequence.number].end = len(sequence.token_ids) - 1
-        self._ahead.put(sequence, drafts)
-
     def leave(self, number: int) -> None:
-        """Like Following.leave."""
+        """Starts a request anew: the head has no row for it any more."""
         held = self._rows.pop(number, None)
         if held is not None:
             self.table.free(held.row)

@@ -19,7 +19,6 @@ from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.draft_runners import DraftRunners, drafts_of, num_levels
-from rocm_serve.speculation.draft_tokens import DraftTokenMaker, LookedUp, ModelDraftTokens
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, Eagle3Weights, is_eagle3, load_head3, seeded_head3
@@ -105,13 +104,6 @@ def drafter_of(
         assert isinstance(model, HandingOver)
         return eagle_drafter(drafting, model, options, runtime)
     return NgramDrafter(options.topk)
-
-
-def draft_tokens_of(drafter: Drafter, options: EngineOptions, runtime: AttentionRuntime) -> DraftTokenMaker:
-    """Makes the draft tokens of rounds on the device, for an engine that has such rounds."""
-    if isinstance(drafter, ModelDrafter | EagleDrafter):
-        return ModelDraftTokens(drafter, runtime, options.draft_tokens)
-    return LookedUp(options.max_batch_size, runtime.device)
 
 
 def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | NothingDrawn:

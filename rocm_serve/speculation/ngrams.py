@@ -53,11 +53,6 @@ class NgramDrafter:
                 found[number] = DraftTree.tree(branches, most)
         return found
 
-    @property
-    def looks_up(self) -> bool:
-        """Like Drafter.looks_up."""
-        return self._num_branches == 1
-
     def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Drafter.follow: draft() finds new tokens by itself."""
 

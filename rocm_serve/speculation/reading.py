@@ -89,12 +89,9 @@ def are_picked(found: PickedRows) -> bool:
     return not (ids == ALL_ZERO).any() and bool(np.logical_and.reduce(np.isfinite(best)))
 
 
-def is_clean(emitted: Int32Array, found: PickedRows, *, may_fault: bool) -> bool:
-    """True if a token was picked in every row of a round, and it reported no fault or may_fault is set.
-
-    emitted: see SpeculativeStep
-    """
-    return (may_fault or not emitted[:, 2].any()) and are_picked(found)
+def is_clean(emitted: Int32Array, found: PickedRows) -> bool:
+    """True if a token was picked in every row of a round, and it reported no fault. emitted: see SpeculativeStep"""
+    return not emitted[:, 2].any() and are_picked(found)
 
 
 def put_together(token_ids: Many[Int32Array], appended: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:

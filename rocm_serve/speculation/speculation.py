@@ -58,11 +58,6 @@ class Drafter(Protocol):
         """
         ...
 
-    @property
-    def looks_up(self) -> bool:
-        """True if all drafts come from the sequence's own text, as chains without branches."""
-        ...
-
     def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
 
@@ -83,18 +78,13 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def is_followed(self) -> bool:
-        """True if the drafter has continued from it on the device."""
-        ...
-
-    @property
     def speculative_step_number(self) -> int:
         """Its number among rounds that follow from each other; NO_ROUND: it is none of these."""
         ...
 
     @property
-    def tokens(self) -> PickedTokens | TokensWithLogprobs | None:
-        """The tokens after all drafts of a step, if no request asks for logprobs."""
+    def tokens(self) -> PickedTokens | None:
+        """The tokens after all drafts of a step, if no request asks for more than the likeliest or a drawn one."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
@@ -135,7 +125,7 @@ class NoSpeculation:
         }
         return _OneEachWithLogprobs(self._picker.pick(rows, draws, parameters))
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens], *, is_followed: bool) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Like Speculation.follow."""
 
     def count_speculative_steps(self, step: ScheduledStep, together: Together) -> None:
@@ -154,7 +144,6 @@ class Speculation:
     metrics:    receive counts of drafts
     rejection:  accepts drawn drafts
     has_speculative_steps: whether steps in which all sequences have drafts may go on without the host (device_steps.py)
-    branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
     """
 
     def __init__(
@@ -167,9 +156,8 @@ class Speculation:
         rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
         *,
         has_speculative_steps: bool = False,
-        branches: bool = False,
     ) -> None:
-        self.has_speculative_steps, self._branches = has_speculative_steps, branches
+        self.has_speculative_steps = has_speculative_steps
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -189,20 +177,15 @@ class Speculation:
         """
         sequences = decoding(self._num_drafts)
         found = self._drafter.draft(sequences, alive)
-        if self.looks_up and len(found) < len(sequences) <= 2 * len(found):
+        if self.has_speculative_steps and len(found) < len(sequences) <= 2 * len(found):
             # Steps in which all have drafts can go on without the host; drafts added for the others cost little.
             draft_tokens = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
             found = {number: found.get(number, DraftTree.chain(ids)) for number, ids in draft_tokens.items()}
         return found
 
-    @property
-    def looks_up(self) -> bool:
-        """Like Drafter.looks_up, if rounds may also follow from each other."""
-        return self.has_speculative_steps and self._drafter.looks_up
-
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees if it has any."""
-        if not (step.has_trees or (self._branches and step.drafts)):
+        if not step.has_trees:
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
@@ -227,14 +210,12 @@ class Speculation:
         picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens], *, is_followed: bool) -> None:
+    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Counts a step's drafts and accepted ones, and passes the step to the drafter.
 
-        appended:       of each of step.picking
-        is_followed: see StepPicks
+        appended: of each of step.picking
         """
-        if not is_followed:
-            self._drafter.follow(step, appended)
+        self._drafter.follow(step, appended)
         # Nothing was verified of a sequence that has ended since the step was launched.
         verified = num_drafts = num_appended = 0
         for seq, drafts in step.drafts.items():
@@ -260,7 +241,7 @@ class Speculation:
 class _OneEach:
     """Picks of one token per sequence."""
 
-    is_followed, speculative_step_number = False, NO_ROUND
+    speculative_step_number = NO_ROUND
     tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
@@ -278,7 +259,7 @@ class _OneEach:
 class _OneEachWithLogprobs:
     """Picks of one token per sequence, some with logprobs or shaped rows."""
 
-    is_followed, speculative_step_number = False, NO_ROUND
+    speculative_step_number = NO_ROUND
     tokens = None
 
     def __init__(self, picked: TokensWithLogprobs) -> None:
@@ -303,7 +284,7 @@ class _Verified:
     drawn:    acceptance of drawn drafts
     """
 
-    is_followed, speculative_step_number = False, NO_ROUND
+    speculative_step_number = NO_ROUND
 
     def __init__(
         self,
@@ -320,10 +301,9 @@ class _Verified:
         self._may_have_moved = False
 
     @property
-    def tokens(self) -> PickedTokens | TokensWithLogprobs | None:
+    def tokens(self) -> PickedTokens | None:
         """Like StepPicks.tokens."""
-        picked = self._picked
-        return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
+        return self._picked if isinstance(self._picked, PickedTokens) else None
 
     def read(self) -> Picks:
         """Like StepPicks.read, before the next step of these sequences.

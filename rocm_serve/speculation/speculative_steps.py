@@ -45,10 +45,7 @@ class SpeculativeSteps(Protocol):
         ...
 
     def end(self) -> bool:
-        """Ends the series, after all its rounds were read and before another step. True if a round had a fault.
-
-        A fault of any rank counts: all end the series together.
-        """
+        """Ends the series, after all its rounds were read and before another step. True if a round had a fault."""
         ...
 
     def first_fault_of(self, step: int | None) -> int:

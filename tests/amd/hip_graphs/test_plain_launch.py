@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.hip_graphs import torch_recorder
-from rocm_attn.hip_graphs.driver_graphs import DriverRefused, GraphCalls, _loaded
+from rocm_attn.hip_graphs.driver_graphs import DriverRefused, _loaded
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
 from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder, TorchRecording
@@ -152,12 +152,12 @@ class Graph:
 
 @pytest.mark.parametrize("lacks", ["a driver", "a ready graph"])
 def test_what_the_driver_cannot_be_given_is_replayed_by_torch(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def calls() -> NoReturn:
+    def launch() -> NoReturn:
         assert lacks == "a driver", "the driver is not asked for what it cannot launch"
         raise DriverRefused("there is none")
 
     monkeypatch.setattr(torch_recorder, "_GIVES_READY_GRAPHS", lacks == "a driver")
-    monkeypatch.setattr(torch_recorder, "_calls", calls)
+    monkeypatch.setattr(torch_recorder, "_launch", launch)
     graph: Any = Graph()
     recording = TorchRecording(graph)
     recording.finish(torch.device("cuda", 0), 5)
@@ -166,10 +166,9 @@ def test_what_the_driver_cannot_be_given_is_replayed_by_torch(lacks: str, monkey
 
 
 def test_what_the_driver_can_be_given_is_not_torchs_to_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = GraphCalls(*([lambda *arguments: 0] * len(GraphCalls._fields)))
     here = Here(0, lambda: 0, lambda index: 0, lambda: False, lambda: 0)
     monkeypatch.setattr(torch_recorder, "_GIVES_READY_GRAPHS", True)
-    monkeypatch.setattr(torch_recorder, "_calls", lambda: calls)
+    monkeypatch.setattr(torch_recorder, "_launch", lambda: lambda *arguments: 0)
     monkeypatch.setattr(Here, "of", lambda index: here)
     graph: Any = Graph()
     recording = TorchRecording(graph)

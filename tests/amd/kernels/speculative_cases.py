@@ -46,24 +46,22 @@ def of_move_paths(move: Launch, no_page: int) -> Launch:
 
 
 def of_next_round(next_step: Launch, width: int) -> Launch:
-    """Returns next_step(picked, row_of_seq, limit, numbers, and its outputs, named as in SpeculativeStep)."""
+    """Returns next_step(picked, row_of_seq, limit, and its outputs, named as in SpeculativeStep)."""
 
-    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, numbers: Tensor, *written: Tensor) -> None:
-        counts, kv_len, token_ids, texts, emitted, terms, num_appended = written
-        given = SpeculativeStep(counts, rows, kv_len, token_ids, texts, limit, emitted, numbers, terms, num_appended)
-        next_step(picked, given, width, draws=True, looks_up=True)
+    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, *written: Tensor) -> None:
+        counts, kv_len, token_ids, texts, emitted = written
+        next_step(picked, SpeculativeStep(counts, rows, kv_len, token_ids, texts, limit, emitted), width)
 
     return of_tensors
 
 
 def rounds(last_limit: int) -> list[Tensor]:
-    """Returns three picked tokens of each of four sequences; rows; limits, of which the last one must be 9; numbers."""
-    numbers = torch.arange(5 * 1060, dtype=torch.float32).view(5, 1060) / 8192
-    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit]), numbers]
+    """Returns three picked tokens of each of four sequences; rows; limits, of which the last one must be 9."""
+    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
 
 
 def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
-    """Returns counts, with an error word, kv_len, token_ids and one more, texts, emitted, terms and num_appended.
+    """Returns counts, with an error word, kv_len, token_ids and one more, texts, and emitted.
 
     The first text is one token long, the second wraps around, the third repeats itself once, the last one never.
     """
@@ -80,8 +78,6 @@ def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
         ids,
         texts,
         emitted,
-        torch.full((12, 3), 0.5),
-        ints([garbage] * 4),
     ]
 
 

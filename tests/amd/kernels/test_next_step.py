@@ -60,14 +60,7 @@ def a_text(draw: random.Random, width: int, longest: int) -> Text:
     return Text(tokens, draft_tokens, picks)
 
 
-def ran(
-    next_step: NextRound,
-    texts: list[Text],
-    limit: list[int],
-    device: torch.device,
-    draws: bool = True,
-    looks_up: bool = True,
-) -> SpeculativeStep:
+def ran(next_step: NextRound, texts: list[Text], limit: list[int], device: torch.device) -> SpeculativeStep:
     """Returns the round after one of these texts, with a pad after them and rows in another order."""
     width = len(texts[0].picks)
 
@@ -86,13 +79,8 @@ def ran(
         texts=stored,
         limit=ints(limit),
         emitted=torch.full((len(texts), EMITTED_WORDS), GARBAGE, dtype=torch.int32, device=device),
-        numbers=torch.rand(stored.shape, device=device, generator=torch.Generator(device).manual_seed(1)),
-        terms=torch.full((len(texts) * width, 3), 0.5, device=device),
-        num_appended=ints([GARBAGE] * len(texts)),
     )
-    next_step(
-        ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width, draws=draws, looks_up=looks_up
-    )
+    next_step(ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width)
     return given
 
 
@@ -109,16 +97,11 @@ def test_the_next_round_follows_from_the_picks_and_the_texts(
         tokens = text.tokens + text.taken
         draft_tokens, num_same = looked_up(tokens, width - 1)
         assert given.emitted[seq].tolist() == [len(text.taken), num_same, 0]
-        assert int(given.num_appended[seq]) == len(text.taken)
         assert given.token_ids[seq * width : (seq + 1) * width].tolist() == [tokens[-1], *draft_tokens]
         assert int(given.kv_len[seq]) == len(tokens) - 1 + width
         row = given.texts[len(texts) - seq].tolist()
         assert row[: len(tokens)] == tokens
         assert set(row[len(tokens) :]) == {GARBAGE}, "a token after the text was written"
-        terms = given.terms[seq * width : (seq + 1) * width]
-        assert terms[:, :2].eq(0.5).all(), "what the host has put there was written"
-        numbers = given.numbers[len(texts) - seq, len(tokens) : len(tokens) + width]
-        assert terms[:, 2].tolist() == [*numbers.tolist(), *[0.0] * (width - len(numbers))]
     assert given.token_ids[-3:].tolist() == [GARBAGE] * 3
     assert given.counts.tolist() == [len(texts), len(texts) * width, 7, 0]
     assert given.texts[[0, -1]].eq(GARBAGE).all(), "the row of another sequence was written"
@@ -137,32 +120,13 @@ def test_a_length_beyond_its_limit_is_cut_and_reported(next_step: NextRound, dev
 
 
 @by_both
-def test_where_no_sequence_draws_no_numbers_are_read(next_step: NextRound, device: torch.device) -> None:
-    texts = [Text([1, 2, 3], [4, 5], [4, 5, 6])]
-    wanted, given = (ran(next_step, texts, [MOST], device, draws) for draws in (True, False))
-    for name in set(SpeculativeStep._fields) - {"terms"}:
-        assert torch.equal(getattr(wanted, name), getattr(given, name))
-    assert given.terms.eq(0.5).all()
-
-
-@by_both
-def test_draft_tokens_that_are_not_looked_up_are_the_callers(next_step: NextRound, device: torch.device) -> None:
-    texts = [Text([1, 2, 3, 1, 2], [4, 5], [4, 1, 2])]
-    wanted, given = (ran(next_step, texts, [MOST], device, looks_up=looks_up) for looks_up in (True, False))
-    assert given.token_ids[:3].tolist() == [1, 4, 5]
-    assert given.emitted[0].tolist() == [2, 4, 0]
-    for name in ("kv_len", "texts", "terms", "num_appended"):
-        assert torch.equal(getattr(given, name), getattr(wanted, name))
-
-
-@by_both
 def test_an_error_of_the_round_is_reported_and_stays(next_step: NextRound, device: torch.device) -> None:
     """Only the runtime clears the word, after it has read it."""
     text = Text([1, 2, 3], [4, 5], [4, 5, 6])
 
-    def of_a_wrong_round(picked: torch.Tensor, given: SpeculativeStep, width: int, **how: bool) -> None:
+    def of_a_wrong_round(picked: torch.Tensor, given: SpeculativeStep, width: int) -> None:
         given.counts[ERROR_WORD] = 64
-        next_step(picked, given, width, **how)
+        next_step(picked, given, width)
 
     given = ran(of_a_wrong_round, [text], [MOST], device)
     assert int(given.counts[ERROR_WORD]) == 64

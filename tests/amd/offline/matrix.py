@@ -628,9 +628,7 @@ def launch_speculative(page_size: int) -> None:
     launch_accept_sampled(Probabilities(rows, rows, uniform, uniform), given, accepted)
     table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
     reported = torch.empty(num_seqs, EMITTED_WORDS, dtype=torch.int32)
-    numbers, terms = torch.empty(num_seqs + 1, 64), torch.empty(tokens, 3)
-    speculative = SpeculativeStep(of_seq, of_seq, of_seq, ids, table, of_seq, reported, numbers, terms, of_seq)
-    launch_next_step(ids, speculative, num_nodes, draws=True, looks_up=True)
+    launch_next_step(ids, SpeculativeStep(of_seq, of_seq, of_seq, ids, table, of_seq, reported), num_nodes)
     paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
     step = StepTensors.of(
         torch.empty(0, dtype=torch.int32),

@@ -200,7 +200,6 @@ def look(scene: Scene) -> None:
         lambda: scene.runtime.seals.tensors(),
         lambda: (scene.runner.counters, scene.runner.may_run_again),
         lambda: (scene.runner.graph_again, scene.runner.graph_of_last, scene.runner.capture_report()),
-        lambda: scene.last is None or scene.runner.graph_of(scene.runtime.plan(scene.last[0])),
         lambda: table.kept.are_kept(table.pages_of(row).tolist(), table.full.space),
         lambda: (scene.runtime.padding, scene.runtime.deterministic, scene.runtime.selections, scene.runtime.target),
         lambda: (scene.runtime.kinds, scene.runtime.max_kv_len, scene.runtime.head_weights.of(0)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,8 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import load_weights
 from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens
@@ -35,10 +38,6 @@ class RoundTexts(RandomTensors):
 
     circle = CIRCLE
 
-    def output_of(self, circles: Tensor) -> Tensor:
-        """Returns the output matrix for the embeddings of all circles [circles, tokens, hidden], in the same shape."""
-        return circles.roll(1, 1)
-
     def read(self, name: str, *where: slice) -> Tensor:
         """Does the same as `TensorSource.read`."""
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -48,37 +47,36 @@ class RoundTexts(RandomTensors):
             embedding = torch.randn(self._shapes["model.embed_tokens.weight"], generator=random) * 0.4
             if name == "lm_head.weight":
                 circles = embedding.view(-1, self.circle, embedding.shape[1])
-                embedding = self.output_of(circles).reshape(embedding.shape)
+                embedding = circles.roll(1, 1).reshape(embedding.shape)
             return embedding[where]
         return super().read(name, *where)
-
-
-class UnsureTexts(RoundTexts):
-    """Weights of a model that finds the token after the next one about as likely as the next."""
-
-    def output_of(self, circles: Tensor) -> Tensor:
-        """Does the same as `RoundTexts.output_of`."""
-        share = torch.rand(*circles.shape[:2], 1, generator=torch.Generator().manual_seed(7)) * 0.2 + 0.9
-        return circles.roll(1, 1) + share * circles.roll(2, 1)
 
 
 def round_model(
     device: torch.device | None = None,
     windows: tuple[int, ...] = (),
     circle: int = CIRCLE,
-    texts: type[RoundTexts] = RoundTexts,
     ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     """The model, with a longer context than the tiny one.
 
     windows: window_left of its layers, if they have any
     circle:  tokens, a power of 2
-    texts:   its weights
     ranks:   the ranks that share it
     """
     config = replace(with_windows(CONFIG, *windows) if windows else CONFIG, context_len=512)
     place = torch.device("cpu") if device is None else device
-    source = texts(config, 1)
+    source = RoundTexts(config, 1)
     source.circle = circle
     weights = load_weights(source, config, dtype=torch.float32, device=place, shard=ranks.shard)
     return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, None, ranks)
+
+
+def repeating_requests() -> list[Request]:
+    """Greedy requests, and some that draw."""
+    draw, made = random.Random(3), list[Request]()
+    for seed in range(4):
+        prompt = tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20)))
+        sampling = Sampling(0.7, 0.95, seed=seed, top_k=6) if seed % 2 else Sampling()
+        made.append(Request(prompt, 40 + 9 * seed, sampling))
+    return made

@@ -38,11 +38,6 @@ class ScriptedDrafter:
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
         return {number: tree for number, tree in drafts.items() if len(tree)}
 
-    @property
-    def looks_up(self) -> bool:
-        """Does the same as `Drafter.looks_up`."""
-        return False
-
     def follow(self, step: ScheduledStep, taken: Many[AppendedTokens]) -> None:
         """Does nothing: the tokens of a sequence are enough for its drafts."""
 

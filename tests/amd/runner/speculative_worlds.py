@@ -20,14 +20,11 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
-from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling_options import Sampling
-from rocm_serve.speculation.device_steps import DeviceSpeculation
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.eagle import EagleDrafter
-from rocm_serve.speculation.engines import draft_tokens_of, model_drafter
-from rocm_serve.speculation.reading import MOST_AHEAD
+from rocm_serve.speculation.engines import model_drafter
 from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
@@ -120,20 +117,8 @@ class Run:
             with_drafter(engine, ScriptedDrafter(self._texts, CONFIG.vocab_size, branches=world.options.topk > 1))
         elif world.way == MODEL:
             drafter = model_drafter(small, loaded, world.options, engine.runtime)
-            num, branches = world.options.draft_tokens, world.options.topk > 1
-            engine._speculation = Speculation(
-                drafter,
-                engine.runtime,
-                engine._picker,
-                num,
-                engine.metrics,
-                has_speculative_steps=True,
-                branches=branches,
-            )
-            draft_tokens = draft_tokens_of(drafter, world.options, engine.runtime)
-            engine._speculative_steps = DeviceSpeculation(
-                engine.runtime, engine._runner, engine._picker, draft_tokens, num, MOST_AHEAD, ranks=ONE_RANK
-            )
+            num = world.options.draft_tokens
+            engine._speculation = Speculation(drafter, engine.runtime, engine._picker, num, engine.metrics)
         self._begins = [self._tokens(self._random.randrange(8, 36)) for _ in range(3)]
         self.requests: list[Request] = []
         self.wanted: list[Completion] = []

@@ -22,13 +22,9 @@ from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation import device_steps as rounds_module
 from rocm_serve.speculation import engines
-from rocm_serve.speculation.device_launches import SpeculativeLaunches
-from rocm_serve.speculation.device_steps import DeviceSpeculation
-from rocm_serve.speculation.device_trees import DraftTokens, Trees
-from rocm_serve.speculation.drafts import DraftTree
-from rocm_serve.speculation.speculative_steps import NoSpeculativeSteps
+from rocm_serve.speculation.device_steps import DeviceSpeculation, why_no_speculative_steps
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.round_texts import CIRCLE, OPTIONS, UnsureTexts, round_model
+from tests.amd.runner.round_texts import CIRCLE, OPTIONS, round_model
 from tests.amd.runner.serving import served_to_the_end, until_done
 from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.runner.with_parameters import character_model
@@ -44,41 +40,23 @@ class Kind:
 
     changes: of the engine's options
     windows: of the model's layers
-    draws:   true if requests with an odd seed draw their tokens, by that seed
-    draft_tokens: true if some drafts are right
-    parameters: of the Sampling of requests that draw, and of requests with a seed that 3 divides
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     windows: tuple[int, ...] = ()
-    draws: bool = False
-    draft_tokens: bool = True
-    parameters: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loaded(self) -> LoadedModel:
         return _round_model(self.windows)
 
     def options(self, **changes: Any) -> EngineOptions:
-        given = {"draft_tokens": BASE.draft_tokens} | self.changes | changes
-        # Each branch has a draft at least.
-        given["draft_tokens"] = max(given["draft_tokens"], given.get("topk", 1))
-        return replace(BASE, **given)
+        return replace(BASE, **self.changes | changes)
 
     def engine(self, loaded: LoadedModel | None = None, **changes: Any) -> Engine:
-        with pytest.MonkeyPatch.context() as patch:
-            small = _unsure_model() if self.changes.get("topk", 1) > 1 else _round_model((5, -1))
-            patch.setattr(engines, "load_model", lambda *which, **how: small)
-            return Engine(self.loaded if loaded is None else loaded, self.options(**changes))
+        return Engine(self.loaded if loaded is None else loaded, self.options(**changes))
 
     def request(self, seed: int, new_tokens: int = 60, **options: Any) -> Request:
         draw = random.Random(seed)
-        if self.draws and seed % 2:
-            options = {"sampling": Sampling(0.7, 0.95, seed=seed, **self.parameters)} | options
-        elif self.parameters and seed % 3 == 0:
-            options = {"sampling": Sampling(logit_bias=self.parameters["logit_bias"])} | options
-        elif self.parameters:
-            options = {"allowed_token_ids": tuple(range(0, CONFIG.vocab_size, 3))} | options
         return Request(
             tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
         )
@@ -101,36 +79,13 @@ def _plain_completions(windows: tuple[int, ...], requests: tuple[Request, ...]) 
     return tuple(Engine(_round_model(windows), PLAIN).generate(requests))
 
 
-@cache
-def _unsure_model() -> LoadedModel:
-    return round_model(DEVICE, windows=(5, -1), texts=UnsureTexts)
-
-
-WINDOWS: dict[str, Any] = {"windows": (9, -1), "changes": {"swa_pages": 120}}
 KINDS = {
     "greedy": Kind(),
-    "drawn in windows": Kind(draws=True, **WINDOWS),
-    # A small model with other windows, which is mostly right.
-    "drafted": Kind({"speculative": "draft:it", "swa_pages": 120}, (9, -1), draws=True),
-    "drawn": Kind(draws=True),
-    "windows": Kind(**WINDOWS),
-    "deterministic": Kind({"deterministic": True}, draws=True),
-    "head": Kind({"speculative": "eagle:seeded"}, draws=True, draft_tokens=False),
-    "EAGLE-3 head": Kind({"speculative": "eagle:seeded3"}, draft_tokens=False),
-    "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
-    "asking": Kind(draws=True, parameters={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}),
-    "trees that ask": Kind(
-        {"speculative": "draft:it", "swa_pages": 120, "topk": 2},
-        (9, -1),
-        draws=True,
-        parameters={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))},
-    ),
-    "trees": Kind({"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True),
-    "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, draft_tokens=False),
-    "trees of a head of EAGLE-3": Kind({"speculative": "eagle:seeded3", "topk": 2}, draft_tokens=False),
+    "windows": Kind({"swa_pages": 120}, (9, -1)),
+    "deterministic": Kind({"deterministic": True}),
 }
 # Every run shows the properties of kinds in combination, the night each alone.
-BY_DAY = ("greedy", "drafted")
+BY_DAY = ("greedy", "windows")
 
 
 def kinds(*by_day: str) -> pytest.MarkDecorator:
@@ -219,8 +174,7 @@ def test_texts_are_those_of_plain_decoding(changes: dict[str, Any], kind: Kind) 
     assert engine.generate(requests) == kind.plainly(requests)
     metrics = engine.report().metrics
     assert launched  # the number that follow each other depends on the lengths that a graph is for
-    assert metrics.accepted_drafts < metrics.drafts
-    assert metrics.accepted_drafts or not kind.draft_tokens
+    assert 0 < metrics.accepted_drafts < metrics.drafts
     engine.forget_prefixes()
     assert all(pages.num_free_pages == pages.num_usable_pages for pages in engine.runtime.table.spaces)
 
@@ -307,8 +261,7 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     output = engine._outputs[numbers[0]]
     while output.num_tokens + 4 * len(engine._pending) < place + 3 or len(engine._pending) < 2:
         engine.step()
-    # A request of another kind may have ended by now: the number of tokens per round is not known.
-    assert numbers[0] in engine._outputs or kind is not KINDS["greedy"]
+    assert numbers[0] in engine._outputs
     numbers.append(engine.submit(late))
     assert served_to_the_end(engine, numbers) == kind.plainly([long, other, late], with_words)
 
@@ -420,9 +373,7 @@ def with_an_error_word(engine: Engine) -> None:
 
 def with_a_low_limit(engine: Engine) -> None:
     """Overwrites the limit of lengths, like a stray write."""
-    series = rounds_of(engine)._series
-    assert series is not None
-    series.limit_on_device.fill_(1)
+    rounds_of(engine)._limit.fill_(1)
 
 
 @kinds("greedy")
@@ -475,7 +426,7 @@ def of_circle(circle: int, new_tokens: int) -> Request:
     return Request(tuple(first + token % CIRCLE for token in range(CIRCLE + 3)), new_tokens)
 
 
-@kinds("drawn in windows", "deterministic")
+@kinds("windows", "deterministic")
 def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Kind) -> None:
     loaded = round_model(DEVICE, windows=kind.windows)
     requests = [of_circle(circle, 80) for circle in range(3)]
@@ -503,7 +454,7 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
 @pytest.mark.parametrize("draft_tokens", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(draft_tokens: int, kind: Kind) -> None:
     """It comes alone, next to a sequence that verifies drafts, and as the rest of a longer one after a prefix hit."""
-    width = kind.options(draft_tokens=draft_tokens).draft_tokens + 1
+    width = draft_tokens + 1
     tokens = (8, 32, 15, 63, 57, 60, 3, 41, 22, 50, 11, 2, 36, 19)
     engine = kind.engine(draft_tokens=draft_tokens)
     alone = [Request(tokens[place : place + width], 12) for place in range(4)]
@@ -518,21 +469,6 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(dra
     begins, longer = Request(tokens[:8], 9), Request(tokens[: 8 + width], 20)
     assert [engine.generate([each])[0] for each in (begins, longer)] == kind.plainly([begins, longer])
     assert engine.metrics.prefix_hits
-
-
-def test_a_row_of_which_no_token_is_left_says_so() -> None:
-    engine = KINDS["asking"].engine()
-    number, rounds = engine.submit(KINDS["asking"].request(3, 60)), rounds_of(engine)
-    while rounds._series is None or rounds._series.num_launched < 4:
-        engine.step()
-    ops = engine._picker.ops
-
-    def none_left(logits: torch.Tensor, requested: Any, counts: Any, masks: Any, shaped: torch.Tensor) -> None:
-        shaped.fill_(-torch.inf)
-
-    engine._picker.ops = replace(ops, shape_rows=none_left)  # type: ignore[type-var]
-    until_done(engine)
-    assert engine.completion(number).error.startswith("no token is left that the request allows")
 
 
 @kinds("deterministic")
@@ -555,85 +491,57 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["drafted", "trees", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "trees of a head"))],
-    indirect=True,
+    "options",
+    [
+        {"sampling": Sampling(0.7, 0.95, seed=3)},
+        {"sampling": Sampling(logit_bias=((3, -4.0), (9, 2.0)))},
+        {"allowed_token_ids": tuple(range(0, CONFIG.vocab_size, 3))},
+    ],
+    ids=["draws", "is biased", "has allowed tokens"],
 )
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
-    graphs: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
+def test_rounds_with_a_request_that_asks_for_more_than_the_likeliest_token_are_planned_by_the_host(
+    options: dict[str, Any],
 ) -> None:
-    """They match token by token, for each text that both produce: the model is in the state of a host-planned round."""
-    requests = [kind.request(seed, 60) for seed in range(3)]
-    engine, by_host = kind.engine(), dict[tuple[int, ...], DraftTree]()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_speculative_steps", NoSpeculativeSteps())
-        draft = engine._speculation._drafter.draft  # type: ignore[union-attr]
-
-        def and_note(decoding: Any, alive: Any) -> Any:
-            found = draft(decoding, alive)
-            by_host.update({tuple(each.token_ids): found[each.number] for each, _ in decoding if each.number in found})
-            return found
-
-        patch.setattr(engine._speculation._drafter, "draft", and_note)  # type: ignore[union-attr]
-        engine.generate(requests)
-    engine, compared = kind.engine(graphs=graphs), 0
-    rounds = rounds_of(engine)
-    draft = rounds._draft_tokens.draft
-
-    def and_compare(drafted: DraftTokens, bounds: Any) -> bool:
-        nonlocal compared
-        is_made, series = draft(drafted, bounds), rounds._series
-        assert series is not None
-        inputs = engine.runtime.gate.last.inputs  # type: ignore[union-attr]
-        num_seqs, width = len(series.rows), rounds._width
-        token_ids, lengths = inputs.token_ids[: num_seqs * width].view(num_seqs, width), inputs.kv_len[:num_seqs]
-        for seq, (row, kv_len) in enumerate(zip(series.rows.tolist(), lengths.tolist(), strict=True)):
-            wanted = by_host.get(tuple(rounds._texts[row, : kv_len - width + 1].tolist()))
-            if wanted is not None and len(wanted) == width - 1:
-                assert tuple(token_ids[seq, 1:].tolist()) == wanted.token_ids
-                parents = drafted._parents[seq, 1:].tolist() if isinstance(drafted, Trees) else range(width - 1)
-                assert [parent - 1 for parent in parents] == list(wanted.parents)
-                compared += 1
-        return is_made
-
-    monkeypatch.setattr(rounds._draft_tokens, "draft", and_compare)
-    engine.generate(requests)
-    assert compared > 10
+    """They have the texts of plain decoding; rounds go on without the host when that request has ended."""
+    kind = KINDS["greedy"]
+    requests = [kind.request(0, 120), kind.request(1, 40, **options)]
+    engine = kind.engine()
+    launched, numbers = counted(engine), [engine.submit(request) for request in requests]
+    while numbers[1] in engine._outputs:
+        engine.step()
+    assert not launched
+    assert engine.metrics.accepted_drafts
+    assert served_to_the_end(engine, numbers) == kind.plainly(requests)
+    assert launched
 
 
-@pytest.mark.parametrize("kind", ["asking"], indirect=True)
-def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shaping is the same as by the host: without it their texts differ."""
-    requests = [kind.request(seed, 40) for seed in range(4)]
-    wanted, engine = kind.plainly(requests), kind.engine()
-    launched = counted(engine)
-    assert engine.generate(requests) == wanted
-    assert len(launched) > 5
-    monkeypatch.setattr(SpeculativeLaunches, "pick_shaped", lambda *arguments: None)
-    assert kind.engine().generate(requests) != wanted
-
-
-@pytest.mark.parametrize("kind", ["trees"], indirect=True)
-@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 2)), 16])
-def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
-    """A tree brings more tokens than its likeliest chain, and no text changes."""
-    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()
-    wanted = kind.plainly(requests)
-    for topk in (1, 3):
-        # A graph of trees is checked on separate requests, which need free rows.
-        changes: dict[str, Any] = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
-        engine = kind.engine(topk=topk, draft_tokens=6, **changes)
-        launched = counted(engine)
-        assert engine.generate(requests) == wanted
-        assert launched
-        metrics = engine.report().metrics
-        accepted.append(metrics.accepted_drafts / metrics.verifications)
-    assert accepted[1] > accepted[0] + 0.3
-
-
-@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
-def test_an_engine_says_why_the_host_plans_every_round(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"speculative": "eagle:seeded"},
+            "speculative is eagle:seeded, and only ngram drafts are looked up on the device",
+        ),
+        ({"speculative": "draft:it"}, "speculative is draft:it, and only ngram drafts are looked up on the device"),
+        ({"topk": 2}, "topk is above 1, and the host looks up the trees of ngram drafts"),
+        (
+            {"check_every": 5},
+            "check_every, hang_after, profiler_ranges or flight_record is set, and needs each step on the host",
+        ),
+    ],
+)
+def test_an_engine_says_why_the_host_plans_every_round(
+    changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = KINDS["greedy"]
+    monkeypatch.setattr(engines, "load_model", lambda *which, **how: _round_model((5, -1)))
     assert kind.engine().report().speculative_steps == "follow from each other on the device"
-    said = kind.engine(topk=2, draft_tokens=4).report().speculative_steps
-    assert said == "planned by the host: topk is above 1, and the host looks up the trees of ngram drafts"
+    engine = kind.engine(**changes)
+    assert engine.report().speculative_steps == f"planned by the host: {why}"
+    requests = [kind.request(seed, 30) for seed in range(2)]
+    assert engine.generate(requests) == kind.plainly(requests)
+
+
+def test_the_host_plans_every_round_of_several_ranks() -> None:
+    said = why_no_speculative_steps(KINDS["greedy"].options(), num_ranks=2, looks_on=False)
+    assert said == "2 ranks share the model, and plan each step together"

@@ -24,21 +24,17 @@ from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_serve import engine as engine_module
 from rocm_serve import engine_runtime, pool_size
 from rocm_serve.engine import Engine
-from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.ranks import RanksOfGroup
 from rocm_serve.request import Completion, FailureEvent, Request
 from rocm_serve.sampling.sampling_options import Sampling
-from rocm_serve.speculation.device_steps import DeviceSpeculation
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
-from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.round_texts import OPTIONS, repeating_requests, round_model
 from tests.amd.runner.serving import BASE as OF_EIGHT
-from tests.amd.runner.test_device_steps import until_unread, with_an_error_word
-from tests.amd.runner.test_device_steps_of_ranks import BASE as ROUNDS
-from tests.amd.runner.test_device_steps_of_ranks import requests as requests_of_rounds
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
 BASE = replace(OF_EIGHT, max_batch_size=4)
+DRAFTING = replace(OPTIONS, max_kv_len=200)
 REQUESTS = tuple(
     Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
     for number in range(4)
@@ -185,59 +181,10 @@ def gone_through(serving: Engine) -> list[str]:
     return lines
 
 
-def rounds_of_one_rank_go_wrong(rank: int, spoil: Callable[[Engine], None]) -> list[str]:
-    """Returns the requests that fail, and where; the fault comes while rounds follow each other on the device."""
-    serving = Engine(round_model(ranks=ranks()), ROUNDS)
-    requests = requests_of_rounds()
-    numbers = [serving.submit(request) for request in requests]
-    rounds = until_unread(serving)
-    if rank == 1:
-        spoil(serving)
-    lines = gone_through(serving)
-    lines += [f"{each.token_ids} {each.error}" for each in (serving.completion(number) for number in numbers)]
-    return [*lines, f"series ended {rounds._series is None}"]
-
-
-# Its text comes to this token in a round, after which others were launched.
-STOPS = replace(requests_of_rounds()[0], stop_token_ids=(51,))
-
-
-def one_request_ends_before_its_rounds_go_wrong(rank: int) -> list[str]:
-    """The first request ends in a round that was launched before the one with the fault, and is read with it."""
-    requests = [STOPS, *requests_of_rounds()[1:]]
-
-    def launches_before_its_end(serving: Engine, spoiled: int) -> int:
-        """Launches of rounds when the first request's end is known. spoiled: rank 1 goes wrong before this one"""
-        rounds, launches = serving._speculative_steps, 0
-        assert isinstance(rounds, DeviceSpeculation)
-        launch, end, at_end = rounds.launch, serving._end, list[int]()
-
-        def counted() -> Any:
-            nonlocal launches
-            launches += 1
-            if rank == 1 and launches == spoiled:
-                with_an_error_word(serving)
-            return launch()
-
-        def noted(output: Any) -> None:
-            at_end.append(launches)
-            end(output)
-
-        rounds.launch, serving._end = counted, noted  # type: ignore[method-assign]
-        lines.extend(ended(serving, requests))
-        return at_end[0]
-
-    lines = list[str]()
-    last = launches_before_its_end(Engine(round_model(ranks=ranks()), ROUNDS), 0)
-    lines.clear()
-    launches_before_its_end(Engine(round_model(ranks=ranks()), ROUNDS), last)
-    return lines
-
-
-def with_nan_in_kv(serving: Engine) -> None:
-    attention = serving._loaded.weights.layers[-1].attention
-    assert isinstance(attention, KVHeadWeights)
-    attention.qkv[-1].fill_(float("nan"))
+def drafted(serving: Engine) -> list[str]:
+    """The texts with drafts that were looked up in them, and whether drafts were accepted."""
+    completions = serving.generate(repeating_requests())
+    return [*shown(completions), f"accepted {serving.metrics.accepted_drafts > 50}"]
 
 
 def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
@@ -297,9 +244,7 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "nan, eager": lambda rank: nan_in_the_kv_of_one_rank(rank),
     "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
     "nan, ahead": lambda rank: nan_in_the_kv_of_one_rank(rank, steps_ahead=1),
-    "nan, rounds": lambda rank: rounds_of_one_rank_go_wrong(rank, with_nan_in_kv),
-    "error word, rounds": lambda rank: rounds_of_one_rank_go_wrong(rank, with_an_error_word),
-    "ended before, rounds": one_request_ends_before_its_rounds_go_wrong,
+    "drafts": lambda rank: drafted(Engine(round_model(ranks=ranks()), DRAFTING)),
     "wiped": the_table_of_one_rank_is_wiped,
     "diverged": given_other_requests,
     "picked apart": picked_apart,
@@ -402,30 +347,9 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
     assert lines[-1] == alone[0], "all ranks go on afterwards"
 
 
-@pytest.mark.parametrize(
-    ("name", "faults"),
-    [("nan, rounds", []), ("error word, rounds", ["was outside of 0 <= q_len <= kv_len <= its bound"])],
-)
-def test_a_fault_in_a_round_of_one_rank_is_raised_by_all_when_the_series_ends(
-    name: str, faults: list[str], found: Found
-) -> None:
-    """Only one rank's device reports it; all ranks read the same rounds until they ask each other."""
-    lines = same_on_all(found[name])
-    emitted = [line for line in lines if line.startswith("fault")]
-    assert len(emitted) == len(faults), "one that is contained ends its requests alone"
-    assert all(what in line for what, line in zip(faults, emitted, strict=True))
-    assert all(not line.endswith(" ") for line in lines[-1 - len(requests_of_rounds()) : -1]), "each has its error"
-
-
-def test_a_request_that_ended_before_its_series_went_wrong_keeps_its_text(found: Found) -> None:
-    """The ranks agree on the first round with a fault; the others, which were in that round, fail."""
-    lines = same_on_all(found["ended before, rounds"])
-    assert sum(line.startswith("fault") for line in lines) == 1
-    first, *others = lines[-len(requests_of_rounds()) :]
-    alone = Engine(round_model(), replace(ROUNDS, speculative="off", draft_tokens=4, steps_ahead=0))
-    wanted = shown(alone.generate([STOPS]))
-    assert [first] == wanted
-    assert all("error" in other for other in others)
+def test_ranks_draft_the_same_tokens_and_have_the_texts_of_plain_decoding_on_one(found: Found) -> None:
+    plain = Engine(round_model(), replace(DRAFTING, speculative="off", draft_tokens=4, steps_ahead=0))
+    assert same_on_all(found["drafts"]) == [*shown(plain.generate(repeating_requests())), "accepted True"]
 
 
 @pytest.mark.parametrize("name", ["diverged", "picked apart"])

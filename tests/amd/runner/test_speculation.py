@@ -186,9 +186,9 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
     runners, published = drafter.runners, Counter[int]()
     draft, runtime = drafter._draft, runners._runtime
 
-    def counted(decoding: Any, ahead: Any) -> Any:
+    def counted(decoding: Any) -> Any:
         before = runtime.faults.step_number, runners._runner.metrics.captures
-        found = draft(decoding, ahead)
+        found = draft(decoding)
         if found and before[1] == runners._runner.metrics.captures:
             published[runtime.faults.step_number - before[0]] += 1
         return found

@@ -17,7 +17,7 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import capture_shapes, recorder_for, takes_inputs
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, WrongState
-from rocm_attn.hip_graphs.recorder import uncounted
+from rocm_attn.hip_graphs.recorder import CountedRecording
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.slot_layout import MOST_RUNS, MOST_TAKEN
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -429,7 +429,8 @@ def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tupl
     for _ in range(3):
         serving.step(requests[:2], [1, 1])
     (entry,) = (graph for graph in serving.runner._graph_of_plan.values() if graph.takes_inputs)
-    replay = uncounted(entry.recording).replay
+    assert isinstance(entry.recording, CountedRecording)
+    replay = entry.recording.recording.replay
     with pytest.MonkeyPatch.context() as patch:
         fails = partial(_failing, replay, launches)
         patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, fails))
@@ -605,8 +606,10 @@ def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_reported(wor
 def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
     """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""
     (entry,) = (graph for graph in served.runner._graph_of_plan.values() if graph.takes_inputs)
-    replay, last = uncounted(entry.recording).replay, served.runtime.gate.last
+    last = served.runtime.gate.last
+    assert isinstance(entry.recording, CountedRecording)
     assert last is not None
+    replay = entry.recording.recording.replay
 
     def interrupted() -> None:
         if launches:

@@ -211,14 +211,15 @@ class Engine:
             self.metrics.seconds += time.perf_counter() - started
 
     def compile_all(self, progress: Progress) -> None:
-        """Compiles every kernel of steps without a graph and of picks, so that no request waits for a compile.
+        """Compiles every kernel of eager steps and of picks, so that no request waits for a compile.
 
         Call it last before the first request. What is compiled after it is counted: compiles_after_start.
         progress: as in capture_all(). Raises DeviceFault
         """
         self.forget_prefixes()
-        most = self.options.max_batch_size * self.options.rows_of_each
-        run_every_kernel(self.runtime, max(self.options.chunk_on(self.runtime.device.type), most), progress)
+        rows = self.options.max_batch_size * self.options.rows_of_each
+        most_tokens = max(self.options.chunk_on(self.runtime.device.type), rows)
+        run_every_kernel(self.runtime, most_tokens, self._runner.run_eagerly, progress)
         self._must_check = True
         self._check_device()
         self._num_compiled = compile_watch().num_compiled

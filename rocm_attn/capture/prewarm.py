@@ -106,7 +106,7 @@ def prewarm(
         (cached if was_cached else compiled)[name] += 1
 
     with _compiling(target, device, count):
-        run_every_kernel(runtime, MOST_TOKENS, progress)
+        run_every_kernel(runtime, MOST_TOKENS, progress=progress)
     if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # otherwise nothing has run
         runtime.check_device()
     cache = ""
@@ -118,22 +118,41 @@ def prewarm(
 
 
 def run_every_kernel(
-    runtime: AttentionRuntime, most_tokens: int, progress: Progress = lambda done, total, name: None
+    runtime: AttentionRuntime,
+    most_tokens: int,
+    run_model: Callable[[StepBatch], object] = lambda batch: None,
+    progress: Progress = lambda done, total, name: None,
 ) -> None:
     """Runs steps that together need every kernel of the runtime's steps, in rows that no request has; then picks.
 
     One layer of each kind attends in them, over zeros. So a process compiles before its first request, not after it.
 
     most_tokens: of a step
+    run_model:   runs a step of the whole model, whose layers may have kernels besides attention. It gets prompts of
+                 token 0, each with at most twice as many tokens as the one before: tiles depend on the number of tokens
     progress:    called before each step and at the end
     """
     steps, attend = list(_steps(runtime, most_tokens)), _Attend(runtime)
     for done, (shape, q_len) in enumerate(steps):
         progress(done, len(steps), shape_name(shape))
         _run(runtime, q_len, shape, attend)
+    for q_len in _prompts(runtime, most_tokens):
+        with _rows(runtime, np.zeros_like(q_len), q_len) as rows:
+            run_model(StepBatch(rows, q_len, q_len, np.zeros(q_len.sum(), np.int32)))
     for dtype in {torch.float32, *(selection.problem.dtype for selection in runtime.selections)}:
         _pick(runtime, dtype)
     progress(len(steps), len(steps), "")
+
+
+def _prompts(runtime: AttentionRuntime, most_tokens: int) -> Iterator[Int32Array]:
+    """New tokens of the sequences of prompts with 1, 2, 4, ... tokens, up to the most that there is room for."""
+    table, num_tokens = runtime.table, 1
+    while num_tokens <= most_tokens:
+        q_len = np.array(evenly(num_tokens, -(-num_tokens // table.max_kv_len)), np.int32)
+        if len(q_len) > table.most_new_seqs or not _fits(runtime, q_len):
+            return
+        yield q_len
+        num_tokens = most_tokens if num_tokens < most_tokens < 2 * num_tokens else 2 * num_tokens
 
 
 def _runtime(
@@ -205,11 +224,8 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
         if (new + cached)[shortest] > runtime.table.max_kv_len or not _fits(runtime, new + cached):
             cached[shortest], cached[longest] = 0, int(new[longest] > 2)
             new -= cached
-    pad_to, table = PadTo(max(shape.num_seqs, len(q_len))), runtime.table
-    rows = np.array([table.admit() for _ in new], np.int32)
-    try:
-        table.reserve_all(rows, cached + new)
-        table.mark_stored(rows, cached)
+    pad_to = PadTo(max(shape.num_seqs, len(q_len)))
+    with _rows(runtime, cached, new) as rows:
         batch = StepBatch(rows, cached + new, new)
         whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
@@ -222,6 +238,17 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
         is_tree = shape.kind.extra is Extra.MASK and shape.drafts is NO_DRAFTS
         if is_tree and q_len.max() <= max(runtime.padding.verify, _TREE_NODES):
             _verify(runtime, batch, pad_to, attend)
+
+
+@contextmanager
+def _rows(runtime: AttentionRuntime, cached: Int32Array, new: Int32Array) -> Iterator[Int32Array]:
+    """Yields rows with room for these tokens of each, of which some count as stored; frees them."""
+    table = runtime.table
+    rows = np.array([table.admit() for _ in new], np.int32)
+    try:
+        table.reserve_all(rows, cached + new)
+        table.mark_stored(rows, cached)
+        yield rows
     finally:
         for row in rows.tolist():
             table.free(row)

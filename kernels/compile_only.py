@@ -82,21 +82,30 @@ def observe_compiles(observer: Callable[[CompileEvent], None]) -> Iterator[None]
 
 @contextmanager
 def listening(listen: Callable[..., None]) -> Iterator[None]:
-    """While active, Triton calls listen, with keywords, for every kernel that it compiles or finds in its cache."""
+    """While active, Triton calls listen, with keywords, for every kernel that it compiles or finds in its cache.
+
+    A listener that is set already is called too.
+    """
     before = triton.knobs.compilation.listener
-    triton.knobs.compilation.listener = listen
+
+    def both(**compile: Any) -> None:
+        listen(**compile)
+        if before is not None:
+            before(**compile)
+
+    triton.knobs.compilation.listener = both
     try:
         yield
     finally:
         triton.knobs.compilation.listener = before
 
 
-def hook_compiles(begins: Callable[[str], None], ended: Callable[[], None]) -> None:
-    """From now on Triton calls begins(name) before it compiles a kernel or takes one from its cache, and ended() after.
+def hook_compiles(begins: Callable[[str], None], ended: Callable[[bool], None]) -> None:
+    """From now on Triton calls begins(name) before it compiles a kernel or takes one from its cache.
 
-    Hooks that are set already stay. A compile that raises is not ended.
+    It calls ended(was_cached) after. Hooks and listeners that are set already stay. A compile that raises is not ended.
     """
-    before, after = triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook
+    before, after = triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener
 
     def begin(**compile: Any) -> Any:
         if before is not None and (replaced := before(**compile)):
@@ -104,11 +113,12 @@ def hook_compiles(begins: Callable[[str], None], ended: Callable[[], None]) -> N
         begins(compile["fn"].name)
         return None
 
-    def end(**compile: Any) -> Any:
-        ended()
-        return None if after is None else after(**compile)
+    def end(*, cache_hit: bool, **compile: Any) -> None:
+        ended(cache_hit)
+        if after is not None:
+            after(cache_hit=cache_hit, **compile)
 
-    triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook = begin, end
+    triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener = begin, end
 
 
 def cache_folder() -> str:

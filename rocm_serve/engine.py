@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.prewarm import run_every_kernel
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.truth.live import LiveTruth, TruthVerdict
 from rocm_attn.watch.flight_recorder import FlightRecorder
@@ -151,6 +153,7 @@ class Engine:
         self._speculative_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
         self._compared = RankComparison(self.runtime.faults.meetings, has_ranks=loaded.ranks.shard.num_ranks > 1)
         self._num_submitted = 0
+        self._num_compiled = compile_watch().num_compiled  # before the first request
         # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
         self._leaving: tuple[Output, bool] | None = None
 
@@ -201,6 +204,20 @@ class Engine:
             return self._runner.capture_all(progress)
         finally:
             self.metrics.seconds += time.perf_counter() - started
+
+    def compile_all(self, progress: Progress) -> None:
+        """Compiles every kernel of eager steps and of picks, so that no request waits for a compile.
+
+        Call it last before the first request. What is compiled after it is counted: compiles_after_start.
+        progress: as in capture_all(). Raises DeviceFault
+        """
+        self.forget_prefixes()
+        rows = self.options.max_batch_size * self.options.rows_of_each
+        most_tokens = max(self.options.chunk_on(self.runtime.device.type), rows)
+        run_every_kernel(self.runtime, most_tokens, self._runner.run_eagerly, progress)
+        self._must_check = True
+        self._check_device()
+        self._num_compiled = compile_watch().num_compiled
 
     def submit(self, request: Request) -> int:
         """Queues a request; returns its number. Raises BadRequest, and changes nothing else then."""
@@ -380,7 +397,12 @@ class Engine:
     def report(self) -> Report:
         """The engine's kernels, pools and settings, and its metrics so far."""
         runtime, scheduler = self.runtime, self._scheduler
-        metrics = self._runner.counters.snapshot(running=scheduler.num_running, waiting=scheduler.num_waiting)
+        metrics = self._runner.counters.snapshot(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            compiles_after_start=compile_watch().num_compiled - self._num_compiled,
+            compile_seconds=compile_watch().seconds,
+        )
         graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
         return Report(
             provider=runtime.selections[0].provider,
@@ -393,6 +415,7 @@ class Engine:
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.options.swa_pages,
             weights_bytes=self._loaded.weights.num_bytes,
+            weights_seconds=self._loaded.seconds,
             step_bytes=self._measured.step,
             graph_bytes=self._measured.graph,
             kv_bytes=runtime.pool.num_bytes,

@@ -19,6 +19,7 @@ class Report:
     num_pages:       pages of the KV pool, the reserved one included
     swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
     weights_bytes:   of the model
+    weights_seconds: for which the weights were read
     step_bytes:      GPU memory of the largest steps, if the pool was sized by it; 0: not measured
     graph_bytes:     likewise, of graphs
     kv_bytes:        of the pools
@@ -43,6 +44,7 @@ class Report:
     num_pages: int
     swa_pages: int
     weights_bytes: int
+    weights_seconds: float
     step_bytes: int
     graph_bytes: int
     kv_bytes: int
@@ -66,6 +68,14 @@ class Report:
             "K and V": self.kv_bytes,
         }
         return ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
+
+    def start_line(self) -> str:
+        """The seconds of the start so far, in words. Those of graphs include their kernels' compiles."""
+        metrics = self.metrics
+        return (
+            f"started: weights {self.weights_seconds:.1f} s, graphs {metrics.capture_seconds:.1f} s, "
+            f"kernels of Triton {metrics.compile_seconds:.1f} s"
+        )
 
     def as_dict(self) -> dict[str, object]:
         """The report for JSON, with the metrics next to the other fields."""

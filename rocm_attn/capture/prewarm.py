@@ -29,6 +29,7 @@ from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, sha
 from rocm_attn.capture.probe_requests import as_steps_of, evenly, typical_new_tokens
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
+from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
@@ -98,7 +99,6 @@ def prewarm(
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
     runtime = _runtime(problems, target, options, device)
-    steps, attend = list(_steps(runtime)), _Attend(runtime)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
 
@@ -106,18 +106,53 @@ def prewarm(
         (cached if was_cached else compiled)[name] += 1
 
     with _compiling(target, device, count):
-        for done, (shape, q_len) in enumerate(steps):
-            progress(done, len(steps), shape_name(shape))
-            _run(runtime, q_len, shape, attend)
+        run_every_kernel(runtime, MOST_TOKENS, progress=progress)
     if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # otherwise nothing has run
         runtime.check_device()
-    progress(len(steps), len(steps), "")
     cache = ""
     if compiled or cached:
         from rocm_attn.kernels.compile_only import cache_folder
 
         cache = cache_folder()
     return PrewarmReport(dict(compiled), dict(cached), cache, time.perf_counter() - started)
+
+
+def run_every_kernel(
+    runtime: AttentionRuntime,
+    most_tokens: int,
+    run_model: Callable[[StepBatch], object] = lambda batch: None,
+    progress: Progress = lambda done, total, name: None,
+) -> None:
+    """Runs steps that together need every kernel of the runtime's steps, in rows that no request has; then picks.
+
+    One layer of each kind attends in them, over zeros. So a process compiles before its first request, not after it.
+
+    most_tokens: of a step
+    run_model:   runs a step of the whole model, whose layers may have kernels besides attention. It gets prompts of
+                 token 0, each with at most twice as many tokens as the one before: tiles depend on the number of tokens
+    progress:    called before each step and at the end
+    """
+    steps, attend = list(_steps(runtime, most_tokens)), _Attend(runtime)
+    for done, (shape, q_len) in enumerate(steps):
+        progress(done, len(steps), shape_name(shape))
+        _run(runtime, q_len, shape, attend)
+    for q_len in _prompts(runtime, most_tokens):
+        with _rows(runtime, np.zeros_like(q_len), q_len) as rows:
+            run_model(StepBatch(rows, q_len, q_len, np.zeros(q_len.sum(), np.int32)))
+    for dtype in {torch.float32, *(selection.problem.dtype for selection in runtime.selections)}:
+        _pick(runtime, dtype)
+    progress(len(steps), len(steps), "")
+
+
+def _prompts(runtime: AttentionRuntime, most_tokens: int) -> Iterator[Int32Array]:
+    """New tokens of the sequences of prompts with 1, 2, 4, ... tokens, up to the most that there is room for."""
+    table, num_tokens = runtime.table, 1
+    while num_tokens <= most_tokens:
+        q_len = np.array(evenly(num_tokens, -(-num_tokens // table.max_kv_len)), np.int32)
+        if len(q_len) > table.most_new_seqs or not _fits(runtime, q_len):
+            return
+        yield q_len
+        num_tokens = most_tokens if num_tokens < most_tokens < 2 * num_tokens else 2 * num_tokens
 
 
 def _runtime(
@@ -148,7 +183,7 @@ def _runtime(
     return runtime
 
 
-def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, Int32Array]]:
+def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[PaddedShape, Int32Array]]:
     """A step of every shape that is captured, and those of eager_steps(): the shape, and its sequences' new tokens.
 
     Rounds of drafts are among them. Running them in halves needs no other kernels.
@@ -161,8 +196,14 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, Int32Array]
     if not runtime.target.is_gpu:
         return  # there is no GPU target, so no kernel to compile
     own = {kind for selection in runtime.selections for kind in selection.kernels if not kind.captured}
-    most_seqs, most_tokens = table.most_new_seqs, table.max_kv_len
-    for shape, each in eager_steps(runtime.padding, max_seqs=most_seqs, max_kv_len=most_tokens, uncaptured=tuple(own)):
+    eager = eager_steps(
+        runtime.padding,
+        max_seqs=table.most_new_seqs,
+        max_kv_len=table.max_kv_len,
+        most_tokens=most_tokens,
+        uncaptured=tuple(own),
+    )
+    for shape, each in eager:
         # A pool for windows may have fewer pages than a step of all these tokens takes; no such step is served then.
         if _fits(runtime, np.array(each)):
             yield shape, np.array(each, np.int32)
@@ -183,11 +224,8 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
         if (new + cached)[shortest] > runtime.table.max_kv_len or not _fits(runtime, new + cached):
             cached[shortest], cached[longest] = 0, int(new[longest] > 2)
             new -= cached
-    pad_to, table = PadTo(max(shape.num_seqs, len(q_len))), runtime.table
-    rows = np.array([table.admit() for _ in new], np.int32)
-    try:
-        table.reserve_all(rows, cached + new)
-        table.mark_stored(rows, cached)
+    pad_to = PadTo(max(shape.num_seqs, len(q_len)))
+    with _rows(runtime, cached, new) as rows:
         batch = StepBatch(rows, cached + new, new)
         whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
@@ -200,6 +238,17 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
         is_tree = shape.kind.extra is Extra.MASK and shape.drafts is NO_DRAFTS
         if is_tree and q_len.max() <= max(runtime.padding.verify, _TREE_NODES):
             _verify(runtime, batch, pad_to, attend)
+
+
+@contextmanager
+def _rows(runtime: AttentionRuntime, cached: Int32Array, new: Int32Array) -> Iterator[Int32Array]:
+    """Yields rows with room for these tokens of each, of which some count as stored; frees them."""
+    table = runtime.table
+    rows = np.array([table.admit() for _ in new], np.int32)
+    try:
+        table.reserve_all(rows, cached + new)
+        table.mark_stored(rows, cached)
+        yield rows
     finally:
         for row in rows.tolist():
             table.free(row)
@@ -220,15 +269,32 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: 
     runtime.move_accepted(nothing)
 
 
+def _pick(runtime: AttentionRuntime, dtype: torch.dtype) -> None:
+    """Picks tokens from logits of zeros, in every way. The kernels are the same for every vocabulary."""
+    vocab, device, ops = 64, runtime.device, runtime.core.ops
+    logits, shaped = torch.zeros(1, vocab, dtype=dtype, device=device), torch.zeros(1, vocab, device=device)
+    tokens, found, counts, masks, parameters, likeliest = (
+        torch.zeros(1, *size, dtype=torch.int32, device=device)
+        for size in ((), (2,), (vocab,), (vocab // 32,), (columns.NUM_COLUMNS,), (3,))
+    )
+    parameters[:, [columns.COUNTS, columns.MASK]] = columns.NONE
+    ops.pick_rows(logits, torch.zeros(1, 3, device=device), tokens, found, num_drawing=1)
+    ops.shape_rows(logits, parameters, counts, masks, shaped)
+    ops.cut_rows(parameters, shaped)
+    ops.likeliest(logits, torch.zeros(1, 2, dtype=torch.int32, device=device), tokens, likeliest)
+
+
 class _Attend:
     """Stores and attends in every kind of layer. Steps share its memory: filling it takes longer than the rest."""
 
     def __init__(self, runtime: AttentionRuntime) -> None:
-        self._device, self._problems = runtime.device, [selection.problem for selection in runtime.selections]
+        of_layer = runtime.kinds.of_layer
+        self._device = runtime.device
+        self._layers = {of_layer.index(kind): each.problem for kind, each in enumerate(runtime.selections)}
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __call__(self, part: Part) -> None:
-        for layer, problem in enumerate(self._problems):
+        for layer, problem in self._layers.items():
             num_tokens, dim, v_dim, dtype = len(part.token_ids), problem.head_dim, problem.v_head_dim, problem.dtype
             q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
             k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
@@ -272,7 +338,12 @@ def _launch(launch: Callable[[], object]) -> None:
 
 
 def eager_steps(
-    padding: PaddingPolicy, *, max_seqs: int, max_kv_len: int, uncaptured: Sequence[StepKind] = ()
+    padding: PaddingPolicy,
+    *,
+    max_seqs: int,
+    max_kv_len: int,
+    most_tokens: int = MOST_TOKENS,
+    uncaptured: Sequence[StepKind] = (),
 ) -> Iterator[tuple[PaddedShape, list[int]]]:
     """Steps that together need every kernel that a step without a graph can need: shapes, and new tokens of sequences.
 
@@ -282,19 +353,23 @@ def eager_steps(
 
     max_seqs:   sequences that a step may have
     max_kv_len: tokens that a sequence may have
+    most_tokens: tokens that a step may have
     uncaptured: kinds that never are graphs and have kernels of their own
     """
     for size, fewest in _padded_seqs(padding, max_seqs).items():
         num_seqs = min(size, max_seqs)
-        longest = min(max(_MOST_EACH, -(-MOST_TOKENS // max(1, num_seqs - 1))), max_kv_len)
+        longest = min(max(_MOST_EACH, -(-most_tokens // max(1, num_seqs - 1))), max_kv_len)
         for kind in (*padding.kinds(1), *uncaptured):
             if kind.decodes:
                 yield PaddedShape(kind, size, size), [1]
                 continue
             # Counts from `size` on, since tiles end at a mean over padded sequences. Some tiles end at a number of
             # tokens, which may lie between the last of these counts and the most that there can be.
-            counts = {*_token_counts(kind, fewest, is_dense=False), *_token_counts(kind, size, is_dense=True)}
-            most = min((num_seqs - 1) * longest + (1 if kind.mixes else longest), MOST_TOKENS)
+            counts = {
+                *_token_counts(kind, fewest, most_tokens, is_dense=False),
+                *_token_counts(kind, size, most_tokens, is_dense=True),
+            }
+            most = min((num_seqs - 1) * longest + (1 if kind.mixes else longest), most_tokens)
             if most > min(counts):
                 counts.add(most)
             for num_tokens in sorted(counts):
@@ -315,7 +390,7 @@ def _padded_seqs(padding: PaddingPolicy, max_seqs: int) -> dict[int, int]:
     return fewest
 
 
-def _token_counts(kind: StepKind, num_seqs: int, *, is_dense: bool) -> Iterator[int]:
+def _token_counts(kind: StepKind, num_seqs: int, most_tokens: int, *, is_dense: bool) -> Iterator[int]:
     """Token counts of steps of num_seqs sequences or more: each at most double the last, like the bounds of tiles.
 
     is_dense: also yields one more than each count, since some step of more sequences has as many query blocks
@@ -324,11 +399,11 @@ def _token_counts(kind: StepKind, num_seqs: int, *, is_dense: bool) -> Iterator[
     num_tokens = max(num_seqs, 2) + 1 if kind.mixes else num_seqs * each
     while True:
         yield num_tokens
-        if num_tokens >= MOST_TOKENS:
+        if num_tokens >= most_tokens:
             return
         if is_dense:
             yield num_tokens + 1
-        num_tokens = min(2 * num_tokens, MOST_TOKENS)
+        num_tokens = min(2 * num_tokens, most_tokens)
 
 
 def _new_tokens(kind: StepKind, num_tokens: int, longest: int) -> list[int]:

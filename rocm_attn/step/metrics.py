@@ -157,6 +157,14 @@ class Metrics:
     )
     captures: int = _counter("graphs made", "{} graphs made")
     capture_seconds: float = _seconds("time spent making and checking graphs", "{:.1f} s making graphs")
+    compiles_after_start: int = _counter(
+        "kernels that Triton compiled after the engine was ready for requests, which have waited for them",
+        "{} COMPILED AFTER THE START",
+    )
+    compile_seconds: float = _seconds(
+        "time that the process has waited for kernels of Triton; times of graphs and steps include it",
+        "{:.1f} s for compiled kernels",
+    )
     real_seqs: int = _counter("sequences, summed over all steps", "{} sequences in all steps")
     padded_seqs: int = _counter("padded sequences, summed over all steps", "{} padded sequences in addition")
     faults: int = _counter("faults reported by the device", "{} device faults")
@@ -256,7 +264,7 @@ class Metrics:
         """New tokens per step, over all its sequences, on average."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
-    def snapshot(self, **now: int | Reason) -> Metrics:
+    def snapshot(self, **now: float | Reason) -> Metrics:
         """A copy that never changes. now: the metrics that are read at this moment, by name"""
         values = self._values()
         owned = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Durations)}

@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> None:
     engine = Engine(loaded, EngineOptions(**chosen, max_kv_len=longest))
     if device.type == "cuda":
         engine.capture_all(ProgressBar(sys.stderr))
+        engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     how = load_options(options, loaded.config.vocab_size)
     meter = meter_of(device)
     result = asyncio.run(run_on_engine(engine, trace, how, meter))

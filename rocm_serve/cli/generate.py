@@ -158,6 +158,7 @@ def _serve(
     """Serves the requests and prints the completions. Raises PromptsFailed."""
     if device.type == "cuda":  # on a CPU a graph saves little, and is made once enough steps have paid for it
         engine.capture_all(ProgressBar(sys.stderr))
+        engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     show = _progress(len(prompts)) if options.json else _texts(prompts)
     try:
         completions: Sequence[Completion] = engine.generate(requests, show)
@@ -266,6 +267,7 @@ def _lines(report: Report) -> list[str]:
         *([f"{report.ranks} ranks share the model"] if report.ranks > 1 else []),
         *(f"  {sentence}" for sentence in report.cost_of_ranks),
         report.memory_line(),
+        report.start_line(),
         *(["deterministic: a prompt's tokens do not depend on other prompts"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         *([f"rounds of draft tokens {report.speculative_steps}"] if report.speculative_steps else []),

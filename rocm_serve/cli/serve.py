@@ -94,11 +94,13 @@ def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine
 
 def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
     """Does the work ahead that the first request would wait for."""
+    with suppress(BadRequest):  # a request with a constraint gets the reason why there can be none
+        engine.prepare_constraints()
     if device_type == "cuda":  # see `rocm-attn generate`
         engine.capture_all(ProgressBar(sys.stderr))
         # Its kernels are compiled here, and not while requests wait. /health/truth tells what it finds later.
         verdict = engine.probe_truth(0)
         if verdict.word == "wrong":
             say(verdict.sentence)
-    with suppress(BadRequest):  # a request with a constraint gets the reason why there can be none
-        engine.prepare_constraints()
+        engine.compile_all(ProgressBar(sys.stderr, "compiling"))
+    say(engine.report().start_line())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class LoadedModel:
     tokenizer: None if a directory has none: prompts must then be token ids
     ranks:     that share the model
     cost:      of dividing the model over ranks, in sentences
+    seconds:   for which its weights were read
     """
 
     config: ModelConfig
@@ -48,6 +50,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     ranks: Ranks = ONE_RANK
     cost: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +69,12 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
     ranks: that share the model; each reads its own part
     Raises BadModel for a missing, damaged or unknown model, BadSetting for a dtype or device that is not served.
     """
+    started = time.perf_counter()
     _check_dtype_and_device(dtype, device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks
     weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
     part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)
-    return LoadedModel(part, weights, files.tokenizer, ranks, cost)
+    return LoadedModel(part, weights, files.tokenizer, ranks, cost, time.perf_counter() - started)
 
 
 def open_model(path: str | Path) -> ModelFiles:

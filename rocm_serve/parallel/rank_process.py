@@ -66,7 +66,7 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
         _answer(commands, setup.rank, build, engine)
         while (command := commands.recv()) != CLOSE:
             given = list(command.arguments)
-            if command.method == "capture_all":
+            if command.method in ("capture_all", "compile_all"):
                 given.append(_progress(commands, setup.rank))
             _answer(commands, setup.rank, partial(getattr(engine[0], command.method), *given), engine)
     sys.stderr.flush()

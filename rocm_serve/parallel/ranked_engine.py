@@ -72,6 +72,10 @@ class RankedEngine:
         report: CaptureReport = self._processes.call("capture_all", on_progress=progress)
         return report
 
+    def compile_all(self, progress: Progress) -> None:
+        """Like Engine.compile_all, on every rank."""
+        self._processes.call("compile_all", on_progress=progress)
+
     def check(self, request: Request) -> None:
         """Like Engine.check."""
         self.limits.check(request)

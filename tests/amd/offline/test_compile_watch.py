@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from rocm_attn.kernels.compile_only import hook_compiles
+from rocm_attn.kernels.compile_only import CompileEvent, hook_compiles, observe_compiles
 from rocm_attn.machine.compile_watch import CompileWatch
 from tests.amd.offline.offline_driver import offline
 from tests.amd.offline.small_kernels import constant_kernel
@@ -26,7 +26,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     calls: list[str] = []
     knobs = triton.knobs.runtime
     monkeypatch.setattr(knobs, "jit_cache_hook", lambda **compile: calls.append("before"))
-    monkeypatch.setattr(knobs, "jit_post_compile_hook", lambda **compile: calls.append("after"))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **compile: calls.append("after"))
     return calls
 
 
@@ -60,6 +60,28 @@ def test_a_compile_that_hangs_is_named_with_its_stack(
     assert hooks == ["before", "after"]
 
 
+def test_compiles_are_counted_and_kernels_of_the_cache_are_not(hooks: list[str]) -> None:
+    watch = CompileWatch(NEVER)
+    hook_compiles(watch.begins, watch.ended)
+    compile_anew(4)
+    assert watch.num_compiled == 1
+    waited = watch.seconds
+    assert waited > 0
+    constant_kernel.device_caches.clear()  # as in another process
+    compile_anew(4)
+    assert watch.num_compiled == 1
+    assert watch.seconds > waited
+
+
+def test_compiles_are_counted_while_another_observes_them(hooks: list[str]) -> None:
+    watch, seen = CompileWatch(NEVER), list[CompileEvent]()
+    hook_compiles(watch.begins, watch.ended)
+    with observe_compiles(seen.append):
+        compile_anew(5)
+    assert (watch.num_compiled, [event.was_cached for event in seen]) == (1, [False])
+    assert not watch._timers
+
+
 def test_a_compile_that_has_ended_or_raised_is_not(hooks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     watch = CompileWatch(NEVER)
     hook_compiles(watch.begins, watch.ended)
@@ -76,6 +98,6 @@ def test_a_compile_that_has_ended_or_raised_is_not(hooks: list[str], monkeypatch
     monkeypatch.setattr(watch, "_on_hang", reports.append)
     (thread,) = watch._timers
     watch._report_if_compiling("constant_kernel", thread)  # as its timer does, when the thread does something else
-    watch.ended()
+    watch.ended(was_cached=False)
     assert reports == []
     assert "_do_compile" not in {frame.f_code.co_name for frame in sys._current_frames().values()}

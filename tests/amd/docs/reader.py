@@ -35,12 +35,8 @@ _FOLDERS = {".": "rocm-attn", "./rocm_serve": "rocm-serve", "./rocm_lab": "rocm-
 _PIP_INSTALL = re.compile(r"\bpip install ((?:\\\n|[^`\n#])+)")
 _OPTIONS_WITH_VALUES = ("--index-url", "--find-links")
 
-# What the tests add to a page: a tiny model stands for any other, and numbers do not depend on earlier tests.
-_TINY = """
-import rocm_serve
-from tests.amd.runner.tiny_model import load_tiny
-rocm_serve.load_model = load_tiny
-"""
+# What the tests add to a page: a tiny model stands for any other. In one line, so that errors have the page's lines.
+_TINY = "import rocm_serve; from tests.amd.runner.tiny_model import load_tiny; rocm_serve.load_model = load_tiny; "
 
 
 def asked_for(text: str) -> frozenset[str]:
@@ -103,9 +99,14 @@ def _link(name: str, packages: Path) -> None:
     metadata = packages / f"{module}-{project['version']}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n")
-    groups = project["entry-points"] if "entry-points" in project else {}
+    groups = project.get("entry-points", {})
     lines = [f"[{group}]\n" + "".join(f"{key} = {place}\n" for key, place in groups[group].items()) for group in groups]
     (metadata / "entry_points.txt").write_text("".join(lines))
+
+
+def environment() -> dict[str, str]:
+    """Returns this process' variables without the one that would bring this environment's packages."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def _end(process: subprocess.Popen[str], folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -129,15 +130,14 @@ class Reader:
         command.write_text(f"#!{self.python}\nimport sys\nfrom rocm_attn.cli import main\nsys.exit(main())\n")
         command.chmod(0o755)
         script = Path(__file__).with_name("reader_process.py")
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
-            [self.python, script], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [self.python, script], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         weakref.finalize(self, _end, self._process, folder)
 
     def run(self, program: str, *, name: str, folder: Path) -> tuple[int, str]:
         """Runs a Python program in a folder and returns its exit code and its output, errors included."""
-        text = _TINY + program if "load_model" in program else program
+        text = _TINY + program.lstrip() if "load_model" in program else program
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([text, name, str(folder)]), file=self._process.stdin, flush=True)

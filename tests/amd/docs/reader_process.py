@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import linecache
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ import traceback
 def run_program(text: str, name: str) -> tuple[int, str]:
     """Returns the exit code and the output of a Python program, errors included."""
     output = io.StringIO()
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             exec(compile(text, name, "exec", dont_inherit=True), {"__name__": "__main__"})

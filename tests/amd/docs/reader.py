@@ -32,7 +32,8 @@ else:
 
 OURS = {"rocm-attn": ROOT, "rocm-serve": ROOT / "rocm_serve", "rocm-lab": ROOT / "rocm_lab"}
 _FOLDERS = {".": "rocm-attn", "./rocm_serve": "rocm-serve", "./rocm_lab": "rocm-lab"}
-_PIP_INSTALL = re.compile(r"\bpip install ((?:\\\n|[^`\n#])+)")
+# A line of a block, or code within a sentence, which a line's end may break.
+_PIP_INSTALL = re.compile(r"^pip install ((?:\\\n|[^\n#])+)|`pip install ([^`]+)`", re.MULTILINE)
 _OPTIONS_WITH_VALUES = ("--index-url", "--find-links")
 
 # What the tests add to a page: a tiny model stands for any other. In one line, so that errors have the page's lines.
@@ -42,8 +43,8 @@ _TINY = "import rocm_serve; from tests.amd.runner.tiny_model import load_tiny; r
 def asked_for(text: str) -> frozenset[str]:
     """Returns the requirements that a page's `pip install` commands name: `rocm-serve[server]`, `openai`."""
     found = {"rocm-attn"}
-    for command in _PIP_INSTALL.findall(text):
-        words = iter(shlex.split(command.replace("\\\n", " ")))
+    for command in _PIP_INSTALL.finditer(text):
+        words = iter(shlex.split((command[1] or command[2]).replace("\\\n", " ")))
         for word in words:
             if word in _OPTIONS_WITH_VALUES:
                 next(words)

@@ -78,9 +78,13 @@ def bad_releases() -> tuple[BadRelease, ...]:
 
 
 def written_for() -> str:
-    """The releases that were read, for a sentence: "AITER v0.1.10 to v0.1.20.post1 and commit e4048607"."""
+    """The releases that were read, for a sentence: "AITER v0.1.10 to v0.1.20.post1", and the commits."""
     tags = [each.name for each in releases() if each.was_read and not each.commit]
-    commits = [f" and commit {each.commit[:8]}" for each in releases() if each.was_read and each.commit]
+    commits = [
+        f" and commit {each.commit[:8]} ({each.name.partition('.dev')[0]} in development)"
+        for each in releases()
+        if each.was_read and each.commit
+    ]
     return f"AITER {tags[0]} to {tags[-1]}{''.join(commits)}"
 
 

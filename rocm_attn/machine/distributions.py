@@ -11,6 +11,10 @@ TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "trit
 OWN_DISTRIBUTIONS = ("rocm-attn", "rocm-serve", "rocm-lab")
 
 
+# Parts of the checkout that the distribution of a folder imports.
+_BELOW = {".": "", "rocm_serve": ". ", "rocm_lab": ". ./rocm_serve "}
+
+
 def installing(folder: str, extra: str = "") -> str:
     """Says how to install a distribution of this project, from a checkout, as the project is on no package index.
 
@@ -18,7 +22,7 @@ def installing(folder: str, extra: str = "") -> str:
     """
     place = folder if folder == "." else f"./{folder}"
     what = f"'{place}[{extra}]'" if extra else place
-    return f"run in a checkout of rocm_attn: pip install {what if folder == '.' else f'. {what}'}"
+    return f"run in a checkout of rocm_attn: pip install {_BELOW[folder]}{what}"
 
 
 def version_of(distribution: str) -> str | None:

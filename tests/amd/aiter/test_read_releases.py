@@ -83,12 +83,11 @@ def test_the_image_has_the_newest_commit_that_was_read() -> None:
 
 
 def test_the_range_is_written_once() -> None:
-    first, last = re.search(r"AITER (v\S+) to (v\S+) and", written_for()).groups()  # type: ignore[union-attr]
+    first = written_for().split()[1]
     for folder in ("rocm_attn", "rocm_lab", "rocm_serve"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name != "aiter_releases.py":
                 assert f"{first} to v" not in path.read_text(), path
-    assert f"AITER ({first} to {last})" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

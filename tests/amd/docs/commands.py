@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +14,8 @@ import numpy as np
 import torch
 
 import rocm_attn as ra
-from rocm_attn.cli import main
 from tests.amd.docs.pages import Block, blocks, pages
+from tests.amd.docs.reader import Reader, environment
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.test_config import LLAMA31
 
@@ -157,20 +154,19 @@ def record_steps(path: Path) -> None:
     flight.dump("a fault")
 
 
-def run(line: str) -> tuple[int, str]:
+def run(line: str, reader: Reader) -> tuple[int, str]:
     """Runs a line or a whole script in this folder and returns the exit code and the output, errors included.
 
-    `rocm-attn ...` alone runs in this process, which has imported torch; everything else runs in bash, where
-    `rocm-attn` and `python` are this interpreter's. Neither reads from the terminal.
+    It has what the reader has installed. `rocm-attn ...` alone runs in the reader's process, which may have imported
+    torch; everything else runs in bash. Neither reads from the terminal.
     """
     found = commands_of(line)
     if len(found) == 1 and found[0].is_ours and not found[0].variables:
-        return _run_here(found[0])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+        return _run_here(found[0], reader)
+    path = f"{reader.python.parent}{os.pathsep}{os.environ['PATH']}"
     finished = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", line],
-        env=environment,
+        env={**environment(), "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -180,14 +176,10 @@ def run(line: str) -> tuple[int, str]:
     return finished.returncode, finished.stdout
 
 
-def _run_here(command: Command) -> tuple[int, str]:
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            code = main(command.words[1:])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
+def _run_here(command: Command, reader: Reader) -> tuple[int, str]:
+    program = f"from rocm_attn.cli import main\nraise SystemExit(main({list(command.words[1:])}))"
+    code, output = reader.run(program, name="command", folder=Path.cwd())
     if command.output:
-        Path(command.output).write_text(output.getvalue())
+        Path(command.output).write_text(output)
         return code, ""
-    return code, output.getvalue()
+    return code, output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from dataclasses import replace
 import torch
 
 import rocm_serve
-from tests.amd.house.source_tree import ROOT
+from tests.amd.docs.reader import Reader, environment
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.server.running import NAME, running
 
@@ -31,13 +30,14 @@ def against_a_server(text: str) -> Iterator[str]:
         yield re.sub(r"\bsmollm2\b", NAME, text.replace(ADDRESS, server.url.removeprefix("http://")))
 
 
-def served_until_reported(words: Sequence[str]) -> tuple[int, str]:
+def served_until_reported(words: Sequence[str], reader: Reader) -> tuple[int, str]:
     """Runs a server on a port that the kernel chooses, ends it once it listens, and returns its exit code and output.
 
     words: of `rocm-attn`
     """
-    command = [sys.executable, "-m", "rocm_attn.cli", *words, "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    command = [reader.python, "-m", "rocm_attn.cli", *words, "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment(), stdout=pipe, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None
         said = ""
         for line in server.stdout:

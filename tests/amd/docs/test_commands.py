@@ -22,6 +22,7 @@ from tests.amd.docs.commands import (
     typed,
 )
 from tests.amd.docs.pages import Block, pages
+from tests.amd.docs.reader import asked_for, reader_of
 from tests.amd.docs.served import against_a_server, served_until_reported
 from tests.amd.house.source_tree import ROOT
 
@@ -30,10 +31,11 @@ PARSER = build_parser()
 
 
 def each(chosen: list[Block]) -> pytest.MarkDecorator:
-    """Returns a test for each of these blocks; nightly ones are marked so."""
+    """Returns a test for each of these blocks; nightly ones are marked so. Readers of one environment come together."""
     night = pytest.mark.nightly
+    ordered = sorted(chosen, key=lambda block: sorted(asked_for((ROOT / block.page).read_text())))
     return pytest.mark.parametrize(
-        "block", [pytest.param(block, marks=night if block.at_night else (), id=str(block)) for block in chosen]
+        "block", [pytest.param(block, marks=night if block.at_night else (), id=str(block)) for block in ordered]
     )
 
 
@@ -50,7 +52,7 @@ def test_a_block_runs(block: Block) -> None:
     ours = all(command.is_ours and not command.variables for command in commands_of(script(block)))
     for line in lines(script(block)) if ours else [script(block)]:
         if found := commands_of(line):
-            code, output = run(line)
+            code, output = run(line, reader_of(ROOT / block.page))
             # The doctor's exit code depends on the machine.
             allowed = (0, 1) if found[0].words[:2] == ("rocm-attn", "doctor") else (0,)
             assert code in allowed, f"{line}\n{output}"
@@ -59,7 +61,7 @@ def test_a_block_runs(block: Block) -> None:
 @each([block for block in BLOCKS if block.server])
 def test_a_block_that_speaks_to_a_server_runs(block: Block) -> None:
     with against_a_server(block.text) as text:
-        code, output = run(text)
+        code, output = run(text, reader_of(ROOT / block.page))
     assert code == 0, output
 
 
@@ -68,7 +70,7 @@ def test_a_block_that_speaks_to_a_server_runs(block: Block) -> None:
 def test_a_block_that_serves_does_so_until_it_is_reported_to_end(block: Block) -> None:
     (command,) = commands_of(block.text)
     assert command.is_ours
-    code, output = served_until_reported(command.words[1:])
+    code, output = served_until_reported(command.words[1:], reader_of(ROOT / block.page))
     assert code == 0, output
     assert "listening on" in output
 
@@ -78,7 +80,7 @@ def test_a_console_shows_what_is_printed(block: Block) -> None:
     if "last_steps.json" in block.text:
         record_steps(Path("last_steps.json"))
     for line, said in typed(block):
-        _, output = run(line)
+        _, output = run(line, reader_of(ROOT / block.page))
         assert shows(said, output), f"{line}\n{output}"
 
 

@@ -12,7 +12,7 @@ from rocm_attn.machine.aiter_releases import written_for
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS
 from rocm_attn.providers import triton_cdna
 from rocm_attn.providers.triton_hopper import TRITONS
-from tests.amd.docs.pages import DOCS
+from tests.amd.docs.pages import DOCS, pages
 from tests.amd.house.source_tree import ROOT
 
 if sys.version_info >= (3, 11):
@@ -45,6 +45,17 @@ def test_python_rocm_and_the_oldest_triton_are_those_of_the_tree() -> None:
 
 def test_aiters_releases_are_those_that_its_refusal_names() -> None:
     assert row("AITER")[0].startswith(f"{written_for().removeprefix('AITER ')}; ")
+
+
+def test_no_page_has_another_range_of_aiters_releases_and_all_have_the_release_that_explain_names() -> None:
+    said, found = written_for().removeprefix("AITER "), set()
+    for page in pages():
+        text = " ".join(page.read_text().split())
+        for place in re.finditer(r"v0\.\d+\.\d+\S* to v0\.\d+\.\d+", text):
+            assert text.startswith(said, place.start()), f"{page.name}: {text[place.start() :][:60]}"
+            found.add(page.name)
+    assert {"README.md", "compatibility.md", "aiter_ledger.md"} <= found
+    assert f"({IMAGE_RELEASES.aiter})" in said
 
 
 def test_every_arch_that_is_known_has_a_row() -> None:

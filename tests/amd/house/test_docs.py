@@ -9,16 +9,12 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-import torch
 
-import rocm_serve
 from rocm_attn.guards.registry import GUARDS
-from rocm_serve.models.loading import LoadedModel
-from rocm_serve.ranks import ONE_RANK, Ranks
+from tests.amd.docs.reader import asked_for, reader_of
 from tests.amd.docs.served import ADDRESS, against_a_server
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_import_rules import LEVELS_UP
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 DOCS = ROOT / "docs"
 README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
@@ -167,26 +163,23 @@ def test_nobody_is_reported_to_install_a_name_that_is_on_no_index() -> None:
     assert said == {}
 
 
-def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """Like rocm_serve.load_model, but returns a tiny model at once."""
-    return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
-
-
 def program_of(page: Path) -> str:
     """Returns a page's blocks as one program: a class may continue in the next block."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
 
 
-each_page_with_code = pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name_of)
+def pages_with_code() -> list[Path]:
+    """Returns pages with Python code, those for readers of one environment after each other."""
+    return sorted((page for page in PAGES if program_of(page)), key=lambda page: sorted(asked_for(page.read_text())))
 
 
-@each_page_with_code
-def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", pages_with_code(), ids=name_of)
+def test_the_code_of_a_page_runs_with_what_the_page_says_to_install(page: Path, tmp_path: Path) -> None:
     """The page asserts its promises itself.
 
     A tiny model stands for any other, and a server of it for the page's server.
     """
     text = program_of(page)
     with against_a_server(text) if ADDRESS in text else nullcontext(text) as program:
-        monkeypatch.setattr(rocm_serve, "load_model", load_tiny)
-        exec(compile(program, name_of(page), "exec", dont_inherit=True), {"__name__": "__main__"})
+        code, output = reader_of(page).run(program, name=name_of(page), folder=tmp_path)
+    assert code == 0, output

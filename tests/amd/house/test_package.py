@@ -97,7 +97,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in (folder for folders in HOUSES.values() for folder in folders):
         ignored = shutil.ignore_patterns("__pycache__", SCRIPTS)
         shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=ignored)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / file, tree)
     return tree
 
@@ -150,6 +150,17 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: 
             for path in python_files(ROOT / folder)
         }
     assert Counter(names) == Counter(expected)
+
+
+@each_house
+def test_the_wheels_description_has_no_link_that_leads_nowhere(house: str, wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels[house]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert re.search(r"^Summary: \S", metadata, re.MULTILINE)
+    assert ("A checkout has the documentation" in metadata) == (house == "rocm_attn")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,11 @@ def tiny_model(
     return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, tokenizer, ranks)
 
 
+def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
+    """Like rocm_serve.load_model, but returns a tiny model at once."""
+    return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
+
+
 def with_nan_token(loaded: LoadedModel) -> LoadedModel:
     """The same model, in which NAN_TOKEN now has K, V and logits that are NaN, and is never the likeliest token."""
     loaded.weights.embedding[NAN_TOKEN] = float("nan")

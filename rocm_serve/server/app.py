@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
@@ -125,7 +126,13 @@ def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
 
 
 def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:
-    @app.post("/v1/completions")
+    async def refuse_large(request: Request) -> None:
+        # FastAPI calls this before pydantic looks at each item, and parses the body once for both.
+        with suppress(ValueError):  # not JSON, which FastAPI reports
+            content = await request.json()
+            model.refuse_large(content.get("prompt") if isinstance(content, dict) else None)
+
+    @app.post("/v1/completions", dependencies=[Depends(refuse_large)])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         job = _job(request, body, model)

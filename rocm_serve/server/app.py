@@ -28,6 +28,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
 from rocm_serve.server.observed import Observed, Observers
+from rocm_serve.server.parsing import ParsedRoute
 from rocm_serve.server.record import note_choices, note_error, request_id
 from rocm_serve.server.replies import (
     ChatReplies,
@@ -60,6 +61,7 @@ _CODES = {405: "method_not_allowed"}
 def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = ParsedRoute
     _add_status(app, generations, model, observers.health)
     _add_truth(app, truth)
     _add_generation(app, generations, model)

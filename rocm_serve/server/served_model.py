@@ -68,7 +68,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         threads = None
         if self.tokenizer is not None:
-            threads = Tokenising(self.tokenizer, self._most_prompt_tokens, partial(self._too_long, "at least "))
+            threads = Tokenising(self.tokenizer, self._most_prompt_tokens, self._too_long)
         object.__setattr__(self, "tokenising", threads)
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import FastAPI
@@ -17,6 +19,9 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.tools import MOST_TOOLS, Tool
 from rocm_serve.server.unserved import refuse_unserved
 from rocm_serve.text.tokenizer import Tokenizer
+
+# Items of a list that one call writes as JSON.
+PIECE = 4096
 
 
 class _TextBody(BaseModel):
@@ -60,12 +65,8 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
         tokenizer = _tokenizer_for(model, body)
         assert model.tokenising is not None, "there is a tokenizer"
         said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
-        tokens = await model.tokenising.in_thread(sum(map(len, said)), _tokens_of, tokenizer, body)
-        entries = None
-        if body.return_token_strs:
-            entries = [tokenizer.backend.id_to_token(token) for token in tokens]
-        answer = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": entries}
-        return JSONResponse(answer)
+        answer = await model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
+        return Response(answer, media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -113,6 +114,22 @@ def _require_tokenizer(model: ServedModel) -> Tokenizer:
     if model.tokenizer is None:
         raise bad_request("the model has no tokenizer, so texts have no tokens and tokens no text")
     return model.tokenizer
+
+
+def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, max_len: int) -> bytes:
+    """Returns the answer, as JSON. Raises like _tokens_of."""
+    tokens = _tokens_of(tokenizer, body)
+    entries = "null"
+    if body.return_token_strs:
+        entries = _written([tokenizer.backend.id_to_token(token) for token in tokens])
+    numbers = f'"count":{len(tokens)},"max_model_len":{max_len}'
+    return f'{{{numbers},"tokens":{_written(tokens)},"token_strs":{entries}}}'.encode()
+
+
+def _written(items: Sequence[int | str]) -> str:
+    """Returns a list as JSON. It is written in pieces, between which other threads can have Python's lock."""
+    pieces = (items[begin : begin + PIECE] for begin in range(0, len(items), PIECE))
+    return f"[{','.join(json.dumps(piece, separators=(',', ':'))[1:-1] for piece in pieces)}]"
 
 
 def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:

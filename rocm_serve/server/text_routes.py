@@ -126,7 +126,7 @@ def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, max_len: int) -> by
     return f'{{{numbers},"tokens":{_written(tokens)},"token_strs":{entries}}}'.encode()
 
 
-def _written(items: Sequence[int | str]) -> str:
+def _written(items: Sequence[int | str | None]) -> str:
     """Returns a list as JSON. It is written in pieces, between which other threads can have Python's lock."""
     pieces = (items[begin : begin + PIECE] for begin in range(0, len(items), PIECE))
     return f"[{','.join(json.dumps(piece, separators=(',', ':'))[1:-1] for piece in pieces)}]"

@@ -21,6 +21,7 @@
 #   oldest           one compile a kernel with the oldest supported Triton
 #   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, random-long, simulator-long,
 #   soak-long        what these leave out (not part of the default)
+#   load-long        attacks on a server, and LOAD_MINUTES (60) of mixed load (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -141,7 +142,7 @@ with_triton() {
 # is_anothers STAGE: whether it is no run of pytest, and whole in another shard.
 is_anothers() {
     case $1 in
-    random-long | soak | soak-long | simulator@* | lint | types | images) ;;
+    random-long | load-long | soak | soak-long | simulator@* | lint | types | images) ;;
     *) return 1 ;;
     esac
     [ -n "${SHARD:-}" ] && [ $(($(cksum <<<"$1" | cut -d ' ' -f 1) % ${SHARD#*/} + 1)) -ne "${SHARD%/*}" ]
@@ -168,6 +169,7 @@ run_stage() {
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 500 --seed 0 ;;
+    load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
     offline) compile -m "not llvm_mca and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
@@ -27,6 +28,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
 from rocm_serve.server.observed import Observed, Observers
+from rocm_serve.server.parsing import ParsedRoute
 from rocm_serve.server.record import note_choices, note_error, request_id
 from rocm_serve.server.replies import (
     ChatReplies,
@@ -59,6 +61,7 @@ _CODES = {405: "method_not_allowed"}
 def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = ParsedRoute
     _add_status(app, generations, model, observers.health)
     _add_truth(app, truth)
     _add_generation(app, generations, model)
@@ -125,7 +128,13 @@ def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
 
 
 def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:
-    @app.post("/v1/completions")
+    async def refuse_large(request: Request) -> None:
+        # FastAPI calls this before pydantic looks at each item, and parses the body once for both.
+        with suppress(ValueError):  # not JSON, which FastAPI reports
+            content = await request.json()
+            model.refuse_large(content.get("prompt") if isinstance(content, dict) else None)
+
+    @app.post("/v1/completions", dependencies=[Depends(refuse_large)])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         job = _job(request, body, model)

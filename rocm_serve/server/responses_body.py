@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_serve.server.api_errors import bad_request
-from rocm_serve.server.schema import ChatBody
+from rocm_serve.server.schema import FEW_MESSAGES, MOST_MESSAGES, ChatBody
 from rocm_serve.server.tools import MOST_TOOLS, FunctionName, ToolPart
 from rocm_serve.server.unserved import OF_RESPONSES, refuse_unserved
 
@@ -95,7 +95,14 @@ class ResponsesBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: Annotated[str, Field(max_length=1024)]
-    input: str | Annotated[list[MessageItem | CallItem | ResultItem | ReasoningItem], Field(fail_fast=True)]
+    input: (
+        str
+        | Annotated[
+            list[MessageItem | CallItem | ResultItem | ReasoningItem],
+            Field(fail_fast=True, max_length=MOST_MESSAGES),
+            FEW_MESSAGES,
+        ]
+    )
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from rocm_attn.machine.option_texts import option_texts
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS
@@ -21,6 +21,24 @@ from rocm_serve.server.tools import MOST_TOOLS, MadeCall, NamedTool, Tool, ToolP
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
+
+# A conversation of more messages fits no model's context, and reading them would hold Python's lock.
+MOST_MESSAGES = 10_000
+
+
+def _refuse_many(items: Any, info: ValidationInfo) -> Any:
+    # max_length alone would count items only after it has read as many.
+    if isinstance(items, list) and len(items) > MOST_MESSAGES:
+        raise bad_request(
+            f"{info.field_name} has {len(items)} items and this server reads at most {MOST_MESSAGES}; leave some out, "
+            "or join them",
+            info.field_name or "",
+        )
+    return items
+
+
+# Goes with a list of messages.
+FEW_MESSAGES = BeforeValidator(_refuse_many)
 
 # A shorter deadline passes before a request is read. A client that asks for one has made a mistake, such as of units.
 LEAST_DEADLINE_SECONDS = 0.01
@@ -221,7 +239,7 @@ class ChatBody(GenerationBody, TemplateFields):
     parallel_tool_calls: whether one answer may ask for several calls; it may by default
     """
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), FEW_MESSAGES]
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None

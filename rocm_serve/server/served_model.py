@@ -68,7 +68,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         threads = None
         if self.tokenizer is not None:
-            threads = Tokenising(self.tokenizer, self._most_prompt_tokens, partial(self._too_long, "at least "))
+            threads = Tokenising(self.tokenizer, self._most_prompt_tokens, self._too_long)
         object.__setattr__(self, "tokenising", threads)
 
     @property
@@ -104,6 +104,19 @@ class ServedModel:
                 code="model_not_found",
                 param="model",
             )
+
+    def refuse_large(self, prompt: object) -> None:
+        """Refuses more prompts, or longer lists of token ids, than can be served, before any item is looked at.
+
+        prompt: the field of a body that nothing has checked yet. Raises ApiError.
+        """
+        if not isinstance(prompt, list) or not prompt:
+            return
+        prompts = prompt if isinstance(prompt[0], str | list) else [prompt]
+        self._check_answers(len(prompts), 1)
+        for each in prompts:
+            if isinstance(each, list) and len(each) > self._most_prompt_tokens:
+                raise self._too_long("", len(each))
 
     async def completion_requests(self, body: CompletionBody, salt: str) -> list[Request]:
         """Returns the requests of a body: n per prompt, those of a prompt in a row. Raises ApiError, BadRequest."""
@@ -217,13 +230,7 @@ class ServedModel:
 
     def _check_options(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
         """Checks the numbers of answers, stops and logprobs, before anything is tokenised. Raises ApiError."""
-        requested, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
-        if requested > most:
-            raise bad_request(
-                f"the request asks for {requested} answers ({num_prompts} prompts, n is {body.n or 1}) and this server "
-                f"allows at most {most}; split it",
-                "n",
-            )
+        self._check_answers(num_prompts, body.n or 1)
         stops = len(body.stops) + len(body.stop_token_ids or ())
         if stops > self.options.max_stops:
             raise bad_request(
@@ -284,6 +291,15 @@ class ServedModel:
             for place, prompt in enumerate(prompts)
             for choice in range(body.n or 1)
         ]
+
+    def _check_answers(self, num_prompts: int, n: int) -> None:
+        requested, most = num_prompts * n, min(self.options.max_choices, self.options.max_requests)
+        if requested > most:
+            raise bad_request(
+                f"the request asks for {requested} answers ({num_prompts} prompts, n is {n}) and this server allows "
+                f"at most {most}; split it",
+                "n",
+            )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if len(prompt) > self._most_prompt_tokens:

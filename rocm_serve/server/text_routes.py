@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import FastAPI
@@ -12,12 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from rocm_attn.machine.distributions import version_of_package
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.generation import Generations
-from rocm_serve.server.schema import Message, TokenIds
+from rocm_serve.server.schema import FEW_MESSAGES, MOST_MESSAGES, Message, TokenIds
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.template_fields import TemplateFields
 from rocm_serve.server.tools import MOST_TOOLS, Tool
 from rocm_serve.server.unserved import refuse_unserved
 from rocm_serve.text.tokenizer import Tokenizer
+
+# Items of a list that one call writes as JSON.
+PIECE = 4096
 
 
 class _TextBody(BaseModel):
@@ -38,7 +43,9 @@ class TokenizeBody(_TextBody, TemplateFields):
     """
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
+    messages: (
+        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), FEW_MESSAGES] | None
+    ) = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -59,12 +66,8 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
         tokenizer = model.writer(_tokenizer_for(model, body), body.chat_template)
         assert model.tokenising is not None, "there is a tokenizer"
         said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
-        tokens = await model.tokenising.in_thread(sum(map(len, said)), _tokens_of, tokenizer, body)
-        entries = None
-        if body.return_token_strs:
-            entries = [tokenizer.backend.id_to_token(token) for token in tokens]
-        answer = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens, "token_strs": entries}
-        return JSONResponse(answer)
+        answer = await model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
+        return Response(answer, media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -112,6 +115,22 @@ def _require_tokenizer(model: ServedModel) -> Tokenizer:
     if model.tokenizer is None:
         raise bad_request("the model has no tokenizer, so texts have no tokens and tokens no text")
     return model.tokenizer
+
+
+def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, max_len: int) -> bytes:
+    """Returns the answer, as JSON. Raises like _tokens_of."""
+    tokens = _tokens_of(tokenizer, body)
+    entries = "null"
+    if body.return_token_strs:
+        entries = _written([tokenizer.backend.id_to_token(token) for token in tokens])
+    numbers = f'"count":{len(tokens)},"max_model_len":{max_len}'
+    return f'{{{numbers},"tokens":{_written(tokens)},"token_strs":{entries}}}'.encode()
+
+
+def _written(items: Sequence[int | str | None]) -> str:
+    """Returns a list as JSON. It is written in pieces, between which other threads can have Python's lock."""
+    pieces = (items[begin : begin + PIECE] for begin in range(0, len(items), PIECE))
+    return f"[{','.join(json.dumps(piece, separators=(',', ':'))[1:-1] for piece in pieces)}]"
 
 
 def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from rocm_serve.server.api_errors import ApiError
 from rocm_serve.text.chat_template import Rendering
 from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
+
+_Result = TypeVar("_Result")
 
 # Texts up to this number of characters are tokenised in the event loop. A longer one would delay other requests.
 _SHORT = 2048
@@ -26,10 +28,10 @@ class Tokenising:
 
     tokenizer:   of the model
     most_tokens: of a prompt
-    refusal:     makes the error for a prompt of at least so many tokens
+    refusal:     makes the error for a prompt of too many tokens, from "" or "at least " and their number
     """
 
-    def __init__(self, tokenizer: Tokenizer, most_tokens: int, refusal: Callable[[int], ApiError]) -> None:
+    def __init__(self, tokenizer: Tokenizer, most_tokens: int, refusal: Callable[[str, int], ApiError]) -> None:
         self.tokenizer, self._most_tokens, self._refusal = tokenizer, most_tokens, refusal
         self._count = TokenCount.of(tokenizer.backend)
         self._for_short = ThreadPoolExecutor(2, "tokenise")
@@ -61,14 +63,14 @@ class Tokenising:
         for threads in (self._for_short, self._for_long):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def in_thread(self, length: int, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    async def in_thread(self, length: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls a function that tokenises. length: characters of its text"""
         threads: Executor = self._for_long if length > _LONG else self._for_short
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
     def _prompt(self, text: str) -> list[int]:
         self._refuse_long(text)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, self._check)
 
     def _conversation(
         self,
@@ -79,9 +81,13 @@ class Tokenising:
     ) -> list[int]:
         text = writer.conversation(messages, tools, rendering)
         self._refuse_long(text)
-        return writer.encode_conversation(text)
+        return writer.encode_conversation(text, self._check)
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)
         if least > self._most_tokens:
-            raise self._refusal(least)
+            raise self._refusal("at least ", least)
+
+    def _check(self, num_tokens: int) -> None:
+        if num_tokens > self._most_tokens:
+            raise self._refusal("", num_tokens)

@@ -85,7 +85,7 @@ class ChatTemplate:
         Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
         more work than a conversation of this length needs.
         """
-        said = len(json.dumps([messages, tools, rendering.keywords]))
+        said = _size([messages, tools, rendering.keywords])
         if rendering.goes_on:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _GOES_ON}]
         try:
@@ -132,6 +132,8 @@ def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate |
 # Units of BoundedEnvironment: some thousand times the work of a chat template for a short prompt, done in seconds.
 _WORK, _WORK_PER_CHARACTER = 5_000_000, 100
 _LONGEST_REASON = 300
+# Characters of JSON around a value.
+_AROUND = 4
 
 # Errors that a template may raise: it is a program of the model's author.
 _TEMPLATE_ERRORS = (
@@ -145,6 +147,19 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+
+
+def _size(values: Any) -> int:
+    """Returns about the number of characters of values as JSON. To write them would hold Python's lock for long."""
+    size, to_count = 0, [values]
+    while to_count:
+        value = to_count.pop()
+        size += _AROUND + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, Mapping):
+            to_count += [*value.keys(), *value.values()]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            to_count += value
+    return size
 
 
 class _Refused(Exception):

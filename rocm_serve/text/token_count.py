@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ _NORMAL_FORMS, _SHRINK = frozenset({"NFC", "NFD", "NFKC", "NFKD"}), 4
 # Parts of a tokenizer that change no byte, or add some.
 _LOSSLESS_NORMALIZERS = frozenset({"ByteLevel", "Prepend"})
 _LOSSLESS_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"})
+# Characters that are looked at in one call. Between two calls, other threads can have Python's lock.
+PIECE = 2**16
 _SPACES = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 
@@ -60,11 +62,18 @@ class TokenCount:
 
     def least(self, text: str) -> int:
         """Returns a number of tokens that no text of these bytes falls below; 0 if nothing is known."""
-        if any(token in text for token in self.stripping):
-            for space in _SPACES:
-                text = text.replace(space, "")
-        num_bytes = len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped))
+        if math.isinf(self.bytes_of_token):
+            return 0
+        spaces = _SPACES if any(token in text for token in self.stripping) else ()
+        pieces = (text[begin : begin + PIECE] for begin in range(0, len(text), PIECE))
+        num_bytes = sum(self._num_kept(piece, spaces) for piece in pieces)
         return math.ceil(num_bytes / self.bytes_of_token)
+
+    def _num_kept(self, piece: str, spaces: Sequence[str]) -> int:
+        """Returns the bytes of a part of a text that have a token, without these spaces."""
+        for space in spaces:
+            piece = piece.replace(space, "")
+        return len(piece.encode("utf-8", "surrogatepass").translate(None, self.dropped))
 
 
 def _falls_back_to_bytes(model: tokenizers.models.Model) -> bool:

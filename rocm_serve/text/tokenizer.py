@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,10 @@ from rocm_serve.text.token_bytes import TokenBytes
 from rocm_serve.text.written_forms import kept_marks
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def any_number(num_tokens: int) -> None:
+    """Refuses no number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,14 +55,19 @@ class Tokenizer:
         object.__setattr__(other, "chat_template", ChatTemplate(source, before.bos_token, before.eos_token))
         return other
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest."""
-        before = [] if self.bos_token_id is None else [self.bos_token_id]
-        return before + _ids(self.backend, text, add_special_tokens=True)
+    def encode(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:
+        """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest.
+
+        check: gets the number of tokens before any id is made: a million of them is long in the making, and Python's
+               lock is held meanwhile. It may raise an error
+        """
+        if self.bos_token_id is None:
+            return _ids(self.backend, text, check, add_special_tokens=True)
+        return [self.bos_token_id, *_ids(self.backend, text, lambda n: check(n + 1), add_special_tokens=True)]
 
     def encode_unmarked(self, text: str) -> list[int]:
         """Like encode(), without any token that the text itself does not have."""
-        return _ids(self.backend, text, add_special_tokens=False)
+        return _ids(self.backend, text, any_number, add_special_tokens=False)
 
     def encode_chat(self, user: str) -> list[int]:
         """Token ids of a conversation that starts with the user's text, up to where the model continues.
@@ -88,9 +97,12 @@ class Tokenizer:
             raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
         return self.chat_template.render(messages, tools, rendering)
 
-    def encode_conversation(self, text: str) -> list[int]:
-        """Token ids of such a text: the template has written every special token itself. Raises BadRequest."""
-        return _ids(self.backend, text, add_special_tokens=False)
+    def encode_conversation(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:
+        """Token ids of such a text: the template has written every special token itself. Raises BadRequest.
+
+        check: see encode()
+        """
+        return _ids(self.backend, text, check, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens; bytes that are not UTF-8 become U+FFFD.
@@ -148,7 +160,9 @@ class TextStream:
         return self.tokenizer.decode(self._context + self._held)[len(before) :]
 
 
-def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+def _ids(
+    backend: tokenizers.Tokenizer, text: str, check: Callable[[int], None], *, add_special_tokens: bool
+) -> list[int]:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -158,5 +172,10 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
         ) from error
     # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    ids: list[int] = encoding.ids
+    try:
+        check(len(encoding))
+        ids: list[int] = encoding.ids
+    finally:
+        # An error's traceback would keep it until the event loop has answered, which would then free its many parts.
+        del encoding
     return ids

@@ -246,3 +246,17 @@ def test_what_is_marked_for_training_is_written_as_it_stands() -> None:
         "{% endgeneration %}{{ n }}{% endfor %}"
     )
     assert ChatTemplate(source).render([{"role": "assistant", "content": "a"}] * 2) == "[a]21[a]21"
+
+
+def test_the_length_of_a_conversation_is_known_without_writing_it_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> str:
+        raise AssertionError("a conversation was written as JSON")
+
+    # The template does three million steps of work for a text of many characters, more than it may for a short one.
+    template = ChatTemplate("{% for a in range(60) %}{{ messages[0].content }}{% endfor %}")
+    monkeypatch.setattr(json, "dumps", refuse)
+    said = "w" * 200_000
+    assert template.render([{"role": "user", "content": said}], [TOOL]) == said * 60
+    parts = [{"role": "user", "content": [said[:100_000], {"text": said[:100_000]}]}]
+    looping = ChatTemplate("{% for a in range(60) %}{{ messages[0].content[0] }}{% endfor %}")
+    assert looping.render(parts) == said[:100_000] * 60

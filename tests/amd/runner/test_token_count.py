@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import tokenizers
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from rocm_serve.text.token_count import TokenCount
+from rocm_serve.text.token_count import PIECE, TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import word_tokenizer
 from tests.amd.runner.with_parameters import character_tokenizer
@@ -99,6 +100,24 @@ def test_a_text_of_the_longest_token_has_no_more_than_that() -> None:
     assert TokenCount.of(by_bytes()).least(LONGEST * 50) == 50
     assert TokenCount.of(by_bytes()).least(LONGEST * 50 + "a") == 51
     assert TokenCount.of(character_tokenizer().backend).least("é" * 50) == 0
+
+
+class Whole(str):
+    """A text of which only parts may be read."""
+
+    def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+        raise AssertionError("a whole text was read in one call")
+
+    def replace(self, old: Any, new: Any, count: Any = -1) -> str:
+        raise AssertionError("a whole text was read in one call")
+
+
+@pytest.mark.parametrize("backend", [by_bytes(leaves_out="x"), stripping()], ids=["bytes", "stripping"])
+def test_a_long_text_is_counted_in_pieces_as_if_it_were_one(backend: tokenizers.Tokenizer) -> None:
+    count = TokenCount.of(backend)
+    text = "a éx<|end|> \u3000" * PIECE
+    kept = "aéx<|end|>" if count.stripping else "a é<|end|> \u3000"
+    assert count.least(Whole(text)) == math.ceil(PIECE * len(kept.encode()) / count.bytes_of_token)
 
 
 def removing() -> tokenizers.Tokenizer:

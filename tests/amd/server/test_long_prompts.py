@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from rocm_attn.errors import BadRequest
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
@@ -24,14 +26,32 @@ LONG = 70_000
 SAID: dict[str, Any] = {"role": "user", "content": ""}
 
 
+class Encoding:
+    """A text's tokens. made: gets the number of ids when they are asked for"""
+
+    def __init__(self, encoding: Any, made: list[int]) -> None:
+        self._encoding, self._made = encoding, made
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    @property
+    def ids(self) -> Any:
+        self._made.append(len(self))
+        return self._encoding.ids
+
+
 class Backend:
     """A tokenizer's backend that records the lengths of the texts that it splits, and may hold long ones up.
 
-    lengths: of the texts, in characters
+    lengths:  of the texts, in characters
+    made:     the numbers of ids that were made, per text
+    encoding: the last text's
     """
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self.lengths = backend, list[int]()
+        self._backend, self.lengths, self.made = backend, list[int](), list[int]()
+        self.encoding: Callable[[], Encoding | None] = lambda: None
         self._may_go_on = threading.Event()
         self._may_go_on.set()
         self._begun = threading.Semaphore(0)
@@ -44,7 +64,9 @@ class Backend:
         if len(texts[0]) >= LONG:
             self._begun.release()
             self._may_go_on.wait()
-        return self._backend.encode_batch_fast(texts, **options)
+        (encoding,) = (Encoding(each, self.made) for each in self._backend.encode_batch_fast(texts, **options))
+        self.encoding = weakref.ref(encoding)
+        return [encoding]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -92,6 +114,37 @@ def test_a_text_of_too_many_bytes_is_refused_before_the_tokenizer_reads_it(path:
         assert backend.lengths == [100]
         # Bytes that have no token may be many.
         assert post(server, body(path, "é" * LONG + "w"), path).json["usage"]["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_of_too_many_tokens_is_refused_before_an_id_is_made(path: str, loaded: LoadedModel) -> None:
+    backend = Backend(word_tokenizer().backend)
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend), max_prompt_tokens=20) as server:
+        reply = post(server, body(path, "w1 " * 21), path)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert "the prompt has 21 tokens and this server allows at most 20" in reply.error["message"]
+        assert (len(backend.lengths), backend.made) == (1, [])
+        assert post(server, body(path, "w1 " * 20), path).json["usage"]["prompt_tokens"] == 20
+        assert backend.made == [20]
+
+
+def test_the_number_of_tokens_that_is_checked_counts_the_first_one_of_the_model() -> None:
+    checked: list[int] = []
+    words = Tokenizer(word_tokenizer().backend, 2, PLAIN)
+    assert words.encode("w1 w3", checked.append) == [2, 1, 3]
+    assert words.encode_conversation("w1 w3", checked.append) == [1, 3]
+    assert checked == [3, 2]
+
+
+def test_a_refusal_keeps_nothing_of_the_tokens() -> None:
+    def refuse(num_tokens: int) -> None:
+        raise BadRequest(f"{num_tokens} are too many")
+
+    backend = Backend(word_tokenizer().backend)
+    with pytest.raises(BadRequest, match="2 are too many") as refused:
+        recording(word_tokenizer(), backend).encode("w1 w3", refuse)
+    assert refused.tb is not None
+    assert backend.encoding() is None
 
 
 THOUGHT = {"role": "assistant", "content": "w1", "reasoning_content": " " * LONG}

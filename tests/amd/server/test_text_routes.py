@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import threading
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import tokenizers
 
 from rocm_serve.engine import Engine
+from rocm_serve.server import text_routes
 from rocm_serve.server.gate import GENERATING
 from rocm_serve.server.unserved import PATHS
 from rocm_serve.text.tokenizer import Tokenizer
@@ -53,6 +56,28 @@ def test_a_conversation_is_tokenised_as_it_is_answered(server: Running) -> None:
     assert reply.json["tokens"] == [63, 9, 12]
     answer = post(server, {"model": NAME, "messages": messages, "max_tokens": 1}, CHAT)
     assert answer.json["usage"]["prompt_tokens"] == reply.json["count"]
+
+
+def test_a_list_of_tokens_is_written_in_pieces_by_the_thread_that_tokenises(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, int]] = []
+
+    class Json:
+        def dumps(self, items: Sequence[Any], **options: Any) -> str:
+            written.append((threading.current_thread().name, len(items)))
+            return json.dumps(items, **options)
+
+    monkeypatch.setattr(text_routes, "json", Json())
+    monkeypatch.setattr(text_routes, "PIECE", 4)
+    tokens = [each % 60 for each in range(9)]
+    asked = {"prompt": " ".join(f"w{each}" for each in tokens), "add_special_tokens": False, "return_token_strs": True}
+    reply = post(server, asked, "/tokenize")
+    assert reply.headers["content-type"] == "application/json"
+    names = [f"w{each}" for each in tokens]
+    assert reply.json == {"count": 9, "max_model_len": 64, "tokens": tokens, "token_strs": names}
+    assert [length for _, length in written] == [4, 4, 1] * 2
+    assert all(name.startswith("tokenise") for name, _ in written)
 
 
 def test_tokens_become_the_text_with_special_ones(server: Running) -> None:

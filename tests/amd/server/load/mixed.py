@@ -23,6 +23,8 @@ from tests.amd.server.load.clients import MODEL, Answer, LostAnswer, ask, client
 from tests.amd.server.load.served import Served
 
 DISCONNECTS, INVALID = 0.10, 0.05
+# A server's memory may grow by this much between its first quiet moment and its last.
+MOST_GROWTH = 48 << 20
 # Turns of the event loop, after which a client that has begun to send has sent all: it connects, and takes a few locks.
 _TURNS = 100
 # Wrong fields, which replace those of a good request, and the status of the answer.
@@ -61,6 +63,11 @@ class Tally:
     def is_right(self) -> bool:
         """True if every answer is right, none is lost, and no page leaked."""
         return not (self.wrong or self.lost or any(self.pages))
+
+    @property
+    def grown(self) -> float:
+        """The most bytes by which a server's memory grew between its first quiet moment and its last."""
+        return max(server[-1] - server[0] for server in self.resident)
 
     def assert_right(self) -> None:
         """Asserts is_right, with the errors in the message."""
@@ -127,7 +134,7 @@ class MixedLoad:
             if counts["requests_total"] == counts["requests_ended_total"] and not counts["running"]:
                 break
         self.tally.pages.append(int(counts.pages_of_requests))
-        resident = _resident_bytes(self._server.pid)
+        resident = resident_bytes(self._server.pid)
         if len(self.tally.resident) == self.tally.kinds["drains"]:
             self.tally.resident.append([])
         self.tally.resident[-1].append(resident)
@@ -262,6 +269,7 @@ class MixedLoad:
             self._quiet.notify_all()
 
 
-def _resident_bytes(pid: int) -> float:
+def resident_bytes(pid: int) -> float:
+    """Returns the bytes of memory of a process."""
     fields = Path(f"/proc/{pid}/statm").read_text().split()
     return int(fields[1]) * 4096.0

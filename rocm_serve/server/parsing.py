@@ -1,0 +1,46 @@
+"""Parsing of bodies: by pydantic's parser, which reads long texts in a tenth of the time of Python's own.
+
+Either parser holds Python's lock from a body's first byte to its last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+
+
+def parsed(body: bytes) -> Any:
+    """Returns the value of a text of JSON. Raises like json.loads."""
+    try:
+        return from_json(body)
+    except ValueError:
+        # Python's parser reads more: halves of characters, and other encodings than UTF-8. Its errors say where.
+        return json.loads(body)
+
+
+class ParsedRequest(Request):
+    """A request whose body is read by parsed()."""
+
+    async def json(self) -> Any:
+        """Returns the value of the body, which is parsed once. Raises like json.loads."""
+        if not hasattr(self, "_json"):
+            self._json = parsed(await self.body())
+        return self._json
+
+
+class ParsedRoute(APIRoute):
+    """A route whose handler gets a ParsedRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Returns the handler of the route."""
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed

@@ -71,7 +71,7 @@ def _requires(name: str) -> list[str]:
 
 def installed_by(requirements: Iterable[str]) -> set[str]:
     """Returns the packages of this environment that pip would install for these requirements, by canonical name."""
-    waiting, seen = [Requirement(each) for each in requirements], set()
+    waiting, seen = [Requirement(each) for each in requirements], set[tuple[str, str]]()
     while waiting:
         wanted = waiting.pop()
         name = canonicalize_name(wanted.name)

@@ -35,7 +35,7 @@ def served_until_reported(words: Sequence[str], reader: Reader) -> tuple[int, st
 
     words: of `rocm-attn`
     """
-    command = [reader.python, "-m", "rocm_attn.cli", *words, "--port", "0"]
+    command = [str(reader.python), "-m", "rocm_attn.cli", *words, "--port", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment(), stdout=pipe, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None

@@ -130,13 +130,19 @@ class TorchRecorder:
         self._live.add(recording)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Takes the stream out of capture mode, in any state of the capture."""
+        """Takes the stream out of capture mode, in any state of the capture, and destroys the graph.
+
+        The driver breaks off a later capture if it has to destroy a graph meanwhile, and the last reference to a refused
+        recording may go at any time.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an empty graph is expected here
             try:
                 graph.capture_end()
             except RuntimeError:
                 self._mend()
+            with suppress(RuntimeError):
+                graph.reset()
 
     def _mend(self) -> None:
         """Ends what a broken capture has left open inside torch.

@@ -34,7 +34,8 @@ def pool_of(options: argparse.Namespace, pool: PoolSize) -> PoolSize:
 
     Raises BadSetting.
     """
-    engine = None if options.engine is None else named_engine(options.engine)[0]
+    named = getattr(options, "engine", None)  # only explain has the option
+    engine = None if named is None else named_engine(named)[0]
     for plugin in PLUGINS:
         if plugin.name == engine:
             external = ExternalOptions(page_strides=plugin.packs_rows)

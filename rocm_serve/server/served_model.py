@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 from rocm_attn.errors import BadRequest
@@ -41,8 +41,9 @@ from rocm_serve.text.written_forms import (
 _COMPLETION_TOKENS = 16
 # More than the tokens of a mark that begins reasoning, and of blanks after it.
 _TOKENS_OF_A_MARK = 32
-# Fields of a body that Sampling has under the same name and with the same meaning.
-_SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+# Fields of a body that Sampling has under the same name and with the same meaning; the others are converted.
+_CONVERTED = {"top_k", "seed", "logit_bias"}
+_SAMPLED = {each.name for each in fields(Sampling)} & GenerationBody.model_fields.keys() - _CONVERTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,7 +307,9 @@ class Layers:
 
     def _after_store(self, plan: StepPlan, layer: int, tensors: StepTensors) -> None:
         """Zeroes the rest of a sequence's last page for kernels that multiply V after its end."""
-        if plan.kernels[self._kind_of_layer[layer]].entry.needs_zeroed_tails(self.problem(layer)):
+        entry = plan.kernels[self._kind_of_layer[layer]].entry
+        # Most kernels mask V, and this runs for each layer of each step: the method is called for the others.
+        if not entry.masks_v and entry.needs_zeroed_tails(self.problem(layer)):
             of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
             self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
 

@@ -35,7 +35,7 @@ def alone(loaded: LoadedModel) -> list[Completion]:
 
 
 def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Completion]) -> None:
-    plain, schema, regex, choice = alone
+    plain, schema, regex, choice, allowed = alone
     assert plain.finish_reason == "length"
     value = json.loads(schema.text)
     assert value.keys() == {"a", "b"}
@@ -44,7 +44,9 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
     assert value["b"] in ("x", "yes")
     assert re.fullmatch("[a-f]{4,9}[0-9]", regex.text)
     assert choice.text in ("yes", "no")  # although min_tokens is larger
-    assert all(done.finish_reason == "stop" and done.token_ids[-1] == END for done in alone[1:])
+    assert all(done.finish_reason == "stop" and done.token_ids[-1] == END for done in (schema, regex, choice))
+    assert re.fullmatch("[a-z]+", allowed.text)
+    assert {*allowed.token_ids} <= {*range(9, 44, 2)}
     assert [emitted.token_id for emitted in schema.logprobs] == list(schema.token_ids)
 
 

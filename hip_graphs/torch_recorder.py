@@ -132,8 +132,8 @@ class TorchRecorder:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Takes the stream out of capture mode, in any state of the capture, and destroys the graph.
 
-        The driver breaks off a later capture if it has to destroy a graph meanwhile, and the last reference to a refused
-        recording may go at any time.
+        The driver breaks off a later capture if it has to destroy a graph meanwhile, and the last reference to a
+        refused recording may go at any time.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an empty graph is expected here

@@ -239,6 +239,12 @@ SEED = option("--seed", type=natural, default=0, metavar="S", help="seed of all 
 TUNING_FILE = option(
     "--tuning", metavar="FILE", help="file of measured tiles, or off (ROCM_ATTN_TUNING, or the file in the cache)"
 )
+BUNDLE = option("--bundle", metavar="FILE", help="compile all kernels anew, and write them to this file")
+CHECK_BUNDLE = option(
+    "--check",
+    metavar="FILE",
+    help="add the kernels of this bundle to Triton's cache first; exit code 2 if anything is left to compile",
+)
 TRITON_RELEASE = option(
     "--triton-release", metavar="RELEASE", help="Triton release, for instance 3.6.0 (the installed one)"
 )

@@ -49,6 +49,8 @@ _PREWARM_EXAMPLES = """\
 examples:
   rocm-attn prewarm ./Llama-3.1-8B-Instruct                       on the GPU that will serve, as the serving user
   rocm-attn prewarm config.json --arch gfx942 --max-batch-size 256    while an image is built
+  rocm-attn prewarm config.json --arch gfx942 --bundle kernels.tgz    the same into a file
+  rocm-attn prewarm config.json --check kernels.tgz                   on the machine that serves: compiles nothing
 """
 
 _CAPTURE_PLAN_EXAMPLES = """\
@@ -202,6 +204,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES, o.DRAFTS, o.VERIFY_TOKENS)
     add_options(parser, (*options, *served, o.JSON))
+    add_options(parser.add_mutually_exclusive_group(), (o.BUNDLE, o.CHECK_BUNDLE))
 
 
 def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:

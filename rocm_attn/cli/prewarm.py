@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from rocm_attn.capture.prewarm import prewarm
+from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
+from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import Target, detect_target, known_target, target_elsewhere
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
@@ -37,13 +45,15 @@ def run(options: argparse.Namespace) -> None:
     if any(drafts.branches > 1 for drafts in options.drafts):
         problems = tuple(replace(problem, custom_mask=True) for problem in problems)
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
-    report = prewarm(
+    compile_all = partial(
+        prewarm,
         problems,
         target,
         replace(common, drafts=options.drafts, verify_tokens=options.verify_tokens),
         device=device,
         progress=ProgressBar(sys.stderr, "compiling"),
     )
+    report = _with_bundles(options, target, compile_all)
     ran = device.type == "cuda"
     if options.json:
         print(json.dumps({"arch": target.arch, "ran": ran, **pages_as_json(pages), **asdict(report)}))
@@ -51,6 +61,53 @@ def run(options: argparse.Namespace) -> None:
         how = "run" if ran else "compiled without running"
         print(f"{options.config} on {target.arch}, {pages.describe()}, {how}")
         print("\n".join(report.lines()))
+
+
+def _with_bundles(
+    options: argparse.Namespace, target: Target, compile_all: Callable[[], PrewarmReport]
+) -> PrewarmReport:
+    """Compiles all kernels; takes them from options.check or writes them to options.bundle, if there is one.
+
+    Raises BadSetting.
+    """
+    facts = {"arch": target.arch, "Triton": str(triton_version()), "processor": platform.machine()}
+    if options.check is not None:
+        return _checked(Path(options.check), facts, compile_all)
+    if options.bundle is None:
+        return compile_all()
+    usual = os.environ.get("TRITON_CACHE_DIR")
+    with TemporaryDirectory() as folder:
+        # An empty cache, so that the bundle has the kernels of this model and no others.
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            report = compile_all()
+            if not report.compiled:
+                raise BadSetting(f"--bundle has nothing to write: {report.lines()[0]}")
+            save_bundle(Path(options.bundle), Path(folder), facts)
+        except OSError as error:
+            raise BadSetting(f"--bundle cannot write {options.bundle}: {error}") from error
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+            if usual is not None:
+                os.environ["TRITON_CACHE_DIR"] = usual
+    return replace(report, cache=options.bundle)
+
+
+def _checked(file: Path, facts: dict[str, str], compile_all: Callable[[], PrewarmReport]) -> PrewarmReport:
+    """Adds a bundle to Triton's cache, and compiles what is missing. Raises BadSetting if anything was."""
+    from rocm_attn.kernels.compile_only import cache_folder
+
+    try:
+        load_bundle(file, Path(cache_folder()), facts)
+    except OSError as error:
+        raise BadSetting(f"--check cannot read {file}: {error}") from error
+    report = compile_all()
+    if report.compiled:
+        raise BadSetting(
+            f"{file} lacks {sum(report.compiled.values())} variants that these options need, of "
+            f"{', '.join(sorted(report.compiled))}; give --bundle the options that will be served, and the same source"
+        )
+    return report
 
 
 def target_and_device(arch: str | None) -> tuple[Target, torch.device]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import platform
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.kernel_bundle import save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
@@ -22,6 +24,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
@@ -236,6 +239,46 @@ def test_the_command_prints_what_it_compiled(config: Path, cache: Path, capsys: 
     reported = json.loads(capsys.readouterr().out)
     assert (reported["arch"], reported["ran"], reported["compiled"]) == (ARCH, False, {})
     assert reported["cached"]["_store_kernel"] == 2  # of few tokens and of many
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_bundle_that_lacks_a_kernel_is_told_from_a_whole_one(
+    config: Path,
+    cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A whole one leaves nothing to compile in another folder, where Triton's index must name other paths."""
+    command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
+    folder = tmp_path_factory.mktemp("bundles")
+    facts = {"arch": ARCH, "Triton": triton_version(), "processor": platform.machine()}
+    assert main(command) == DONE  # with options of its own, which need more than is in the cache
+    capsys.readouterr()
+    save_bundle(folder / "whole", cache, facts)
+    for compiled in {path.parent for path in cache.glob("*/_store_kernel.*")}:
+        shutil.rmtree(compiled)
+    save_bundle(folder / "lacking", cache, facts)
+    shutil.rmtree(cache)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "one"))
+    assert main([*command, "--check", str(folder / "whole"), "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["compiled"] == {}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "other"))
+    assert main([*command, "--check", str(folder / "lacking")]) == BAD_INPUT
+    assert "lacks 2 variants that these options need, of _store_kernel; " in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_command_writes_a_bundle_of_this_model_alone(
+    config: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64", "--json"]
+    file = tmp_path_factory.mktemp("bundles") / "kernels.tgz"
+    assert main([*command, "--bundle", str(file)]) == DONE
+    assert not any(cache.iterdir())
+    compiled = json.loads(capsys.readouterr().out)["compiled"]
+    assert main([*command, "--check", str(file)]) == DONE
+    assert json.loads(capsys.readouterr().out)["cached"] == compiled
 
 
 @pytest.mark.nightly

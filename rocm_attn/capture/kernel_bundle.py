@@ -1,0 +1,117 @@
+"""Bundles: the compiled kernels of a Triton cache in one file, for machines that should compile nothing.
+
+A bundle is a tar file, packed by gzip: `manifest.json`, and a member for each file of the cache. A copy of the folder
+would be no use elsewhere: Triton's index of an entry has whole paths (`__grp__NAME`, FileCacheManager.put_group in
+triton/runtime/cache.py). Here an index has the names of files, and load_bundle gives it the paths of the cache that it
+fills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from rocm_attn.errors import BadSetting
+
+_MANIFEST, _INDEX, _PATHS = "manifest.json", "__grp__", "child_paths"
+# The folder of an entry and a file in it; neither "." nor "..", and nothing that leaves the folder.
+_NAME = re.compile(r"\w[\w+=-]*/\w[\w.+=-]*")
+
+
+def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
+    """Writes all entries of a cache to a bundle, which appears when it is whole; returns the number of their files.
+
+    facts: conditions under which the kernels can be used, as arch and Triton's release
+    Raises OSError.
+    """
+    contents = {
+        str(path.relative_to(cache)): _without_folder(path) for path in sorted(cache.glob("*/*")) if path.name != "lock"
+    }
+    manifest = {
+        "facts": dict(facts),
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
+    }
+    part = file.with_name(f"{file.name}.part")
+    with tarfile.open(part, "w:gz") as bundle:
+        for name, content in {_MANIFEST: json.dumps(manifest).encode(), **contents}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            bundle.addfile(member, io.BytesIO(content))
+    part.replace(file)
+    return len(contents)
+
+
+def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
+    """Adds the entries of a bundle to a cache and returns the number of their files. facts: see save_bundle
+
+    Raises BadSetting, with the cache unchanged, for other facts and for a file that is no whole bundle; OSError.
+    """
+    made_for, contents = _read(file)
+    if made_for != facts:
+        raise BadSetting(
+            f"{file} has kernels for {_in_words(made_for)}, and here they must be for {_in_words(facts)}; make a "
+            "bundle with --bundle here"
+        )
+    # An index comes after the files that it names: another process may read the cache meanwhile.
+    for name in sorted(contents, key=lambda name: _is_index(name)):
+        to = cache / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        content = _with_folder(contents[name], to.parent) if _is_index(name) else contents[name]
+        part = to.with_name(f"{to.name}.{os.getpid()}.part")
+        part.write_bytes(content)
+        part.replace(to)
+    return len(contents)
+
+
+def _read(file: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Returns a bundle's facts and its files. Raises BadSetting, OSError."""
+    try:
+        with tarfile.open(file, "r:gz") as bundle:
+            manifest = json.loads(_content(bundle, _MANIFEST))
+            contents = {name: _content(bundle, name) for name in manifest["files"]}
+    except (tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, TypeError) as error:
+        raise BadSetting(f"{file} is no bundle of kernels: {error}") from None
+    for name, content in contents.items():
+        if not _NAME.fullmatch(name):
+            raise BadSetting(f"{file} is no bundle of kernels: {name!r} is no file of an entry of a cache")
+        if hashlib.sha256(content).hexdigest() != manifest["files"][name]:
+            raise BadSetting(f"{file} is damaged: {name} is not the file that was packed; copy the bundle again")
+    return manifest["facts"], contents
+
+
+def _content(bundle: tarfile.TarFile, name: str) -> bytes:
+    """The bytes of a plain file. Raises LookupError."""
+    member = bundle.getmember(name)
+    read = bundle.extractfile(member) if member.isreg() else None
+    if read is None:
+        raise LookupError(f"{name} is no plain file")
+    return read.read()
+
+
+def _is_index(name: str) -> bool:
+    return name.partition("/")[2].startswith(_INDEX)
+
+
+def _without_folder(path: Path) -> bytes:
+    """The content of a cache's file; an index has names in place of paths."""
+    content = path.read_bytes()
+    if not path.name.startswith(_INDEX):
+        return content
+    index = json.loads(content)
+    return json.dumps(index | {_PATHS: {name: Path(child).name for name, child in index[_PATHS].items()}}).encode()
+
+
+def _with_folder(content: bytes, folder: Path) -> bytes:
+    index = json.loads(content)
+    return json.dumps(index | {_PATHS: {name: str(folder / child) for name, child in index[_PATHS].items()}}).encode()
+
+
+def _in_words(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())

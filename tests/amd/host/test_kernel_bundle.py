@@ -1,0 +1,106 @@
+"""Bundles of compiled kernels are whole, of this machine's kind, and stay within the cache that they fill."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
+from rocm_attn.errors import BadSetting
+
+FACTS = {"arch": "gfx942", "Triton": "3.9.0", "processor": "x86_64"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Returns a cache with one entry, whose index has whole paths, as Triton writes it."""
+    entry = tmp_path / "cache" / "KEY0"
+    entry.mkdir(parents=True)
+    (entry / "decode.hsaco").write_bytes(b"\x7fELF code")
+    (entry / "lock").touch()
+    paths = {"decode.hsaco": str(entry / "decode.hsaco")}
+    (entry / "__grp__decode.json").write_text(json.dumps({"child_paths": paths}))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def bundle(cache: Path, tmp_path: Path) -> Path:
+    assert save_bundle(tmp_path / "kernels.tgz", cache, FACTS) == 2
+    return tmp_path / "kernels.tgz"
+
+
+def packed(file: Path, files: dict[str, bytes], kind: bytes = tarfile.REGTYPE) -> Path:
+    """Returns a file that is a bundle but for its names and the kind of its members."""
+    sums = {name: sha256(content).hexdigest() for name, content in files.items()}
+    manifest = json.dumps({"facts": FACTS, "files": sums}).encode()
+    with tarfile.open(file, "w:gz") as bundle:
+        for name, content in {"manifest.json": manifest, **files}.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.type, member.linkname = len(content), kind, "/etc/hostname"
+            if name == "manifest.json":
+                member.type = tarfile.REGTYPE
+            bundle.addfile(member, io.BytesIO(content))
+    return file
+
+
+def test_entries_are_found_at_their_new_place(bundle: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    assert load_bundle(bundle, there, FACTS) == 2
+    index = json.loads((there / "KEY0" / "__grp__decode.json").read_text())
+    assert index == {"child_paths": {"decode.hsaco": str(there / "KEY0" / "decode.hsaco")}}
+    assert (there / "KEY0" / "decode.hsaco").read_bytes() == b"\x7fELF code"
+    assert {path.name for path in there.glob("*/*")} == {"decode.hsaco", "__grp__decode.json"}
+
+
+def test_kernels_of_another_machine_are_refused(bundle: Path, tmp_path: Path) -> None:
+    wanted = r"for arch gfx942, Triton 3\.9\.0, processor x86_64, and here they must be for arch gfx950, "
+    with pytest.raises(BadSetting, match=wanted):
+        load_bundle(bundle, tmp_path / "there", FACTS | {"arch": "gfx950"})
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("name", ["../away", "KEY0/../../away", "/tmp/away", "KEY0/..", "KEY0/deep/away", "away"])
+def test_a_name_that_leaves_the_cache_is_refused(name: str, tmp_path: Path) -> None:
+    file = packed(tmp_path / "kernels.tgz", {"KEY0/good": b"1", name: b"2"})
+    with pytest.raises(BadSetting, match="is no file of an entry of a cache"):
+        load_bundle(file, tmp_path / "there", FACTS)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE])
+def test_a_link_in_a_bundle_is_refused(kind: bytes, tmp_path: Path) -> None:
+    file = packed(tmp_path / "kernels.tgz", {"KEY0/decode.hsaco": b""}, kind)
+    with pytest.raises(BadSetting, match="is no bundle of kernels"):
+        load_bundle(file, tmp_path / "there", FACTS)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_changed_file_is_refused(bundle: Path, tmp_path: Path) -> None:
+    with tarfile.open(bundle) as members:
+        manifest = json.load(members.extractfile("manifest.json"))  # type: ignore[arg-type]
+    manifest["files"]["KEY0/decode.hsaco"] = sha256(b"other code").hexdigest()
+    with tarfile.open(bundle, "w:gz") as members:
+        for name, content in {
+            "manifest.json": json.dumps(manifest).encode(),
+            "KEY0/decode.hsaco": b"\x7fELF code",
+            "KEY0/__grp__decode.json": b"",
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            members.addfile(member, io.BytesIO(content))
+    with pytest.raises(BadSetting, match=r"is damaged: KEY0/\S+ is not the file that was packed"):
+        load_bundle(bundle, tmp_path / "there", FACTS)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("length", [0, 7, 60])
+def test_half_a_bundle_is_refused(length: int, bundle: Path, tmp_path: Path) -> None:
+    bundle.write_bytes(bundle.read_bytes()[:length])
+    with pytest.raises(BadSetting, match="is no bundle of kernels"):
+        load_bundle(bundle, tmp_path / "there", FACTS)
+    assert not (tmp_path / "there").exists()

@@ -33,7 +33,7 @@ else:
 OURS = {"rocm-attn": ROOT, "rocm-serve": ROOT / "rocm_serve", "rocm-lab": ROOT / "rocm_lab"}
 _FOLDERS = {".": "rocm-attn", "./rocm_serve": "rocm-serve", "./rocm_lab": "rocm-lab"}
 # A line of a block, or code within a sentence, which a line's end may break.
-_PIP_INSTALL = re.compile(r"^pip install ((?:\\\n|[^\n#])+)|`pip install ([^`]+)`", re.MULTILINE)
+_PIP_INSTALL = re.compile(r"^pip install ((?:\\\n|[^\n#])+)|`pip install\s([^`]+)`", re.MULTILINE)
 _OPTIONS_WITH_VALUES = ("--index-url", "--find-links")
 
 # What the tests add to a page: a tiny model stands for any other. In one line, so that errors have the page's lines.

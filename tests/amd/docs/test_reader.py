@@ -21,8 +21,8 @@ def test_what_a_page_installs_is_read_from_blocks_and_from_sentences() -> None:
             "pip install . './rocm_serve[server,otel]'   # the engine",
             "pip install torch --index-url https://example.org/whl",
             "```",
-            "It needs `pip install --no-deps",
-            "'openai>=1.60'`, and no pip install of others.",
+            "It needs `pip install",
+            "--no-deps 'openai>=1.60'`, and no pip install of others.",
         )
     )
     assert asked_for(page) == {"rocm-attn", "rocm-serve[server,otel]", "torch", "openai>=1.60"}

@@ -229,7 +229,7 @@ def unseen(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
 @on_gpu
 @pytest.mark.parametrize("own", [False, True], ids=["the device's generator", "another generator"])
 def test_a_gpu_draws_other_numbers_in_each_replay(own: bool) -> None:
-    torch.cuda.init()  # torch makes its generators then
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch makes its generators then
     generator = torch.Generator("cuda") if own else torch.cuda.default_generators[torch.cuda.current_device()]
     x = torch.zeros(1 << 10, device="cuda")
     recorder = TorchRecorder("cuda")

@@ -12,8 +12,8 @@ from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.machine import describe_machine
+from rocm_lab.soak.scenario import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 from rocm_lab.soak.soak import Soak, SoakFailed, SoakFault, SoakReport
-from rocm_lab.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
 
 def run(options: argparse.Namespace) -> None:

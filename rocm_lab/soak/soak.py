@@ -36,7 +36,8 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.soak.alone import NoAloneCheck, ServedAlone, SoloCheck
 from rocm_lab.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_lab.soak.rounds import SoakRounds
-from rocm_lab.soak.world import ROUNDS, Action, Scenario, World
+from rocm_lab.soak.scenario import ROUNDS, Action, Scenario
+from rocm_lab.soak.world import World
 
 # Allowed growth between two moments without graphs and held results. A host's allocator keeps freed memory; a device's
 # figure is exact. Buffers that grow to a power of two with the largest eager step need less than this.

@@ -18,8 +18,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
+from rocm_lab.soak.scenario import Scenario
 from rocm_lab.soak.soak import Soak
-from rocm_lab.soak.world import Scenario
 from tests.amd.house.source_tree import ROOT
 from tests.amd.rocm.models import Measured, layer
 

@@ -31,8 +31,9 @@ from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layers import StepLayers
 from rocm_lab.soak.alone import NoAloneCheck
+from rocm_lab.soak.scenario import LONG_KV_LEN, Action, Ladders, Scenario
 from rocm_lab.soak.soak import Soak, SoakFailed, SoakReport
-from rocm_lab.soak.world import LONG_KV_LEN, Action, HeldRequest, Ladders, Scenario, World
+from rocm_lab.soak.world import HeldRequest, World
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))

@@ -87,17 +87,22 @@ def listening(listen: Callable[..., None]) -> Iterator[None]:
     A listener that is set already is called too.
     """
     before = triton.knobs.compilation.listener
-
-    def both(**compile: Any) -> None:
-        listen(**compile)
-        if before is not None:
-            before(**compile)
-
-    triton.knobs.compilation.listener = both
+    triton.knobs.compilation.listener = _with_earlier(listen, before)
     try:
         yield
     finally:
         triton.knobs.compilation.listener = before
+
+
+def _with_earlier(listen: Callable[..., None], earlier: Callable[..., None] | None) -> Callable[..., None]:
+    """Returns a listener that calls both."""
+
+    def both(**compile: Any) -> None:
+        listen(**compile)
+        if earlier is not None:
+            earlier(**compile)
+
+    return both
 
 
 def hook_compiles(begins: Callable[[str], None], ended: Callable[[bool], None]) -> None:
@@ -105,7 +110,7 @@ def hook_compiles(begins: Callable[[str], None], ended: Callable[[bool], None]) 
 
     It calls ended(was_cached) after. Hooks and listeners that are set already stay. A compile that raises is not ended.
     """
-    before, after = triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener
+    before = triton.knobs.runtime.jit_cache_hook
 
     def begin(**compile: Any) -> Any:
         if before is not None and (replaced := before(**compile)):
@@ -115,10 +120,17 @@ def hook_compiles(begins: Callable[[str], None], ended: Callable[[bool], None]) 
 
     def end(*, cache_hit: bool, **compile: Any) -> None:
         ended(cache_hit)
-        if after is not None:
-            after(cache_hit=cache_hit, **compile)
 
-    triton.knobs.runtime.jit_cache_hook, triton.knobs.compilation.listener = begin, end
+    triton.knobs.runtime.jit_cache_hook = begin
+    triton.knobs.compilation.listener = _with_earlier(end, triton.knobs.compilation.listener)
+
+
+@contextmanager
+def cache_at(folder: str) -> Iterator[None]:
+    """While active, Triton's cache is in another folder."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        yield
 
 
 def cache_folder() -> str:

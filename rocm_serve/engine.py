@@ -208,7 +208,7 @@ class Engine:
     def compile_all(self, progress: Progress) -> None:
         """Compiles every kernel of eager steps and of picks, so that no request waits for a compile.
 
-        Call it last before the first request. What is compiled after it is counted: compiles_after_start.
+        Call it last before the first request: compiles_after_start counts those that come later.
         progress: as in capture_all(). Raises DeviceFault
         """
         self.forget_prefixes()

@@ -37,13 +37,6 @@ _HEADER = Struct(f"={HEADER_WORDS}i")
 pack_header = _HEADER.pack
 
 
-def slot_header(
-    num_seqs: int, num_tokens: int, step: int, has_ids: bool, step_before: int, runs_before: int = 0
-) -> bytes:
-    """The words before the parts, without an echo."""
-    return pack_header(num_seqs, num_tokens, step, has_ids, step_before, 0, 0, runs_before)
-
-
 class SlotParts(NamedTuple):
     """The places of a slot's parts after its header: n words each, n = num_seqs, but for token_ids.
 

@@ -63,7 +63,7 @@ def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
     for name in sorted(contents, key=lambda name: _is_index(name)):
         to = cache / name
         to.parent.mkdir(parents=True, exist_ok=True)
-        content = _with_folder(contents[name], to.parent) if _is_index(name) else contents[name]
+        content = _index_in(str(to.parent), contents[name]) if _is_index(name) else contents[name]
         part = to.with_name(f"{to.name}.{os.getpid()}.part")
         part.write_bytes(content)
         part.replace(to)
@@ -101,16 +101,14 @@ def _is_index(name: str) -> bool:
 
 def _without_folder(path: Path) -> bytes:
     """The content of a cache's file; an index has names in place of paths."""
-    content = path.read_bytes()
-    if not path.name.startswith(_INDEX):
-        return content
-    index = json.loads(content)
-    return json.dumps(index | {_PATHS: {name: Path(child).name for name, child in index[_PATHS].items()}}).encode()
+    return _index_in("", path.read_bytes()) if path.name.startswith(_INDEX) else path.read_bytes()
 
 
-def _with_folder(content: bytes, folder: Path) -> bytes:
-    index = json.loads(content)
-    return json.dumps(index | {_PATHS: {name: str(folder / child) for name, child in index[_PATHS].items()}}).encode()
+def _index_in(folder: str, index: bytes) -> bytes:
+    """An index whose files are in another folder; "": as names."""
+    old = json.loads(index)
+    paths = {name: os.path.join(folder, os.path.basename(child)) for name, child in old[_PATHS].items()}
+    return json.dumps(old | {_PATHS: paths}).encode()
 
 
 def _in_words(facts: Mapping[str, str]) -> str:

@@ -34,8 +34,7 @@ def pool_of(options: argparse.Namespace, pool: PoolSize) -> PoolSize:
 
     Raises BadSetting.
     """
-    named = getattr(options, "engine", None)  # only explain has the option
-    engine = None if named is None else named_engine(named)[0]
+    engine = None if options.engine is None else named_engine(options.engine)[0]
     for plugin in PLUGINS:
         if plugin.name == engine:
             external = ExternalOptions(page_strides=plugin.packs_rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable
@@ -70,35 +69,35 @@ def _with_bundles(
 
     Raises BadSetting.
     """
-    facts = {"arch": target.arch, "Triton": str(triton_version()), "processor": platform.machine()}
     if options.check is not None:
-        return _checked(Path(options.check), facts, compile_all)
+        return _checked(Path(options.check), target, compile_all)
     if options.bundle is None:
         return compile_all()
-    usual = os.environ.get("TRITON_CACHE_DIR")
-    with TemporaryDirectory() as folder:
-        # An empty cache, so that the bundle has the kernels of this model and no others.
-        os.environ["TRITON_CACHE_DIR"] = folder
+    from rocm_attn.kernels.compile_only import cache_at
+
+    # An empty cache, so that the bundle has the kernels of this model and no others.
+    with TemporaryDirectory() as folder, cache_at(folder):
         try:
             report = compile_all()
             if not report.compiled:
                 raise BadSetting(f"--bundle has nothing to write: {report.lines()[0]}")
-            save_bundle(Path(options.bundle), Path(folder), facts)
+            save_bundle(Path(options.bundle), Path(folder), bundle_facts(target))
         except OSError as error:
             raise BadSetting(f"--bundle cannot write {options.bundle}: {error}") from error
-        finally:
-            del os.environ["TRITON_CACHE_DIR"]
-            if usual is not None:
-                os.environ["TRITON_CACHE_DIR"] = usual
     return replace(report, cache=options.bundle)
 
 
-def _checked(file: Path, facts: dict[str, str], compile_all: Callable[[], PrewarmReport]) -> PrewarmReport:
+def bundle_facts(target: Target) -> dict[str, str]:
+    """The conditions under which kernels that are compiled here for a target can be used."""
+    return {"arch": target.arch, "Triton": triton_version(), "processor": platform.machine()}
+
+
+def _checked(file: Path, target: Target, compile_all: Callable[[], PrewarmReport]) -> PrewarmReport:
     """Adds a bundle to Triton's cache, and compiles what is missing. Raises BadSetting if anything was."""
     from rocm_attn.kernels.compile_only import cache_folder
 
     try:
-        load_bundle(file, Path(cache_folder()), facts)
+        load_bundle(file, Path(cache_folder()), bundle_facts(target))
     except OSError as error:
         raise BadSetting(f"--check cannot read {file}: {error}") from error
     report = compile_all()

@@ -21,7 +21,7 @@ _TASK = "rocm_attn_local"
 
 
 class Likelihood(NamedTuple):
-    """Of one choice: its log-likelihood after the query, and whether each of its tokens is the likeliest one."""
+    """A choice's log-likelihood after the query, and whether each of its tokens is the likeliest one."""
 
     logprob: float
     is_greedy: bool

@@ -255,7 +255,7 @@ def gather(weights: ModelWeights, ranks: Ranks, num_seqs: int) -> Callable[[], T
 
 
 def on_rank(rank: int, num_ranks: int, folder: Path) -> None:
-    """Measures on a rank of so many. The first one writes the rows."""
+    """Measures on one of num_ranks ranks. The first rank writes the rows."""
     device = torch.device("cuda", rank)
     ranks, meet = _joined(rank, num_ranks, folder, device)
     weights = load_weights(

@@ -58,7 +58,7 @@ def _add_cost(commands: Commands[argparse.ArgumentParser]) -> None:
         description="Predict the time of one layer of each kind in Triton on gfx942 or gfx950, as ranges that were "
         "never measured, and list gains from AITER, other pages or other settings.",
     )
-    parser.set_defaults(module="rocm_lab.cli.cost")
+    parser.set_defaults(module="rocm_lab.cli.cost", engine=None)  # our own pages
     add_options(parser, EXPLAINED)
 
 

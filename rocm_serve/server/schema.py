@@ -111,6 +111,9 @@ class Message(ToolPart):
         return message
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), FEW_MESSAGES]
+
+
 class GenerationBody(GuidedFields):
     """The fields that both kinds of request have.
 
@@ -239,7 +242,7 @@ class ChatBody(GenerationBody, TemplateFields):
     parallel_tool_calls: whether one answer may ask for several calls; it may by default
     """
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), FEW_MESSAGES]
+    messages: Messages
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rocm_attn.machine.distributions import version_of_package
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.generation import Generations
-from rocm_serve.server.schema import FEW_MESSAGES, MOST_MESSAGES, Message, TokenIds
+from rocm_serve.server.schema import Messages, TokenIds
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.template_fields import TemplateFields
 from rocm_serve.server.tools import MOST_TOOLS, Tool
@@ -43,9 +43,7 @@ class TokenizeBody(_TextBody, TemplateFields):
     """
 
     prompt: str | None = None
-    messages: (
-        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), FEW_MESSAGES] | None
-    ) = None
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

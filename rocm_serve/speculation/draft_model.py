@@ -88,7 +88,7 @@ class ModelDrafter:
         self.runners.capture_all(progress)
 
     def leave(self, number: int) -> None:
-        """Starts a request anew: the model has no row for it any more."""
+        """Frees the row of a request, if it has one. The model reads the request from its first token again."""
         follower = self._followers.pop(number, None)
         if follower is not None:
             self.table.free(follower.row)

@@ -118,7 +118,7 @@ class EagleDrafter:
         self.runners.capture_all(progress)
 
     def leave(self, number: int) -> None:
-        """Starts a request anew: the head has no row for it any more."""
+        """Frees the row of a request, if it has one. The head reads the request from its first token again."""
         held = self._rows.pop(number, None)
         if held is not None:
             self.table.free(held.row)

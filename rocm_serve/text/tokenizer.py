@@ -18,7 +18,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def any_number(num_tokens: int) -> None:
-    """Refuses no number of tokens."""
+    """The check that allows every number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,7 @@ _FOLDERS = {".": "rocm-attn", "./rocm_serve": "rocm-serve", "./rocm_lab": "rocm-
 _PIP_INSTALL = re.compile(r"^pip install ((?:\\\n|[^\n#])+)|`pip install\s([^`]+)`", re.MULTILINE)
 _OPTIONS_WITH_VALUES = ("--index-url", "--find-links")
 
-# What the tests add to a page: a tiny model stands for any other. In one line, so that errors have the page's lines.
+# The tests add this to a page: a tiny model stands for any other. It is one line, so that errors have the page's lines.
 _TINY = "import rocm_serve; from tests.amd.runner.tiny_model import load_tiny; rocm_serve.load_model = load_tiny; "
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import platform
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +18,12 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.kernel_bundle import save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.cli.prewarm import bundle_facts
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
@@ -252,7 +251,7 @@ def test_a_bundle_that_lacks_a_kernel_is_told_from_a_whole_one(
     """A whole one leaves nothing to compile in another folder, where Triton's index must name other paths."""
     command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
     folder = tmp_path_factory.mktemp("bundles")
-    facts = {"arch": ARCH, "Triton": triton_version(), "processor": platform.machine()}
+    facts = bundle_facts(known_target(ARCH))
     assert main(command) == DONE  # with options of its own, which need more than is in the cache
     capsys.readouterr()
     save_bundle(folder / "whole", cache, facts)

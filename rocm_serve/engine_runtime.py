@@ -13,6 +13,7 @@ from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.target import detect_target
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.paging.index_spaces import num_pages
@@ -30,6 +31,7 @@ from rocm_serve.measured_memory import LargestSteps, free_of, measure, memory_of
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
+from rocm_serve.models.weight_bytes import elements_of_a_layer
 from rocm_serve.options import EngineOptions
 from rocm_serve.pool_size import CPU_BYTES, NOT_MEASURED, MeasuredMemory, PoolPages, is_small, most_kv_bytes, pool_pages
 from rocm_serve.speculation.device_steps import speculative_bytes
@@ -55,28 +57,30 @@ class StepForms:
     beside: tuple[AttentionLayer, ...] = ()
 
     @classmethod
-    def of(cls, options: EngineOptions, device: torch.device, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
+    def of(cls, loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
         """The forms of an engine; with speculation, those that verify draft tokens."""
-        if not options.speculates:
-            return cls()
-        if not captures_all_steps(options, device):
-            return cls(masks=options.topk > 1, beside=beside)
-        sizes = prompt_sizes(options.chunk_on(device.type))
-        return cls(options.rows_of_each, sizes, options.topk > 1, beside=beside)
+        verify_tokens, has_masks = (options.rows_of_each, options.topk > 1) if options.speculates else (0, False)
+        device = loaded.weights.device
+        if not captures_all_steps(options, device) or (device.type == "cpu" and not options.speculates):
+            return cls(masks=has_masks, beside=beside)
+        sizes = prompt_sizes(
+            options.chunk_on(device.type), elements_of_a_layer(loaded.config.on_one_of(loaded.ranks.shard.num_ranks))
+        )
+        return cls(verify_tokens, sizes, has_masks, beside=beside)
 
 
-# Steps with more new tokens than this run eagerly. They take the device longer than the host, and the graph of one
-# would take the memory of as many tokens away from K and V.
-_MOST_REPLAYED = 512
+# A host takes 0.35 ms to launch a layer (16 layers of 61 million elements, H100), in which a GPU multiplies this many
+# elements with a token each, at 400 TFLOP/s. Longer steps gain nothing by a graph, whose memory K and V would miss.
+_PRODUCTS_OF_A_LAUNCHED_LAYER = 7e10
 
 
-def prompt_sizes(chunk: int) -> tuple[int, ...]:
-    """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter of that.
+def prompt_sizes(chunk: int, elements: int) -> tuple[int, ...]:
+    """Token counts that steps with prompts are padded to: the chunk, up to a bound, and shares of that.
 
-    With draft tokens, steps wait for the tokens of the steps before them, so an eager step costs all of its host time.
+    elements: of a layer's matrices that a token is multiplied with
     """
-    most = min(chunk, _MOST_REPLAYED)
-    return tuple(sorted({-(-most // 4), most} - {1}))
+    most = min(chunk, next_power_of_2(int(_PRODUCTS_OF_A_LAUNCHED_LAYER / elements) + 1))
+    return tuple(sorted({-(-most * share // 8) for share in (1, 2, 3, 4, 6, 8)} - {1}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
@@ -91,7 +95,7 @@ def runtime_for(
     loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
 ) -> tuple[AttentionRuntime, MeasuredMemory]:
     """Calls runtime_with for the steps that the options need. beside: see StepForms"""
-    return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device, beside))
+    return runtime_with(loaded, options, StepForms.of(loaded, options, beside))
 
 
 def runtime_with(

@@ -1,4 +1,4 @@
-"""Arithmetic: the norms and sums of a model."""
+"""Arithmetic: the norms and sums of a model. Residual: the rows that its layers add to."""
 
 from __future__ import annotations
 
@@ -33,17 +33,56 @@ class Arithmetic:
         """RMS norm over the last dimension without weights, in float32."""
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
-    def add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """residual + factor * (x @ weight.T + bias). The product is normalised first if norm is given."""
-        if norm is not None:
-            return self.plus(residual, self.norm(self.linears.summed_linear(x, weight, bias), norm))
-        return self.linears.add_summed_linear(residual, x, weight, bias, self.residual_factor)
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """x @ weight.T + bias, normalised if norm is given: a term of the residual."""
+        product = self.linears.summed_linear(x, weight, bias)
+        return product if norm is None else self.norm(product, norm)
 
-    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + factor * x."""
-        return torch.add(residual, x, alpha=self.residual_factor)
+    def sum_and_norm(self, residual: Tensor, output: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """residual + factor * output, and its RMS norm: on a GPU in one pass."""
+        if residual.device.type == "cpu":
+            summed = self.sum(residual, output)
+            return summed, self.norm(summed, weight)
+        from rocm_attn.kernels.elementwise.add_norm import launch_add_norm
+
+        summed, normed = torch.empty_like(residual), torch.empty_like(residual)
+        launch_add_norm(residual, output, weight, summed, normed, factor=self.residual_factor, eps=self.eps)
+        return summed, normed
+
+    def sum(self, residual: Tensor, output: Tensor) -> Tensor:
+        """residual + factor * output."""
+        return torch.add(residual, output, alpha=self.residual_factor)
 
     def add_own_input(self, residual: Tensor, given: Tensor, weights: OwnInput) -> Tensor:
         """The residual plus the output that a layer computes from its own input. given: that input, [tokens, dim]"""
         gate = F.gelu(self.linears.linear(residual, weights.gate), approximate="tanh")
         return residual + self.norm(self.linears.linear(gate * given, weights.out), weights.out_norm)
+
+
+class Residual:
+    """The residual of a step's tokens, [tokens, hidden]. A layer's output is added when the sum is needed.
+
+    A norm comes after nearly every sum, and both are one pass over the rows then.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, rows: Tensor) -> None:
+        self._arithmetic, self._rows = arithmetic, rows
+        self._coming: Tensor | None = None  # an output that is not added yet
+
+    def add(self, output: Tensor) -> None:
+        """Adds factor * output, [tokens, hidden]."""
+        self._rows, self._coming = self.rows, output
+
+    @property
+    def rows(self) -> Tensor:
+        """The sum of all outputs so far."""
+        if self._coming is not None:
+            self._rows, self._coming = self._arithmetic.sum(self._rows, self._coming), None
+        return self._rows
+
+    def normed(self, weight: Tensor) -> Tensor:
+        """The RMS norm of the sum."""
+        if self._coming is None:
+            return self._arithmetic.norm(self._rows, weight)
+        (self._rows, normed), self._coming = self._arithmetic.sum_and_norm(self._rows, self._coming, weight), None
+        return normed

@@ -22,7 +22,7 @@ ROWS = 16
 
 
 class Linears(Protocol):
-    """x [rows, in] @ weight [out, in] transposed, plus bias [out], with variants that add a residual or sum over ranks.
+    """x [rows, in] @ weight [out, in] transposed, plus bias [out], with variants that sum over ranks.
 
     If ranks share a model, linear() is for matrices that each rank has whole or a part of `out` of. The methods that
     sum are for matrices of which each rank has a part of `in`; they return the whole sum on every rank.
@@ -34,12 +34,6 @@ class Linears(Protocol):
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x @ weight.T, summed over ranks, + bias."""
-        ...
-
-    def add_summed_linear(
-        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
-    ) -> Tensor:
-        """residual + factor * (x @ weight.T, summed over ranks, + bias)."""
         ...
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -62,15 +56,7 @@ class AllRows:
         return F.linear(x, weight, bias)
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = F.linear(x, weight)
-        return product if bias is None else product.add_(bias)
-
-    def add_summed_linear(
-        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
-    ) -> Tensor:
-        # Adding the residual in the product saves a pass of its own.
-        summed = torch.addmm(residual, x, weight.t(), alpha=factor)
-        return summed if bias is None else summed.add_(bias, alpha=factor)
+        return F.linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
@@ -92,13 +78,7 @@ class BlocksOfRows:
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = self.linear(x, weight)
-        return product if bias is None else product + bias
-
-    def add_summed_linear(
-        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
-    ) -> Tensor:
-        return torch.add(residual, self.linear(x, weight, bias), alpha=factor)
+        return self.linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -126,12 +106,6 @@ class OverRanks:
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         summed = self.summed(self.linear(x, weight))
         return summed if bias is None else summed.add_(bias)
-
-    def add_summed_linear(
-        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
-    ) -> Tensor:
-        summed = self.summed_linear(x, weight, bias)
-        return torch.add(residual, summed, alpha=factor, out=summed)
 
 
 def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:

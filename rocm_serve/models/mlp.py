@@ -6,31 +6,34 @@ depends on the router's output, so a step with experts is captured like any othe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.models.gates import ClampedSwiGLU, Gate, SwiGLU
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
-from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.linears import Linears
 from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from rocm_serve.models.weights import LayerWeights
 
 
-def add_mlp(hidden: Tensor, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> Tensor:
-    """[tokens, hidden]: the residual plus the output of a layer's MLP."""
-    x, norm, linears = arithmetic.norm(hidden, weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
+def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> None:
+    """Adds the output of a layer's MLP to the residual."""
+    x, norm, linears = residual.normed(weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
     of_mlp = weights.mlp
     if isinstance(mlp, DenseMlp):
         assert isinstance(of_mlp, DenseWeights), "weights are read by their config"
         inner = dense_inner(x, mlp, of_mlp, linears)
-        return arithmetic.add(hidden, inner, of_mlp.down, of_mlp.down_bias, norm)
+        residual.add(arithmetic.output(inner, of_mlp.down, of_mlp.down_bias, norm))
+        return
     if isinstance(mlp, ExpertMlp):
         assert isinstance(of_mlp, ExpertWeights), "weights are read by their config"
         total = experts_sum(x, x, mlp, of_mlp, linears)
     else:
         assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
-        total = _dense_and_experts(hidden, x, mlp, of_mlp, arithmetic)
-    return arithmetic.plus(hidden, total if norm is None else arithmetic.norm(total, norm))
+        total = _dense_and_experts(residual.rows, x, mlp, of_mlp, arithmetic)
+    residual.add(total if norm is None else arithmetic.norm(total, norm))
 
 
 def _dense_and_experts(
@@ -47,8 +50,7 @@ def _dense_and_experts(
 
 def dense_inner(x: Tensor, mlp: DenseMlp, weights: DenseWeights, linears: Linears) -> Tensor:
     """[tokens, inner]: the input of `weights.down`. x: [tokens, hidden], normalised"""
-    gate, up = linears.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
-    return mlp.gate.mix(gate, up)
+    return mixed(mlp.gate, linears.linear(x, weights.gate_up, weights.gate_up_bias))
 
 
 def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears) -> Tensor:
@@ -62,9 +64,23 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
     if weights.share_scale is not None:
         share = share * weights.share_scale[expert]
     groups = ExpertGroups.of(expert, mlp.routing.num_experts)
-    gate, up = linears.of_experts(x, weights.gate_up, weights.gate_up_bias, groups).chunk(2, -1)
-    parts = linears.of_experts(mlp.gate.mix(gate, up), weights.down, weights.down_bias, groups)
+    inner = mixed(mlp.gate, linears.of_experts(x, weights.gate_up, weights.gate_up_bias, groups))
+    parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
     total = (parts.view(*share.shape, -1) * share.to(x.dtype)[..., None]).sum(1)
     if weights.shared is not None:
         total = total + linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
     return linears.summed(total)
+
+
+def mixed(gate: Gate, both: Tensor) -> Tensor:
+    """[rows, inner]: the two inner products of an MLP, combined. both: [rows, 2 * inner], the gate's product first"""
+    if both.device.type == "cpu":
+        return gate.mix(*both.chunk(2, -1))
+    from rocm_attn.kernels.elementwise.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+
+    out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=both.dtype, device=both.device)
+    if isinstance(gate, ClampedSwiGLU):
+        launch_gate(both, out, GateForm(CLAMPED, gate.limit, gate.alpha))
+    else:
+        launch_gate(both, out, GateForm(SILU if isinstance(gate, SwiGLU) else GELU))
+    return out

@@ -19,7 +19,7 @@ from torch import Tensor
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.problem import Indexer
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.attention import Attention, layer_attention
 from rocm_serve.models.attention_weights import KVHeadWeights as AttentionHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
@@ -108,25 +108,26 @@ class Model:
 
         layers: one past the last layer stands for the last layer's output
         """
-        arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
+        arithmetic, embedded = self._arithmetic, self.embed(step.token_ids)
+        residual = Residual(arithmetic, embedded)
         inputs: dict[int, Tensor] = {}
-        own_inputs = self._own_inputs(step.token_ids, hidden)
+        own_inputs = self._own_inputs(step.token_ids, embedded)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
         for number, attention in enumerate(self._attentions):
             layer, weights = self.config.layers[number], self.weights.layers[number]
             if number in layers:
-                inputs[number] = hidden
-            x = arithmetic.norm(hidden, weights.attention_norm)
-            x = attention.attended(step.layers, x, cos_sin)
+                inputs[number] = residual.rows
+            x = attention.attended(step.layers, residual.normed(weights.attention_norm), cos_sin)
             of_attention = weights.attention
-            hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, weights.attention_out_norm)
-            hidden = add_mlp(hidden, layer.mlp, weights, arithmetic)
+            residual.add(arithmetic.output(x, of_attention.out, of_attention.out_bias, weights.attention_out_norm))
+            add_mlp(residual, layer.mlp, weights, arithmetic)
             if weights.own_input is not None and own_inputs is not None:
-                hidden = arithmetic.add_own_input(hidden, own_inputs[:, number], weights.own_input)
+                rows = arithmetic.add_own_input(residual.rows, own_inputs[:, number], weights.own_input)
+                residual = Residual(arithmetic, rows)
             if weights.factor is not None:
-                hidden = hidden * weights.factor
-        inputs[self.config.num_layers] = hidden
-        return hidden, [inputs[number] for number in layers]
+                residual = Residual(arithmetic, residual.rows * weights.factor)
+        inputs[self.config.num_layers] = residual.rows
+        return residual.rows, [inputs[number] for number in layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab]: logits of tokens whose last layer's output is hidden [n, hidden]."""

@@ -30,7 +30,7 @@ from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSour
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
-from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.attention import layer_attention
 from rocm_serve.models.attention_weights import KVHeadWeights, head_shapes
 from rocm_serve.models.linears import linears_over
@@ -153,8 +153,10 @@ class Eagle3Head:
             arithmetic.norm(features, self._weights.feature_norm),
         )
         x = self._attention.attended(step.layers, torch.cat(both, 1), {})
-        hidden = arithmetic.add(features, x, of_layer.attention.out, of_layer.attention.out_bias, None)
-        return add_mlp(hidden, self._layer.mlp, of_layer, arithmetic)
+        residual = Residual(arithmetic, features)
+        residual.add(arithmetic.output(x, of_layer.attention.out, of_layer.attention.out_bias, None))
+        add_mlp(residual, self._layer.mlp, of_layer, arithmetic)
+        return residual.rows
 
     def _logits(self, features: Tensor) -> Tensor:
         weights = self._weights.model.weights

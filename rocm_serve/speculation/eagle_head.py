@@ -24,7 +24,7 @@ from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSour
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
-from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.attention import layer_attention
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
@@ -126,8 +126,10 @@ class EagleHead:
         hidden = F.linear(torch.cat((self._large.embed(step.token_ids), features), 1), self._fc)
         x = self._attention.attended(step.layers, hidden, {})  # the head's one layer has no norm before it
         out_norm = self._weights.attention_out_norm
-        hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, out_norm)
-        return add_mlp(hidden, self._layer.mlp, self._weights, arithmetic)
+        residual = Residual(arithmetic, hidden)
+        residual.add(arithmetic.output(x, of_attention.out, of_attention.out_bias, out_norm))
+        add_mlp(residual, self._layer.mlp, self._weights, arithmetic)
+        return residual.rows
 
 
 def _layer_like(config: ModelConfig) -> LayerConfig:

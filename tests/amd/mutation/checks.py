@@ -9,6 +9,7 @@ from functools import partial
 from tests.amd.mutation import (
     attention_checks,
     cache_checks,
+    elementwise_check,
     experts_check,
     latent_checks,
     metadata_checks,
@@ -59,6 +60,8 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "latent/segment_decode.py": latent_checks.latent_segments,
     "latent/segment_extend.py": latent_checks.latent_segments,
     "cache/tails.py": cache_checks.tails,
+    "elementwise/add_norm.py": elementwise_check.add_norm,
+    "elementwise/gate.py": elementwise_check.gate,
     "experts/product.py": experts_check.experts,
     "metadata/check_pages.py": metadata_checks.check_pages,
     "metadata/device_inputs.py": metadata_checks.device_inputs,

@@ -19,6 +19,7 @@ FILES_BY_DAY = (
     "attention/key_loop.py",
     "attention/finish.py",
     "cache/store.py",
+    "elementwise/add_norm.py",
     "experts/product.py",
     "attention/segment_parts.py",
     "latent/decode.py",

@@ -24,6 +24,8 @@ from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_wor
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.elementwise.add_norm import launch_add_norm
+from rocm_attn.kernels.elementwise.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
@@ -267,6 +269,7 @@ def launch_all(row: Row) -> None:
         return
     if not row.is_large:
         _launch_experts(row)
+        _launch_elementwise(row)
     if runtime.target.is_amd:
         launch_rest(row)
     runtime, rows = _runtime(row, row.problems, deterministic=True)
@@ -518,6 +521,14 @@ def _launch_experts(row: Row) -> None:
         x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
         tiles = expert_tiles(row.arch, row.dtype, rows)
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
+
+
+def _launch_elementwise(row: Row) -> None:
+    """Launches sums with norms, and gates of each form."""
+    rows = torch.empty(4, 2048, dtype=row.dtype)
+    launch_add_norm(rows, rows, rows[0], rows, rows, factor=1.0, eps=1e-5)
+    for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):
+        launch_gate(rows, torch.empty(4, 1024, dtype=row.dtype), form)
 
 
 def _launch_merge_states(problem: Problem) -> None:

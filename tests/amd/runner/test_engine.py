@@ -339,4 +339,9 @@ def test_a_step_has_8192_tokens_on_a_gpu_and_512_on_a_cpu(loaded: LoadedModel) -
 
 
 def test_steps_with_many_new_tokens_are_no_graphs() -> None:
-    assert [prompt_sizes(chunk) for chunk in (1, 300, 512, 8192)] == [(), (75, 300), (128, 512), (128, 512)]
+    """A GPU takes longer for the step than its host, the sooner the larger the layers are."""
+    assert [prompt_sizes(chunk, 1000) for chunk in (1, 2, 300)] == [(), (2,), (38, 75, 113, 150, 225, 300)]
+    of_a_small_model, of_a_large_one = (prompt_sizes(8192, elements) for elements in (61_000_000, 875_000_000))
+    assert of_a_small_model == (256, 512, 768, 1024, 1536, 2048)
+    assert of_a_large_one == (16, 32, 48, 64, 96, 128)
+    assert prompt_sizes(512, 61_000_000)[-1] == 512

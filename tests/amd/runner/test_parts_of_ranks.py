@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rocm_attn.models.cut import cost_of_cut
 from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.mlp_config import ExpertMlp
 from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import load_model, open_model
-from rocm_serve.models.weight_bytes import weight_bytes
+from rocm_serve.models.weight_bytes import elements_of_a_layer, weight_bytes
 from rocm_serve.models.weights import expected_shapes, load_weights
 from rocm_serve.ranks import RanksOfGroup
 from tests.amd.runner.families import FAMILIES, family_model
@@ -190,6 +191,14 @@ def test_deterministic_sums_take_the_ranks_in_order(monkeypatch: pytest.MonkeyPa
     for deterministic, total in ((True, 0.0), (False, 1.0)):
         linears = linears_over(ranks, deterministic=deterministic)
         assert linears.summed_linear(x, weight, None).tolist() == [[total]]
-        assert linears.add_summed_linear(torch.tensor([[5.0]]), x, weight, torch.tensor([2.0]), 0.5).tolist() == [
-            [6.0 + total / 2]
-        ]
+        assert linears.summed_linear(x, weight, torch.tensor([2.0])).tolist() == [[total + 2]]
+
+
+def test_a_token_is_multiplied_with_its_own_experts_alone(tmp_path: Path) -> None:
+    config = open_model(save(family_model("qwen3_moe"), tmp_path)).config
+    layer = config.layers[0]
+    assert isinstance(layer.mlp, ExpertMlp)
+    routing, of_an_expert = layer.mlp.routing, 3 * config.hidden_size * layer.mlp.intermediate_size
+    one_less = replace(layer.mlp, routing=replace(routing, num_chosen=routing.num_chosen - 1))
+    cut = replace(config, layers=tuple(replace(each, mlp=one_less) for each in config.layers))
+    assert elements_of_a_layer(config) - elements_of_a_layer(cut) == of_an_expert

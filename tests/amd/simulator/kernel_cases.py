@@ -42,6 +42,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend,
     run_shared_extend,
 )
+from tests.amd.kernels.elementwise_cases import FORMS, assert_gated, sum_of_rows
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
@@ -176,6 +177,15 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
         again = alone.empty_out()
         launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
     assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
+    return simulation
+
+
+def run_elementwise(arch: str, dtype: torch.dtype) -> Simulation:
+    """Runs sums with norms whose rows do not fill a block, and each gate."""
+    with simulated(arch) as simulation:
+        sum_of_rows(3, 1000, dtype).assert_served()
+        for form in FORMS:
+            assert_gated(2, 1032, form, dtype)
     return simulation
 
 
@@ -342,6 +352,7 @@ ON_THE_OTHER_ARCH = {
             "merge-1x20",
             "masked-8x2-128x128-bfloat16-page16",
             "shared_rows-4x2-128x128-bfloat16-page16",
+            "elementwise-float16",
             "experts-bfloat16-1000",
             "segments-window",
             "cdna-window",
@@ -364,6 +375,7 @@ ON_THE_OTHER_ARCH = {
             "masked-6x2-80x48-float16-page5",
             "shared_rows-6x2-80x48-float16-page5",
             "suffixes-8x2-128x128-bfloat16-page16",
+            "elementwise-bfloat16",
             "experts-float16-1",
             "segments-capped",
             "cdna-plain",
@@ -476,6 +488,10 @@ def every_quick_case(arch: str) -> list[KernelCase]:
         *(
             KernelCase(f"experts-{dtype}-{rows}".replace("torch.", ""), arch, partial(run_experts, arch, dtype, rows))
             for dtype, rows in ((BF16, 1), (BF16, 1000), (FP16, 1))
+        ),
+        *(
+            KernelCase(f"elementwise-{dtype}".replace("torch.", ""), arch, partial(run_elementwise, arch, dtype))
+            for dtype in (BF16, FP16)
         ),
         *(
             KernelCase(

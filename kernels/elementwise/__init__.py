@@ -1,0 +1,1 @@
+"""Elementwise work of a model between its matrix products."""

@@ -1,0 +1,75 @@
+"""Adds an output to the residual and normalises the sum, in one pass.
+
+    summed = residual + factor * output
+    normed = summed / sqrt(mean(summed ** 2) + eps) * weight
+
+A program has a row. Sums are float32, and normed is made of summed as it is stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import only_launches, repeated_launches
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+# Elements of a thread: 16 bytes of a 16-bit dtype at a time, and a wave has no more than it can hold.
+_ELEMENTS = 8
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual,
+    output,
+    weight,
+    summed,
+    normed,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FACTOR: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    column = tl.arange(0, BLOCK)
+    is_column = column < WIDTH
+    x = tl.load(residual + row + column, mask=is_column, other=0.0).to(tl.float32)
+    x += FACTOR * tl.load(output + row + column, mask=is_column, other=0.0).to(tl.float32)
+    stored = x.to(summed.dtype.element_ty)
+    tl.store(summed + row + column, stored, mask=is_column)
+    x = stored.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
+    y = x * scale * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(normed + row + column, y.to(normed.dtype.element_ty), mask=is_column)
+
+
+_variant = repeated_launches(_add_norm_kernel)
+
+
+@only_launches
+def launch_add_norm(
+    residual: Tensor, output: Tensor, weight: Tensor, summed: Tensor, normed: Tensor, *, factor: float, eps: float
+) -> None:
+    """Writes the sum of each row, and the row normalised.
+
+    residual, output: [rows, width], of one dtype: float32, float16 or bfloat16
+    weight:           [width], of any of these dtypes
+    summed, normed:   [rows, width], of that dtype, written; neither overlaps an input
+    All are contiguous and begin at a multiple of 16 bytes.
+    """
+    rows, width = residual.shape
+    tensors = (residual, output, weight, summed, normed)
+    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if rows:
+        block = next_power_of_2(width)
+        _variant(residual.dtype, weight.dtype, width, factor, eps)(
+            residual.device,
+            (rows, 1, 1),
+            *tensors,
+            width,
+            block,
+            factor,
+            eps,
+            num_warps=min(16, max(1, block // (64 * _ELEMENTS))),
+        )

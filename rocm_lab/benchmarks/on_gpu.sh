@@ -23,6 +23,7 @@ soak() {
     fi
 }
 
+measure step_profile
 measure round_time
 measure kv_transfer
 measure draft_rounds

@@ -43,7 +43,7 @@ class Arithmetic:
         if residual.device.type == "cpu":
             summed = self.sum(residual, output)
             return summed, self.norm(summed, weight)
-        from rocm_attn.kernels.elementwise.add_norm import launch_add_norm
+        from rocm_attn.kernels.model.add_norm import launch_add_norm
 
         summed, normed = torch.empty_like(residual), torch.empty_like(residual)
         launch_add_norm(residual, output, weight, summed, normed, factor=self.residual_factor, eps=self.eps)

@@ -76,7 +76,7 @@ def mixed(gate: Gate, both: Tensor) -> Tensor:
     """[rows, inner]: the two inner products of an MLP, combined. both: [rows, 2 * inner], the gate's product first"""
     if both.device.type == "cpu":
         return gate.mix(*both.chunk(2, -1))
-    from rocm_attn.kernels.elementwise.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+    from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 
     out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=both.dtype, device=both.device)
     if isinstance(gate, ClampedSwiGLU):

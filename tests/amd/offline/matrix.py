@@ -24,8 +24,6 @@ from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_wor
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
-from rocm_attn.kernels.elementwise.add_norm import launch_add_norm
-from rocm_attn.kernels.elementwise.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
@@ -47,6 +45,9 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PADS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
+from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.parameter_columns import NUM_COLUMNS
@@ -269,7 +270,7 @@ def launch_all(row: Row) -> None:
         return
     if not row.is_large:
         _launch_experts(row)
-        _launch_elementwise(row)
+        _launch_model(row)
     if runtime.target.is_amd:
         launch_rest(row)
     runtime, rows = _runtime(row, row.problems, deterministic=True)
@@ -523,12 +524,14 @@ def _launch_experts(row: Row) -> None:
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
 
 
-def _launch_elementwise(row: Row) -> None:
-    """Launches sums with norms, and gates of each form."""
+def _launch_model(row: Row) -> None:
+    """Launches sums with norms, gates of each form, and products of one row."""
     rows = torch.empty(4, 2048, dtype=row.dtype)
     launch_add_norm(rows, rows, rows[0], rows, rows, factor=1.0, eps=1e-5)
     for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):
         launch_gate(rows, torch.empty(4, 1024, dtype=row.dtype), form)
+    for bias in (None, rows[0]):
+        launch_row_product(rows[:1], torch.empty(2048, 2048, dtype=row.dtype), bias, rows[1:2])
 
 
 def _launch_merge_states(problem: Problem) -> None:

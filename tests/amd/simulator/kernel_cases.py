@@ -42,8 +42,8 @@ from tests.amd.kernels.attention_cases import (
     run_extend,
     run_shared_extend,
 )
-from tests.amd.kernels.elementwise_cases import FORMS, assert_gated, sum_of_rows
 from tests.amd.kernels.expert_cases import random_problem
+from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.large_steps import in_large_pools
@@ -180,12 +180,13 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
     return simulation
 
 
-def run_elementwise(arch: str, dtype: torch.dtype) -> Simulation:
-    """Runs sums with norms whose rows do not fill a block, and each gate."""
+def run_model(arch: str, dtype: torch.dtype) -> Simulation:
+    """Runs sums with norms whose rows do not fill a block, each gate, and a product of one row."""
     with simulated(arch) as simulation:
         sum_of_rows(3, 1000, dtype).assert_served()
         for form in FORMS:
             assert_gated(2, 1032, form, dtype)
+        assert_row_multiplied((5, 2056), dtype, has_bias=True)
     return simulation
 
 
@@ -352,7 +353,7 @@ ON_THE_OTHER_ARCH = {
             "merge-1x20",
             "masked-8x2-128x128-bfloat16-page16",
             "shared_rows-4x2-128x128-bfloat16-page16",
-            "elementwise-float16",
+            "model-float16",
             "experts-bfloat16-1000",
             "segments-window",
             "cdna-window",
@@ -375,7 +376,7 @@ ON_THE_OTHER_ARCH = {
             "masked-6x2-80x48-float16-page5",
             "shared_rows-6x2-80x48-float16-page5",
             "suffixes-8x2-128x128-bfloat16-page16",
-            "elementwise-bfloat16",
+            "model-bfloat16",
             "experts-float16-1",
             "segments-capped",
             "cdna-plain",
@@ -490,7 +491,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
             for dtype, rows in ((BF16, 1), (BF16, 1000), (FP16, 1))
         ),
         *(
-            KernelCase(f"elementwise-{dtype}".replace("torch.", ""), arch, partial(run_elementwise, arch, dtype))
+            KernelCase(f"model-{dtype}".replace("torch.", ""), arch, partial(run_model, arch, dtype))
             for dtype in (BF16, FP16)
         ),
         *(

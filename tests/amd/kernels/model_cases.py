@@ -1,15 +1,18 @@
-"""Sums with norms, and gates of an MLP, in float64."""
+"""Sums with norms, gates of an MLP, and products of one row, in float64."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.elementwise.add_norm import launch_add_norm
-from rocm_attn.kernels.elementwise.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.row_product import launch_row_product
+from rocm_attn.oracle.numerics import sum_error
 from tests.amd.tolerances import assert_attention_close
 
 FORMS = (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 0.7, 1.3))
@@ -27,9 +30,8 @@ class SumOfRows:
 
     def assert_served(self, put: Put = Tensor.clone) -> None:
         """Checks both results of the kernel. put: where a tensor lies"""
-        given = [put(each) for each in (self.residual, self.output, self.weight)]
         summed, normed = (put(torch.full_like(self.residual, float("nan"))) for _ in range(2))
-        launch_add_norm(*given, summed, normed, factor=FACTOR, eps=EPS)
+        launch_add_norm(put(self.residual), put(self.output), put(self.weight), summed, normed, factor=FACTOR, eps=EPS)
         residual, output, weight = (each.double() for each in (self.residual, self.output, self.weight))
         assert_attention_close(summed, residual + FACTOR * output, self.residual.dtype)
         stored = summed.double()  # the norm is of the rows that later layers read
@@ -68,7 +70,30 @@ def exact_gate(both: Tensor, form: GateForm) -> Tensor:
     if form.kind == SILU:
         return gate / (1 + (-gate).exp()) * up
     if form.kind == GELU:
-        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
         return 0.5 * gate * (1 + inner.tanh()) * up
     gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
     return gate / (1 + (-form.alpha * gate).exp()) * (up + 1)
+
+
+def assert_row_multiplied(
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    put: Put = Tensor.clone,
+    *,
+    has_bias: bool,
+) -> None:
+    """Checks the product of a random row and a matrix [out, in]. sizes: out, in; put: where a tensor lies"""
+    random = torch.Generator().manual_seed(sum(sizes))
+    num_out, num_in = sizes
+    x, weight, bias = (torch.randn(*shape, generator=random) for shape in ((1, num_in), sizes, (num_out,)))
+    x, weight, bias = (put(each.to(device, dtype)) for each in (x, weight, bias))
+    out = put(torch.full((1, num_out), float("nan"), dtype=dtype, device=device))
+    launch_row_product(x, weight, bias if has_bias else None, out)
+    terms = weight.double() * x.double()
+    exact, size = terms.sum(1), terms.abs().sum(1)
+    if has_bias:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    allowed = sum_error(num_in + 1, size) + torch.finfo(dtype).eps * exact.abs()
+    assert bool(((out[0].double() - exact).abs() <= allowed).all())

@@ -1,13 +1,13 @@
-"""Sums with norms, and gates: the kernels against float64."""
+"""Sums with norms, gates, and products of one row: the kernels against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rocm_attn.kernels.elementwise.gate import GateForm, launch_gate
+from rocm_attn.kernels.model.gate import GateForm, launch_gate
 from tests.amd.kernels.attention_cases import dtypes
-from tests.amd.kernels.elementwise_cases import FORMS, assert_gated, sum_of_rows
+from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
 
 
 @pytest.mark.fast
@@ -35,3 +35,13 @@ def test_nan_stays(place: int, form: GateForm, kernel_device: torch.device) -> N
     out = torch.zeros(1, 64, device=kernel_device)
     launch_gate(both, out, form)
     assert out.isnan().nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(7, 64), (40, 3000)], ids=str)
+def test_a_row_is_multiplied_with_a_matrix(
+    sizes: tuple[int, int], has_bias: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    assert_row_multiplied(sizes, dtype, kernel_device, has_bias=has_bias)

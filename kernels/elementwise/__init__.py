@@ -1,1 +1,0 @@
-"""Elementwise work of a model between its matrix products."""

@@ -1,0 +1,1 @@
+"""Work of a model around attention."""

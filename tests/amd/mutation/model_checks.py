@@ -1,0 +1,27 @@
+"""Checks of the masks of sums with norms, of gates, and of products of one row."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
+from tests.amd.mutation.memory import Memory
+
+
+def add_norm(memory: Memory) -> None:
+    """Checks rows that do not fill a block."""
+    sum_of_rows(3, 40, torch.float32).assert_served(memory.put)
+    memory.assert_surroundings_untouched()
+
+
+def gate(memory: Memory) -> None:
+    """Checks rows whose halves do not fill a block, or the second one."""
+    for form, inner in zip(FORMS, (40, 1032, 40), strict=True):
+        assert_gated(2, inner, form, torch.float32, put=memory.put)
+    memory.assert_surroundings_untouched()
+
+
+def row_product(memory: Memory) -> None:
+    """Checks a row and a matrix that fill no tile."""
+    assert_row_multiplied((7, 52), torch.float32, put=memory.put, has_bias=True)
+    memory.assert_surroundings_untouched()

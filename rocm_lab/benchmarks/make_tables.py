@@ -88,6 +88,16 @@ def _rounds(result: Result) -> dict[str, Any]:
     return _with(result["rows"], drafter)
 
 
+def _steps(result: Result) -> dict[str, Any]:
+    def largest(row: Mapping[str, Any]) -> dict[str, Any]:
+        named = (
+            f"`{each['name'].split('(')[0][:40]}` {each['us'] / row['busy_us']:.0%}" for each in row["kernels"][:5]
+        )
+        return {"largest": ", ".join(named)}
+
+    return _with(result["rows"], largest)
+
+
 def _transfers(result: Result) -> dict[str, Any]:
     return {"cases": _with(result["cases"], lambda case: {"share": case["us"]["copy"] / case["us"]["export"]})["rows"]}
 
@@ -116,6 +126,7 @@ def _mixed_load(result: Result) -> dict[str, Any]:
 
 # The name of a result file -> the values that its section has in addition to the file's.
 DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
+    "step_profile_h100": _steps,
     "round_time_h200": _rounds,
     "kv_transfer_h200": _transfers,
     "sparse_decode_h200": _sparse,

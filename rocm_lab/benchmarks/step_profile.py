@@ -12,7 +12,7 @@ step_us:   the median time between two steps, on the wall
 busy_us:   the time in which a kernel runs, of one step
 host_us:   the host's time in Engine.step() less the waits for the device
 floor_us:  the bytes of weights and of K and V over the bandwidth that a large copy reaches in this run; for prompts the
-           operations of the products over the rate that a large product reaches
+           operations of the layers' products over the rate that a large product reaches
 kernels:   microseconds and launches of a step, by kernel
 """
 
@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from rocm_attn.models.config import ModelConfig
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import clock_of
-from rocm_lab.benchmarks.round_time import watch
+from rocm_lab.benchmarks.round_time import python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
 from rocm_serve.engine import Engine
@@ -94,10 +94,11 @@ def decode(loaded: LoadedModel, num_seqs: int) -> Row:
 
 def prompts(loaded: LoadedModel) -> Row:
     """Returns the figures of steps that each hold one whole long prompt."""
-    engine = engine_of(loaded, 1, None)
-    for number in range(12 + PROFILED):
+    engine = engine_of(loaded, 2, None)  # the second prompt is launched while the first one runs
+    for number in range(16 + PROFILED):
         engine.submit(Request(prompt_of(LONG_PROMPT, number, loaded.config.vocab_size), 1, ignore_eos=True))
-    engine.step()
+    for _ in range(4):
+        engine.step()
     return {"load": "prompt", "requests": 1, **steps_of(engine, 8), "tokens": LONG_PROMPT}
 
 
@@ -190,16 +191,16 @@ def main() -> None:
     options = parser_of(__doc__).parse_args()
     device = torch.device("cuda")
     limits = measured_ceilings(device, torch.bfloat16, clock_of(device, ROUND_US))
-    config = LLAMA_1B
-    weights = sum(math.prod(shape) for name, shape in expected_shapes(config).items() if "embed" not in name)
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(LLAMA_1B).items() if "embed" not in name}
     found = printed(rows())
     for row in found:
         if row["load"] == "decode":
-            row["floor_us"] = round((2 * weights + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
+            row["floor_us"] = round((2 * sum(sizes.values()) + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
         else:
-            row["floor_us"] = round(2 * weights * row["tokens"] / limits.flops_per_s * 1e6, 1)
+            of_layers = sum(sizes.values()) - sizes["lm_head.weight"]
+            row["floor_us"] = round(2 * of_layers * row["tokens"] / limits.flops_per_s * 1e6, 1)
         row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
-    write(options.out, of_machine=dataclasses.asdict(limits), rows=found)
+    write(options.out, of_machine={**dataclasses.asdict(limits), "python_loop_us": python_us()}, rows=found)
 
 
 if __name__ == "__main__":

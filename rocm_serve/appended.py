@@ -1,8 +1,4 @@
-"""The tokens that sequences take of a step's picks, and whether they end with these.
-
-They are found before any of them is taken, together with their places. So they can be taken again after an interrupt,
-and each token is taken once.
-"""
+"""The tokens that sequences take of a step's picks, and whether they end with these."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from rocm_attn.errors import BadLogits
 from rocm_serve.request import ALL_READ, FinishReason, Sequence
 
 # The picks of each sequence that picks; see StepPicks.read.
-Picks = Many[Many[int] | BadLogits]
+Picks = list[Many[int] | BadLogits]
 
 # AppendedTokens.first of a sequence that takes nothing at all.
 NOWHERE = -1

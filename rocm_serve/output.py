@@ -22,14 +22,13 @@ _NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """The result of a request so far. An interrupt leaves it in its state before a call, or in its state after it.
+    """The result of a request so far.
 
     tokenizer:  None: there is no text, and nothing that could end it
     num_tokens: new tokens of the sequence that were published
     prompt_logprobs: of the prompt's tokens from the second on that steps have taken in
     reason:     why it has ended; None: it goes on
     error:      why it has failed
-    _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
     """
 
     sequence: Sequence
@@ -40,12 +39,13 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
-    _is_whole: bool = False
     _stream: TextStream | None = field(init=False, default=None)
     _stops: StopTexts = field(init=False)
 
     def __post_init__(self) -> None:
-        self._begin()
+        request = self.sequence.request
+        self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
+        self._stops = StopTexts(request.stop, request.include_stop)
 
     def take(
         self,
@@ -60,34 +60,24 @@ class Output:
         reason:   why it ends with the last token; None: its tokens do not end it
         logprobs: of each of them, or none
         """
-        end = len(events)
         if self.tokenizer is None and not logprobs:
-            new = self._without_text(token_ids, reason)
-            # One statement; see below.
-            self.num_tokens, self.reason, events[end:] = self.num_tokens + len(new), reason, new
-            return len(new)
-        emitted, why = self._with_text(token_ids, reason, logprobs)
-        num = self.num_tokens + len(emitted)
-        text = self.text + "".join([event.text for event in emitted])
-        if logprobs:
-            self.logprobs[self.num_tokens :] = logprobs[: len(emitted)]
-        # One statement: an interrupt comes either before all of this or after it.
-        self.num_tokens, self.text, self.reason, self._is_whole, events[end:] = num, text, why, True, emitted
-        return len(emitted)
+            new, self.reason = self._without_text(token_ids, reason), reason
+        else:
+            new, self.reason = self._with_text(token_ids, reason, logprobs)
+            self.text += "".join([event.text for event in new])
+            self.logprobs += logprobs[: len(new)]
+        self.num_tokens += len(new)
+        events += new
+        return len(new)
 
     def end_early(self, reason: FinishReason, error: str, events: list[Event | NewTokens]) -> None:
-        """Ends it with the tokens published so far, and adds the event of that to a list, once.
+        """Ends it with the tokens published so far, and adds the event of that to a list.
 
         error: why it has failed; empty if it was aborted
         """
-        if self.reason is not None:
-            return
-        self._go_on()
-        number, end = self.sequence.number, len(events)
-        piece = self._rest(self.num_tokens)  # held-back text, for example of an incomplete character
-        event = FailureEvent(number, piece, error) if error else AbortEvent(number, piece)
-        # One statement; see take().
-        self.text, self.reason, self.error, events[end:] = self.text + piece, reason, error, [event]
+        number, piece = self.sequence.number, self._rest(self.num_tokens)  # for example of an incomplete character
+        self.text, self.reason, self.error = self.text + piece, reason, error
+        events.append(FailureEvent(number, piece, error) if error else AbortEvent(number, piece))
 
     @property
     def seconds(self) -> float:
@@ -111,26 +101,10 @@ class Output:
             tuple(self.prompt_logprobs),
         )
 
-    def _begin(self) -> None:
-        """Makes the stream and the stops of a text that begins."""
-        request = self.sequence.request
-        self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
-        self._stops = StopTexts(request.stop, request.include_stop)
-        self._is_whole = True
-
-    def _go_on(self) -> None:
-        """Brings the stream and the stops to the end of the text, whatever an interrupt has left in them."""
-        if not self._is_whole:
-            self._begin()
-            for num, token in enumerate(self.sequence.new_token_ids[: self.num_tokens], 1):
-                self._piece(token, None, num)
-        self._is_whole = False
-
     def _with_text(
         self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]
     ) -> tuple[list[TokenEvent], FinishReason | None]:
         """The events of tokens, and the reason why the request ends, if it does. Publishes nothing."""
-        self._go_on()
         events: list[TokenEvent] = []
         why: FinishReason | None = None
         for place, token in enumerate(token_ids):

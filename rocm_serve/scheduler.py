@@ -152,10 +152,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
-        self._moving: tuple[Sequence, int] | None = None  # the sequence that begins to run or to wait, and its row
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_pending = 0  # steps that were launched and not finished
-        self._finishing: tuple[Picks, list[AppendedTokens]] = ([], [])  # the picks that were last taken, and the result
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
@@ -169,7 +167,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if any sequence runs or waits."""
-        return bool(self._running or self._waiting or self._moving)
+        return bool(self._running or self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -223,7 +221,6 @@ class Scheduler:
 
     def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep:
         """Does the work of next_step(). Raises _PendingTokens."""
-        self._end_move()
         if self._suspects:
             self._require_all_read()
             suspect = self._suspects[0]
@@ -305,15 +302,12 @@ class Scheduler:
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
                places of their tokens: those of a tree were moved there by the engine
         A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
-        sequence that has ended since the step was scheduled takes nothing. After an interrupt it is called again with
-        the same picks, and takes nothing twice.
+        sequence that has ended since the step was scheduled takes nothing.
         """
-        if self._finishing[0] is not picks:
-            self._finishing = picks, [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
-        appended = self._finishing[1]
+        appended = [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
         self._num_pending = 0
         for sequence, (token_ids, _, first) in zip(step.picking, appended, strict=True):
-            if first != NOWHERE and sequence.row != RESERVED_ROW:
+            if first != NOWHERE:
                 sequence.token_ids[first:] = token_ids
                 sequence.num_stored, sequence.pending_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
@@ -322,7 +316,7 @@ class Scheduler:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
         for sequence, (_, reason, _) in zip(step.picking, appended, strict=True):
-            if reason is not None and sequence.row != RESERVED_ROW:
+            if reason is not None:
                 if reason == "error":
                     self._cache.forget_row(sequence.cached_row)
                 self._end(sequence)
@@ -334,7 +328,6 @@ class Scheduler:
     ) -> None:
         """Like finish_step() for all rounds that were read together, and then launched_again() for the others.
 
-        After an interrupt it is called again, and takes nothing twice.
         first, token_ids: per sequence of step.picking; see Together. None of them ends with these, or has ended before
         all_read:         whether no unread round is left
         """
@@ -354,7 +347,6 @@ class Scheduler:
 
     def suspect(self, sequence: Sequence) -> None:
         """Computes a sequence again, alone, from the known tokens. Its stored K and V are given up."""
-        self._end_move()
         if not sequence.is_suspect:
             sequence.is_suspect = True
             insort(self._suspects, sequence, key=_by_urgency)
@@ -363,16 +355,12 @@ class Scheduler:
         self._count_cached_pages()
 
     def drop(self, sequence: Sequence) -> None:
-        """Gives up a sequence that waits or runs; its pages may be found by others.
-
-        After an interrupt it is called again: a sequence that neither waits nor runs is left unchanged.
-        """
-        self._end_move()
+        """Gives up a sequence that waits or runs; its pages may be found by others. One that has ended stays so."""
         self._clear_of_suspicion(sequence)
-        if sequence.row == RESERVED_ROW:
-            _remove(self._waiting, sequence)
-        else:
+        if sequence.row != RESERVED_ROW:
             self._end(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
         self._count_cached_pages()
 
     def fail(self, sequence: Sequence) -> None:
@@ -425,17 +413,16 @@ class Scheduler:
             self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in completed)
 
     def _end(self, sequence: Sequence) -> None:
-        """Stops running a sequence. After an interrupt it is called again: the sequence runs until it has no row."""
+        """Stops running a sequence."""
         self.num_changes += 1
         self._cache.leave(sequence.cached_row)
-        if self._table.is_admitted(sequence.row):
-            self._table.free(sequence.row)
-        _remove(self._running, sequence)
+        self._table.free(sequence.row)
+        self._running.remove(sequence)
         sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
-            _remove(self._suspects, sequence)
+            self._suspects.remove(sequence)
             sequence.is_suspect = False
 
     def _continue(
@@ -593,20 +580,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Preempts a sequence. Raises _PendingTokens: its unread tokens would be lost with its row."""
         self._require_all_read()
-        self._moving = sequence, sequence.row
-        self._end_move()
+        self._end(sequence)
+        sequence.num_stored = 0
+        insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
-
-    def _end_move(self) -> None:
-        """Makes the sequence in _moving wait, without a row: it is preempted, or an interrupt has left it there."""
-        if self._moving is not None:
-            sequence, row = self._moving
-            sequence.row = row  # an interrupt may have come between the table's admission and this field
-            self._end(sequence)
-            sequence.num_stored = 0
-            _remove(self._waiting, sequence)
-            insort(self._waiting, sequence, key=_by_urgency)
-            self._moving = None
 
     def _give_back_ahead(self) -> None:
         """Gives back pages that were taken ahead, if the first waiting sequence lacks pages and not only a place.
@@ -654,7 +631,6 @@ class Scheduler:
         budget: tokens of its next step
         """
         page_size = self._table.page_size
-        self._moving = sequence, self._table.next_row
         self._waiting.remove(sequence)
         if not sequence.times.first_step:
             sequence.num_cached = len(found) * page_size
@@ -662,7 +638,6 @@ class Scheduler:
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)
-        self._moving = None
         kv_len = min(len(sequence.token_ids), sequence.num_stored + budget)
         self._make_room(num_pages(kv_len, page_size) - len(found))
         self._table.reserve(sequence.row, kv_len)
@@ -678,12 +653,6 @@ class Scheduler:
         q_len = min(sequence.num_left, budget)
         scheduled.append((sequence, q_len))
         return q_len
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Removes a sequence from a list that may hold it."""
-    if sequence in sequences:
-        sequences.remove(sequence)
 
 
 def pending(place: int) -> int:

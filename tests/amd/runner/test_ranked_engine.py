@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -144,29 +142,6 @@ def test_an_aborted_request_ends_on_all_ranks_and_the_others_go_on(
     assert completions[:2] + completions[3:] == alone[:2] + alone[3:]
 
 
-def test_no_event_is_lost_to_an_interrupt(
-    ranked: RankedEngine, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes while the ranks run a step; the next call has that step's events too."""
-    number = ranked.submit(REQUESTS[0])
-    tokens = [event.token_id for event in ranked.step() if isinstance(event, TokenEvent)]
-
-    class Interrupted:
-        def __init__(self, inner: selectors.BaseSelector) -> None:
-            self._inner = inner
-
-        def select(self, timeout: float | None) -> list[Any]:
-            monkeypatch.setattr(ranked._processes, "_selector", self._inner)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranked._processes, "_selector", Interrupted(ranked._processes._selector))
-    with pytest.raises(KeyboardInterrupt):
-        ranked.step()
-    while ranked.has_work:
-        tokens += [event.token_id for event in ranked.step() if isinstance(event, TokenEvent)]
-    assert tuple(tokens) == ranked.completion(number).token_ids == alone[0].token_ids
-
-
 @pytest.mark.nightly
 def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None:
     script = (
@@ -273,7 +248,7 @@ def test_who_waits_for_the_ranks_has_the_next_turn() -> None:
 
     def collect(_: object) -> list[object]:
         order.append(threading.current_thread().name)
-        ours._awaited = ""
+        ours._is_calling = False
         has_begun.set()
         may_end.acquire()
         return ["what rank 0 returns"]

@@ -460,25 +460,6 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(dra
     assert engine.metrics.prefix_hits
 
 
-@kinds("deterministic")
-def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while they run, and begins like their text. It finds the pages that are known to be right."""
-    monkeypatch.setattr(rounds_module, "_MOST_SPECULATIVE_STEPS", 3)
-    first, other = kind.request(4, 120), kind.request(1, 120)
-    wanted = kind.plainly([first, other])
-    engine = kind.engine()
-    numbers, rounds = [engine.submit(first), engine.submit(other)], rounds_of(engine)
-    sequence = engine._outputs[numbers[0]].sequence
-    while len(sequence.token_ids) < 60 or rounds._series is None:
-        engine.step()
-    second = Request((first.prompt_token_ids + wanted[0].token_ids)[:58], 30)
-    before = engine.metrics.prefix_hits
-    numbers.append(engine.submit(second))
-    until_done(engine)
-    assert engine.metrics.prefix_hits > before + len(first.prompt_token_ids)
-    assert [engine.completion(number) for number in numbers] == [*wanted, *kind.plainly([second])]
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -268,17 +268,3 @@ def test_after_clear_rows_go_on_and_leave_nothing() -> None:
     assert len(pages.cache) == pages.find((1, 2, 3, 4, 5, 6)) == 0
     pages.leave(row)
     assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
-
-
-def test_a_row_that_opts_out_finds_and_leaves_nothing() -> None:
-    pages = Pages(40)
-    pages.serve((1, 2, 3, 4, 5))
-    pages.idle_steps()
-    out = CachedRow(is_cached=False)
-    assert pages.cache.find(out, (1, 2, 3, 4, 5)) == []
-    number = pages.cache.admit(out, [])
-    pages.table.reserve(number, 4)
-    pages.table.mark_stored(np.array([number], np.int32), np.array([4], np.int32))
-    pages.cache.enter([(out, number, (7, 7, 7, 7), 4)])
-    assert len(pages.cache) == 2
-    pages.cache.leave(out)

@@ -24,14 +24,14 @@ from rocm_serve.parallel.processes import RankFailed
 from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
-from rocm_serve.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
+from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
 from tests.amd.runner.serving import tokens_of
 from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
+from tests.amd.runner.tiny_model import tiny_model, with_nan_token
 
 BASE = replace(OF_EIGHT, max_batch_size=4, graphs=True)
 
@@ -115,14 +115,6 @@ def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngi
     with pytest.raises(BadRequest, match="there is no request 999"):
         ranked.abort(999)
     assert ranked.generate(REQUESTS[:1]) == alone[:1]
-
-
-def test_a_request_of_numbers_that_are_none_fails_alone(ranked: RankedEngine, alone: list[Completion]) -> None:
-    with pytest.raises(RequestsFailed, match=r"^1 of 5 requests failed; request 1: ") as why:
-        ranked.generate([REQUESTS[0], Request((3, NAN_TOKEN, 4), 6), *REQUESTS[1:]])
-    first, failed, *others = why.value.completions
-    assert failed.finish_reason == "error"
-    assert [first, *others] == alone
 
 
 def test_an_aborted_request_ends_on_all_ranks_and_the_others_go_on(

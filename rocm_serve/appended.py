@@ -9,7 +9,8 @@ from rocm_attn.errors import BadLogits
 from rocm_serve.request import ALL_READ, FinishReason, Sequence
 
 # The picks of each sequence that picks; see StepPicks.read.
-Picks = list[Many[int] | BadLogits]
+Pick = Many[int] | BadLogits
+Picks = list[Pick]
 
 # AppendedTokens.first of a sequence that takes nothing at all.
 NOWHERE = -1
@@ -31,7 +32,7 @@ class AppendedTokens(NamedTuple):
 _NOTHING = AppendedTokens((), None, NOWHERE)
 
 
-def appended_of(sequence: Sequence, pick: Many[int] | BadLogits) -> AppendedTokens:
+def appended_of(sequence: Sequence, pick: Pick) -> AppendedTokens:
     """The tokens that a sequence takes of a pick. A token that ends it is its last one, whatever comes after it."""
     if sequence.pending_at == ALL_READ:
         return _NOTHING

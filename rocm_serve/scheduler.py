@@ -43,7 +43,7 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import NOWHERE, AppendedTokens, Picks, appended_of
+from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.speculation.drafts import DraftTree
@@ -296,7 +296,7 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
         return True
 
-    def finish_step(self, step: ScheduledStep, picks: Picks) -> list[AppendedTokens]:
+    def finish_step(self, step: ScheduledStep, picks: Many[Pick]) -> list[AppendedTokens]:
         """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
 
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the

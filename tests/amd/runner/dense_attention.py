@@ -99,7 +99,7 @@ class WholeSequence:
     token_ids: Tensor
     positions: Tensor
     last_token_of_seq: Tensor
-    layers: DenseAttention
+    layers: Any
 
 
 def dense_model(loaded: LoadedModel, max_kv_len: int) -> tuple[Model, DenseAttention]:

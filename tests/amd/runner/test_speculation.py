@@ -73,7 +73,7 @@ def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too()
 def test_the_report_counts_drafts_and_what_steps_bring(loaded: LoadedModel) -> None:
     requests = some_requests(2, new_tokens=21)
     engine = speculating(loaded, replace(BASE, speculative="ngram"), requests, mistakes=0.0)
-    engine._speculation._drafter._random.randint = lambda low, high: high  # type: ignore[union-attr]
+    engine._speculation._drafter._random.randint = lambda low, high: high  # type: ignore[attr-defined]
     engine.generate(requests)
     metrics = engine.report().metrics
     # 1 token of the prompt's step, then 5 of each of 4 steps
@@ -181,7 +181,7 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
     options = replace(BASE, speculative="ngram", topk=topk, graphs=True, draft_tokens=4, max_batch_size=2)
     requests = some_requests(2)
     engine = drafting(loaded, tiny_model(seed=1), options)
-    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    drafter = engine._speculation._drafter
     assert isinstance(drafter, ModelDrafter)
     runners, published = drafter.runners, Counter[int]()
     draft, runtime = drafter._draft, runners._runtime
@@ -211,7 +211,7 @@ def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int,
     )
     requests = some_requests(4, new_tokens=12)
     engine = drafting(loaded, tiny_model(seed=1), options)
-    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    drafter = engine._speculation._drafter
     assert isinstance(drafter, ModelDrafter)
     counted = (engine.metrics, drafter.runners._runner.metrics)
     assert not engine.capture_all(lambda done, total, name: None).skipped
@@ -272,7 +272,7 @@ def test_what_happens_between_two_rounds_touches_no_tensor_and_makes_no_plan(loa
     def finished(step: Any, picks: Any) -> Any:
         with Noted():
             taken = finish_step(step, picks)
-            engine._speculation._drafter.follow(step, taken)  # type: ignore[union-attr]
+            engine._speculation._drafter.follow(step, taken)
         return taken
 
     planner._make_plan = counted  # type: ignore[method-assign,assignment]

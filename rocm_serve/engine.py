@@ -50,7 +50,8 @@ from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker
 from rocm_serve.sampling.sampling import Sampler, TokenPicker
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
-from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep, Scheduler
+from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
+from rocm_serve.scheduler import Scheduler
 from rocm_serve.serving import serve_all
 from rocm_serve.speculation.device_steps import FOLLOWING, DeviceSpeculation, why_no_speculative_steps
 from rocm_serve.speculation.engines import (

@@ -15,7 +15,7 @@ from rocm_attn.step.outputs import Outputs
 from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, PromptPart
 from rocm_serve.sampling.logprobs import TokenLogprobs
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.reading import Together
 from rocm_serve.speculation.speculation import StepPicks
 
@@ -69,7 +69,7 @@ class ReadSpeculativeSteps(NamedTuple):
 
 
 def with_pending_tokens(forward: Forward[Outputs], picked: Tensor) -> Forward[Outputs]:
-    """The forward with token ids in the place of the ids of scheduler.pending(): it looks them up on the device.
+    """The forward with token ids in the place of the ids of scheduled_step.pending(): it looks them up on the device.
 
     It may run any number of times for a step, until the step's own tokens are picked.
     picked: int32 [most_seqs], place among the picks of the step before -> token id; a graph reads it in place

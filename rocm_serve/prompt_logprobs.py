@@ -25,7 +25,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
 from rocm_serve.sampling.sending import coming, sent
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.last_rows import GivesRows, forward_of
 
 # Most rows of logits at a time. Fewer if a step has fewer rows to pick from: that memory was measured.

@@ -29,14 +29,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from operator import attrgetter
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.errors import NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
@@ -46,12 +43,10 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
+from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, ScheduledStep, Verified, step_of
 from rocm_serve.speculation.drafts import DraftTree
 
 _by_urgency = attrgetter("urgency")
-
-# The drafts of a step without any.
-NO_SEQUENCE: Mapping[int, DraftTree] = MappingProxyType({})
 
 # A row that needs a page gets room for this number of tokens more if there are plenty of pages, and so do the other
 # rows of its step: most steps then change nothing in the table.
@@ -64,54 +59,6 @@ _PAGES_PER_SPARE_ONE = 64
 
 class _PendingTokens(Exception):
     """A decision depends on tokens that were not read yet."""
-
-
-# Not frozen: setting the fields of a frozen class takes three times as long.
-@dataclass(slots=True, eq=False)
-class ScheduledStep:
-    """A step to be run; pages for its tokens are reserved. Not to be changed.
-
-    sequences: seq -> the sequence
-    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
-    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
-    drafts:    seq -> the drafts that its new tokens end with, if it has any
-    has_trees: whether drafts have branches
-    with_parameters: the places among `picking` of those that do not simply take the likeliest token
-    """
-
-    sequences: tuple[Sequence, ...]
-    picking: tuple[Sequence, ...]
-    batch: StepBatch
-    drafts: Mapping[int, DraftTree]
-    has_trees: bool
-    with_parameters: Many[int]
-
-    @property
-    def num_picks(self) -> int:
-        """Number of sequences that pick a token."""
-        return len(self.picking)
-
-    @property
-    def is_of_a_suspect(self) -> bool:
-        """True if its one sequence is served alone, because a fault may be due to it."""
-        return self.sequences[0].is_suspect
-
-
-class _Lengths(NamedTuple):
-    """Rows, stored tokens and new tokens of the sequences of a step. int32 [num_seqs] each"""
-
-    rows: Int32Array
-    stored: Int32Array
-    new: Int32Array
-
-    @classmethod
-    def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
-        of_each = [each.row for each, _ in scheduled], [each.num_stored for each, _ in scheduled]
-        return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
-
-
-# Place in a step -> the drafts that follow its sequence's last token, at least one.
-Verified = Mapping[int, DraftTree]
 
 
 class Scheduler:
@@ -225,7 +172,7 @@ class Scheduler:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
+            return step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
         self._give_back_ahead()
         self._admit_urgent()
         scheduled, verified, lengths, budget = self._continue(self._running, drafts)
@@ -240,8 +187,8 @@ class Scheduler:
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if len(scheduled) > len(lengths.rows):
-            lengths = _Lengths.of(scheduled)
-        return _step_of(scheduled, verified, lengths)
+            lengths = Lengths.of(scheduled)
+        return step_of(scheduled, verified, lengths)
 
     def launched(self, step: ScheduledStep) -> None:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
@@ -427,7 +374,7 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, DraftTree]
-    ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
+    ) -> tuple[list[tuple[Sequence, int]], Verified, Lengths, int]:
         """The new tokens of some running sequences, with room for them, and how many more tokens the step takes.
 
         If pages run out, drafts are left out, then room that was taken ahead or for rejected drafts is given back, and
@@ -436,7 +383,7 @@ class Scheduler:
         """
         while True:
             scheduled, verified, budget = self._assigned(running, drafts)
-            lengths = rows, stored, new = _Lengths.of(scheduled)
+            lengths = rows, stored, new = Lengths.of(scheduled)
             if self._cache.has_windows:
                 self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
@@ -653,32 +600,3 @@ class Scheduler:
         q_len = min(sequence.num_left, budget)
         scheduled.append((sequence, q_len))
         return q_len
-
-
-def pending(place: int) -> int:
-    """The id that stands for an unread token: the one in this place among the picks of the step before."""
-    return -1 - place
-
-
-def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: _Lengths) -> ScheduledStep:
-    """Makes the step. verified, lengths: of scheduled"""
-    token_ids: list[int] = []
-    for seq, (sequence, q_len) in enumerate(scheduled):
-        drafts = verified.get(seq)
-        if drafts is not None:
-            token_ids.append(sequence.token_ids[-1])
-            token_ids += drafts.token_ids
-        elif sequence.pending_at != ALL_READ:
-            token_ids.append(pending(sequence.pending_at))
-        else:
-            stored = sequence.num_stored
-            token_ids += sequence.token_ids[stored : stored + q_len]
-    rows, num_stored, new = lengths
-    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
-    sequences = tuple([sequence for sequence, _ in scheduled])
-    # an unfinished prompt took the rest of the chunk, so nothing comes after it
-    last, last_q_len = scheduled[-1]
-    picking = sequences[:-1] if last_q_len < last.num_left else sequences
-    with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
-    has_trees = not all(drafts.is_chain for drafts in verified.values())
-    return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

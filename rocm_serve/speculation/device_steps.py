@@ -35,7 +35,8 @@ from rocm_serve.recent_steps import NO_ROUND
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.sampling import PickedRows, PickedTokens, TokenPicker
 from rocm_serve.sampling.sending import sent
-from rocm_serve.scheduler import ScheduledStep, Scheduler
+from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.device_launches import (
     SpeculativeLaunches,
     SpeculativeMemory,

@@ -26,7 +26,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.sending import sent
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.draft_runners import DraftRunners
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.row_drafter import RowDrafter

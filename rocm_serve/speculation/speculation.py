@@ -34,7 +34,7 @@ from rocm_serve.request import Sequence, SequenceParameters
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters, TokensWithLogprobs
 from rocm_serve.sampling.sampling import Draw, PickedTokens
-from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep
+from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from rocm_serve.scheduler import ScheduledStep, Scheduler
+from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.reading import Together
 from rocm_serve.speculation.speculation import StepPicks
 

@@ -21,7 +21,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.drafts import DraftTree
 from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.serving import engine as small_engine

@@ -17,7 +17,7 @@ from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request, TokenEvent
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.text.stop_texts import StopTexts
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
 from tests.amd.runner.serving import all_pages_are_free

@@ -29,13 +29,13 @@ from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
     ComingPromptLogprobs,
-    KeepsHidden,
     LogitsAndHidden,
     PromptLogprobs,
     PromptPart,
+    with_hidden,
 )
 from rocm_serve.recent_steps import RecentSteps
-from rocm_serve.report import Report
+from rocm_serve.report import Report, report_of
 from rocm_serve.request import (
     Completion,
     Event,
@@ -108,7 +108,7 @@ class Engine:
         self._picker = ParameterPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
         forward = forward_of(model, options)
-        of_prompts: Forward[LogitsAndHidden] = KeepsHidden(model, options).run
+        of_prompts: Forward[LogitsAndHidden] = with_hidden(model, options)
         if self._steps_ahead and not options.speculates:
             forward = with_pending_tokens(forward, plain.tokens)
             of_prompts = with_pending_tokens(of_prompts, plain.tokens)
@@ -390,7 +390,7 @@ class Engine:
             compiles_after_start=compile_watch().num_compiled - self._num_compiled,
             compile_seconds=compile_watch().seconds,
         )
-        return Report.of(self.runtime, self._loaded, self.options, self._measured, self._speculative_in_words, metrics)
+        return report_of(self.runtime, self._loaded, self.options, self._measured, self._speculative_in_words, metrics)
 
     def _require_whole(self) -> None:
         if self._is_in_step:

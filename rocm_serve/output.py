@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
 
 from rocm_serve.events import NewTokens
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.stop_texts import StopTexts
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
-
-# A step brings hundreds of tokens without text; map and zip make their events without a Python call for each.
-_event: Callable[[tuple[int, int, str, None, None]], TokenEvent] = partial(tuple.__new__, TokenEvent)
-_NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +54,15 @@ class Output:
         logprobs: of each of them, or none
         """
         if self.tokenizer is None and not logprobs:
-            new, self.reason = self._without_text(token_ids, reason), reason
-        else:
-            new, self.reason = self._with_text(token_ids, reason, logprobs)
-            self.text += "".join([event.text for event in new])
-            self.logprobs += logprobs[: len(new)]
+            *first, last = token_ids
+            if first:
+                events.append(NewTokens([self.sequence.number], [first]))
+            events.append(TokenEvent(self.sequence.number, last, "", reason))
+            self.num_tokens, self.reason = self.num_tokens + len(token_ids), reason
+            return len(token_ids)
+        new, self.reason = self._with_text(token_ids, reason, logprobs)
+        self.text += "".join([event.text for event in new])
+        self.logprobs += logprobs[: len(new)]
         self.num_tokens += len(new)
         events += new
         return len(new)
@@ -117,16 +114,6 @@ class Output:
             if why is not None:
                 break
         return events, why
-
-    def _without_text(self, token_ids: Many[int], reason: FinishReason | None) -> list[TokenEvent]:
-        """The events of tokens that have no text that could end the request."""
-        number = self.sequence.number
-        if len(token_ids) == 1:  # the case of every plain step; the code below takes three times as long for it
-            return [TokenEvent(number, token_ids[0], "", reason)]
-        events = list(map(_event, zip(repeat(number), token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False)))
-        if reason is not None:
-            events[-1] = TokenEvent(number, token_ids[-1], "", reason)
-        return events
 
     def _piece(self, token: int, why: FinishReason | None, num: int) -> str:
         """The text of a token. why: the request ends with it; num: of the new tokens, with this one"""

@@ -12,7 +12,6 @@ right. The launched rounds are then read, and the host plans the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -32,7 +31,6 @@ from rocm_attn.step.prepared import stream_of
 from rocm_serve.appended import Picks
 from rocm_serve.options import EngineOptions
 from rocm_serve.recent_steps import NO_ROUND
-from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.sampling import PickedRows, PickedTokens, TokenPicker
 from rocm_serve.sampling.sending import sent
 from rocm_serve.scheduled_step import ScheduledStep
@@ -46,7 +44,7 @@ from rocm_serve.speculation.device_launches import (
 )
 from rocm_serve.speculation.methods import NGRAM
 from rocm_serve.speculation.reading import Ends, Together, are_picked, is_clean, put_together
-from rocm_serve.speculation.speculation import NO_LOGPROBS_OF, StepPicks
+from rocm_serve.speculation.speculation import StepPicks
 from rocm_serve.speculation.speculative_steps import SpeculativeSteps
 
 # Pages are reserved for a whole series, if that many are free. Otherwise they are reserved for this number of tokens
@@ -154,7 +152,7 @@ class _Series:
         self.is_over |= self.has_fault or bool(self.cut) or 2 * drafted < len(emitted)
 
 
-class SpeculativePicks:
+class SpeculativePicks(StepPicks):
     """The picks of a round's sequences, in the form of StepPicks. Rounds are read in the order of their launches.
 
     emitted, found: the memory of its results, which are there after done
@@ -179,14 +177,6 @@ class SpeculativePicks:
             ]
         series.note(self.speculative_step_number, 1, series.kv_len + appended, emitted)
         return picks
-
-    @property
-    def tokens(self) -> None:
-        """Like StepPicks.tokens. Rounds are followed by launch(), so there are none."""
-
-    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """Like StepPicks.logprobs."""
-        return NO_LOGPROBS_OF
 
     def _right(self, place: int, pick: Many[int | BadLogits]) -> Many[int] | BadLogits:
         """The picks of a sequence: if no token can be picked after an accepted draft, the tokens before it.

@@ -32,6 +32,7 @@ from rocm_serve.models.mlp import add_mlp
 from rocm_serve.models.model import Model
 from rocm_serve.models.weights import layer_shapes, may_be_ignored, read_layer
 from rocm_serve.ranks import ONE_RANK
+from rocm_serve.speculation.draft_runners import DraftingModel
 from rocm_serve.speculation.head_files import FC, LAYER, HeadFiles, SeededHead, require_shapes
 from rocm_serve.speculation.methods import SEEDED
 
@@ -77,7 +78,7 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
     return EagleWeights(model, reader.join(TensorPart(FC)), ())
 
 
-class EagleHead:
+class EagleHead(DraftingModel):
     """Like DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
 
     features: [most_tokens, width]: input of taken_in(), one row for each token of its step; the caller writes them
@@ -106,10 +107,6 @@ class EagleHead:
         """Like DraftingModel.drafted."""
         features = self.next_features(step, carried)
         return self.logits(features), features
-
-    def tokens(self, drafted: Tensor) -> Tensor:
-        """Like DraftingModel.tokens."""
-        return drafted
 
     def given(self, features: Tensor) -> Tensor:
         """[T, hidden]: the rows handed over, as the layer takes them."""

@@ -18,7 +18,7 @@ from rocm_serve.models.loading import LoadedModel, find_model, load_model
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.draft_model import ModelDrafter
-from rocm_serve.speculation.draft_runners import DraftRunners, drafts_of, num_levels
+from rocm_serve.speculation.draft_runners import DraftingModel, DraftRunners, drafts_of, num_levels
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import is_eagle3, load_head3, seeded_head3
@@ -180,7 +180,7 @@ def _runtime_of(
     return drafting, its_own
 
 
-class SmallModel:
+class SmallModel(DraftingModel):
     """A whole model that drafts: it hands on nothing but K and V from token to token."""
 
     def __init__(self, model: Model) -> None:
@@ -195,7 +195,3 @@ class SmallModel:
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Like DraftingModel.drafted."""
         return self._model.logits(self._model.hidden(step)), carried
-
-    def tokens(self, drafted: Tensor) -> Tensor:
-        """Like DraftingModel.tokens."""
-        return drafted

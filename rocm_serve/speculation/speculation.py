@@ -9,11 +9,12 @@ have picked, greedily or at random, whatever the drafts are: they decide only ho
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.recent_steps import NO_ROUND
-from rocm_serve.request import Sequence, SequenceParameters
+from rocm_serve.request import Sequence
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters, TokensWithLogprobs
 from rocm_serve.sampling.sampling import Draw, PickedTokens
+from rocm_serve.sampling.sampling_parameters import SamplingParameters
 from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
@@ -68,26 +70,26 @@ class Drafter:
         """Makes the graphs of the drafter, if it has any. progress: see StepRunner.capture_all"""
 
 
-class StepPicks(Protocol):
-    """The picks of a step's sequences, on their way to the host."""
+class StepPicks(ABC):
+    """The picks of a step's sequences, on their way to the host.
 
+    speculative_step_number: its number among rounds that follow from each other; NO_ROUND: it is none of these
+    """
+
+    speculative_step_number = NO_ROUND
+
+    @abstractmethod
     def read(self) -> Picks:
         """Waits for them. Returns for each of step.picking its tokens, or the reason why it gets none."""
-        ...
-
-    @property
-    def speculative_step_number(self) -> int:
-        """Its number among rounds that follow from each other; NO_ROUND: it is none of these."""
-        ...
 
     @property
     def tokens(self) -> PickedTokens | None:
         """The tokens after all drafts of a step, if no request asks for more than the likeliest or a drawn one."""
-        ...
+        return None
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """Place among step.picking -> logprobs of its tokens from read(), for requests that ask for them."""
-        ...
+        return NO_LOGPROBS_OF
 
 
 class Speculation:
@@ -196,15 +198,13 @@ class Speculation:
         metrics.accepted_drafts += together.num_tokens - verified
 
 
-class _Verified:
+class _Verified(StepPicks):
     """A token after each draft, from which the accepted ones follow; without drafts, a token of each sequence.
 
     num_rows: of each sequence's last tokens
     runtime:  moves their K and V to the places of their tokens, if they lie in others
     drawn:    acceptance of drawn drafts
     """
-
-    speculative_step_number = NO_ROUND
 
     def __init__(
         self,
@@ -279,8 +279,8 @@ class _Verified:
         self._runtime.move_accepted(accepted, seqs)
 
 
-def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SequenceParameters]:
-    """Place among step.picking -> the SequenceParameters of its sequence. settle: see Speculation.pick"""
+def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SamplingParameters]:
+    """Place among step.picking -> the SamplingParameters of its sequence. settle: see Speculation.pick"""
     if not step.with_parameters:
         return {}
     with_parameters = {

@@ -1,8 +1,4 @@
-"""The tokens that sequences take of a step's picks, and whether they end with these.
-
-They are found before any of them is taken, together with their places. So they can be taken again after an interrupt,
-and each token is taken once.
-"""
+"""The tokens that sequences take of a step's picks, and whether they end with these."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ from rocm_attn.errors import BadLogits
 from rocm_serve.request import ALL_READ, FinishReason, Sequence
 
 # The picks of each sequence that picks; see StepPicks.read.
-Picks = Many[Many[int] | BadLogits]
+Pick = Many[int] | BadLogits
+Picks = list[Pick]
 
 # AppendedTokens.first of a sequence that takes nothing at all.
 NOWHERE = -1
@@ -35,7 +32,7 @@ class AppendedTokens(NamedTuple):
 _NOTHING = AppendedTokens((), None, NOWHERE)
 
 
-def appended_of(sequence: Sequence, pick: Many[int] | BadLogits) -> AppendedTokens:
+def appended_of(sequence: Sequence, pick: Pick) -> AppendedTokens:
     """The tokens that a sequence takes of a pick. A token that ends it is its last one, whatever comes after it."""
     if sequence.pending_at == ALL_READ:
         return _NOTHING

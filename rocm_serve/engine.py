@@ -13,30 +13,29 @@ from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before
 from rocm_attn.capture.prewarm import run_every_kernel
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.errors import BadLogits, BadRequest, DeviceFault, WrongState
 from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.truth.live import LiveTruth, TruthVerdict
 from rocm_attn.watch.flight_recorder import FlightRecorder
-from rocm_serve.appended import AppendedTokens
 from rocm_serve.engine_runtime import model_over, runtime_for
 from rocm_serve.events import Events, NewTokens, without
 from rocm_serve.limits import RequestLimits
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.output import Output
-from rocm_serve.pending import FoundPicks, PendingStep, ReadSpeculativeSteps, ReadStep, with_pending_tokens
+from rocm_serve.pending import PendingStep, ReadSpeculativeSteps, ReadStep, with_pending_tokens
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
     ComingPromptLogprobs,
-    KeepsHidden,
     LogitsAndHidden,
     PromptLogprobs,
     PromptPart,
+    with_hidden,
 )
 from rocm_serve.recent_steps import RecentSteps
-from rocm_serve.report import Report
+from rocm_serve.report import Report, report_of
 from rocm_serve.request import (
     Completion,
     Event,
@@ -45,13 +44,14 @@ from rocm_serve.request import (
     Request,
     Sequence,
 )
-from rocm_serve.request_times import note_tokens
+from rocm_serve.request_times import RequestTimes, StepTimes
 from rocm_serve.sampling.compared import RankComparison
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker
 from rocm_serve.sampling.sampling import Sampler, TokenPicker
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
-from rocm_serve.scheduler import ScheduledStep, Scheduler
+from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
+from rocm_serve.scheduler import Scheduler
 from rocm_serve.serving import serve_all
 from rocm_serve.speculation.device_steps import FOLLOWING, DeviceSpeculation, why_no_speculative_steps
 from rocm_serve.speculation.engines import (
@@ -62,9 +62,9 @@ from rocm_serve.speculation.engines import (
     served,
 )
 from rocm_serve.speculation.last_rows import forward_of
-from rocm_serve.speculation.reading import MOST_AHEAD, Pace, Together
-from rocm_serve.speculation.speculation import Drafter, NoSpeculation, Speculation, StepPicks
-from rocm_serve.speculation.speculative_steps import NoSpeculativeSteps, SpeculativeSteps
+from rocm_serve.speculation.reading import MOST_AHEAD, Pace
+from rocm_serve.speculation.speculation import Speculation, StepPicks
+from rocm_serve.speculation.speculative_steps import SpeculativeSteps
 from rocm_serve.text.constraint import library
 from rocm_serve.text.matching import matching_of
 from rocm_serve.watched import watched_steps
@@ -108,7 +108,7 @@ class Engine:
         self._picker = ParameterPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
         forward = forward_of(model, options)
-        of_prompts: Forward[LogitsAndHidden] = KeepsHidden(model, options).run
+        of_prompts: Forward[LogitsAndHidden] = with_hidden(model, options)
         if self._steps_ahead and not options.speculates:
             forward = with_pending_tokens(forward, plain.tokens)
             of_prompts = with_pending_tokens(of_prompts, plain.tokens)
@@ -123,14 +123,23 @@ class Engine:
         # A recorder or watcher of single steps needs the host to plan each step.
         looks_on = self._steps is not self._runner or path is not None
         host_plans = why_no_speculative_steps(options, num_ranks=loaded.ranks.shard.num_ranks, looks_on=looks_on)
-        self._speculative_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
-        has_speculative_steps = options.speculates and not host_plans
-        self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
-        self._speculative_steps: SpeculativeSteps = NoSpeculativeSteps()
-        if options.speculates:
-            self._speculate(
-                drafter_of(drafting, loaded, options, self.runtime, model), has_speculative_steps=has_speculative_steps
+        in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
+        self._speculative_in_words = in_words if options.speculates else ""
+        drafter = drafter_of(drafting, loaded, options, self.runtime, model)
+        self._speculative_steps = SpeculativeSteps()
+        if options.speculates and not host_plans:
+            self._speculative_steps = DeviceSpeculation(
+                self.runtime, self._runner, plain, options.draft_tokens, MOST_AHEAD * self._steps_ahead
             )
+        self._speculation = Speculation(
+            drafter,
+            self.runtime,
+            self._picker,
+            options.draft_tokens,
+            self.metrics,
+            rejection_of(drafter, options),
+            has_speculative_steps=isinstance(self._speculative_steps, DeviceSpeculation),
+        )
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -147,32 +156,13 @@ class Engine:
         self._recent, self._pace = RecentSteps(), Pace()
         self._pending: list[PendingStep] = []  # oldest first
         self._is_launching = False  # whether a step is being launched that is not in _unread yet
-        self._found: FoundPicks | None = None
         self._read: list[ReadStep | ReadSpeculativeSteps] = []  # steps whose tokens are to be published, oldest first
-        self._read_at = 0.0  # when tokens were last read
         self._speculative_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
         self._compared = RankComparison(self.runtime.faults.meetings, has_ranks=loaded.ranks.shard.num_ranks > 1)
         self._num_submitted = 0
+        self._is_in_step = False  # afterwards too, if an interrupt has ended the step
         self._num_compiled = compile_watch().num_compiled  # before the first request
-        # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
-        self._leaving: tuple[Output, bool] | None = None
-
-    def _speculate(self, drafter: Drafter, *, has_speculative_steps: bool) -> None:
-        """Makes draft tokens before each step. has_speculative_steps: whether rounds may follow from each other"""
-        options, most, runtime = self.options, self.options.draft_tokens, self.runtime
-        self._speculation = Speculation(
-            drafter,
-            runtime,
-            self._picker,
-            most,
-            self.metrics,
-            rejection_of(drafter, options),
-            has_speculative_steps=has_speculative_steps,
-        )
-        if has_speculative_steps:
-            self._speculative_steps = DeviceSpeculation(
-                runtime, self._runner, self._picker.plain, most, MOST_AHEAD * self._steps_ahead
-            )
+        self._times = StepTimes(self.metrics)
 
     def _new_runner(self, forward: Forward) -> StepRunner:
         after = self.options.capture_after
@@ -188,8 +178,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a request is not finished, or an event was not returned yet: then step() may be called."""
-        is_halfway = bool(self._read) or self._found is not None or self._leaving is not None  # by an interrupt
-        return self._scheduler.has_work or bool(self._events) or is_halfway
+        return self._scheduler.has_work or bool(self._events)
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Captures every graph before the first request arrives, so that no request waits for one.
@@ -221,6 +210,7 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Queues a request; returns its number. Raises BadRequest, and changes nothing else then."""
+        self._require_whole()
         self.check(request)
         matcher = None
         if request.constraint is not None:
@@ -259,27 +249,13 @@ class Engine:
             raise BadRequest(
                 f"there is no request {number}; submit() has returned the numbers below {self._num_submitted}"
             )
-        self._publish_read()  # an interrupt may have left tokens that were read but not published
         self._enter_speculative_steps()
         output = self._outputs.get(number)
-        if output is None:
-            return
-        self._leaving = output, True
-        self._drop_leaving()
-        self.metrics.aborts += 1
-
-    def _drop_leaving(self) -> None:
-        """Removes the request being aborted or cancelled, if any. After an interrupt a second call finishes it."""
-        if self._leaving is None:
-            return
-        output, is_aborted = self._leaving
-        self._scheduler.drop(output.sequence)
-        if is_aborted:
+        if output is not None:
+            self._scheduler.drop(output.sequence)
             output.end_early("abort", "", self._events)
             self._end(output)
-        else:
-            self._outputs.pop(output.sequence.number, None)
-        self._leaving = None
+            self.metrics.aborts += 1
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: no later request finds pages that were stored so far.
@@ -294,20 +270,22 @@ class Engine:
 
         Call it between two steps, before changing anything that a running step might read.
         """
-        self._publish_read()
         while self._pending:
             self._read_oldest()
             self._publish_read()
         self._enter_speculative_steps()
 
     def cancel(self, number: int) -> None:
-        """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event."""
-        self._publish_read()  # as in abort()
+        """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event.
+
+        Does nothing if an interrupt has made the engine unusable.
+        """
+        if self._is_in_step:
+            return
         self._enter_speculative_steps()
-        output = self._outputs.get(number)
+        output = self._outputs.pop(number, None)
         if output is not None:
-            self._leaving = output, False
-            self._drop_leaving()
+            self._scheduler.drop(output.sequence)
             self.metrics.note_end("cancelled", output.seconds, output.num_tokens)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
@@ -353,7 +331,12 @@ class Engine:
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
         Raises DeviceFault, unless it is contained. The requests concerned have then failed, including those that had
         ended and were not handed over yet; the next step() returns their events, and goes on with the others.
+
+        generate() lets Ctrl-C wait for the end of a step. A KeyboardInterrupt in a step makes the engine unusable.
+        Raises WrongState then.
         """
+        self._require_whole()
+        self._is_in_step = True
         try:
             if not self._events:
                 self._advance()
@@ -363,7 +346,12 @@ class Engine:
         except DeviceFault as fault:
             self._take_in(fault)
             if not fault.is_contained:
+                self._is_in_step = False
                 raise
+        except Exception:
+            self._is_in_step = False
+            raise
+        self._is_in_step = False
         events, self._events = self._events, []
         return Events(events)
 
@@ -396,50 +384,29 @@ class Engine:
 
     def report(self) -> Report:
         """The engine's kernels, pools and settings, and its metrics so far."""
-        runtime, scheduler = self.runtime, self._scheduler
         metrics = self._runner.counters.snapshot(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
             compiles_after_start=compile_watch().num_compiled - self._num_compiled,
             compile_seconds=compile_watch().seconds,
         )
-        graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
-        return Report(
-            provider=runtime.selections[0].provider,
-            kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
-            device=str(runtime.device),
-            arch=runtime.target.arch,
-            dtype=str(self._loaded.weights.dtype).removeprefix("torch."),
-            page_size=runtime.pool.page_size,
-            pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
-            num_pages=runtime.pool.num_pages,
-            swa_pages=runtime.options.swa_pages,
-            weights_bytes=self._loaded.weights.num_bytes,
-            weights_seconds=self._loaded.seconds,
-            step_bytes=self._measured.step,
-            graph_bytes=self._measured.graph,
-            kv_bytes=runtime.pool.num_bytes,
-            max_kv_len=self.max_kv_len,
-            max_batch_size=self.options.max_batch_size,
-            chunk=self.options.chunk_on(runtime.device.type),
-            graphs=graphs,
-            speculative_steps=self._speculative_in_words if self.options.speculates else "",
-            deterministic=self.options.deterministic,
-            ranks=self._loaded.ranks.shard.num_ranks,
-            cost_of_ranks=self._loaded.cost,
-            guards_off=runtime.guards.off,
-            metrics=metrics,
-        )
+        return report_of(self.runtime, self._loaded, self.options, self._measured, self._speculative_in_words, metrics)
+
+    def _require_whole(self) -> None:
+        if self._is_in_step:
+            raise WrongState(
+                "an interrupt has ended a step of this engine halfway; make another engine, and let Ctrl-C wait for "
+                "the end of a step, as generate() does"
+            )
 
     def _advance(self) -> None:
         """Launches a step, and notes the events of those before it. Raises DeviceFault.
 
         The next step may depend on tokens that were not read yet; then no step is launched.
         """
-        if self._is_launching:  # a step that an interrupt left may have overwritten the tokens of the step before it
+        if self._is_launching:  # a launch that raised may have overwritten the tokens of the step before it
             self._is_launching = False
             self.settle()
-        self._publish_read()  # tokens that an interrupt has left
         if self._speculative_steps.goes_on(self._scheduler):
             self._go_on()
             return
@@ -461,26 +428,26 @@ class Engine:
             if not self._scheduler.has_work:
                 return
             started = time.perf_counter()
-            step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
+            drafts = NO_SEQUENCE
+            if self.options.speculates:
+                drafts = self._speculation.drafts(self._scheduler.decoding, self._outputs.keys())
+            step = self._scheduler.next_step(drafts)
             if step is None:
                 self.settle()
                 return
             self._is_launching = True
             picks, prompts = self._run(step)
-            if self._speculation.has_speculative_steps:
-                picks = self._speculative_steps.begin(step, picks, self._scheduler)
+            picks = self._speculative_steps.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
             self._publish_read()
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
-        # This comes first: an interrupt may leave a step that the scheduler has not noted; they take nothing of it.
         number = self.runtime.faults.step_number
         self._pending.append(PendingStep(step, number, picks, started, launched, prompts))
         self._is_launching = False
         self._scheduler.launched(step)
-        self._speculative_steps.noted()
         # Accepted tokens of a tree are moved before the sequence's pages may be given back.
         while len(self._pending) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
             self._read_oldest()
@@ -492,12 +459,9 @@ class Engine:
         self._must_check = True
         step, picks = self._speculative_steps.launch()
         launched = time.perf_counter()
-        self._pending.append(
-            PendingStep(step, self.runtime.faults.step_number, picks, started, launched)
-        )  # first, as in _advance()
+        self._pending.append(PendingStep(step, self.runtime.faults.step_number, picks, started, launched))
         if len(self._pending) == 1:
             self._scheduler.launched_again(step)
-        self._speculative_steps.noted()
         while len(self._pending) > self._pace.num_ahead * self._steps_ahead:
             self._read_speculative_steps(self._pace.num_together)
 
@@ -510,62 +474,30 @@ class Engine:
             self._read_oldest()
             self._publish_read()
             return
-        self._read.append(
-            ReadSpeculativeSteps(pending[: together.num_speculative_steps], together, time.perf_counter())
-        )
+        num = together.num_speculative_steps
+        self._read.append(ReadSpeculativeSteps(pending[:num], together, time.perf_counter()))
+        del pending[:num]
         self._publish_read()
 
-    def _append_speculative_steps(self, speculative_steps: Many[PendingStep], together: Together) -> None:
-        """Makes sequences take the tokens of rounds that were read together. A repeated call changes nothing."""
-        if self._pending and self._pending[0] is speculative_steps[0]:
-            del self._pending[: len(speculative_steps)]
+    def _publish_speculative_steps(self, read: ReadSpeculativeSteps) -> None:
+        """Makes sequences take the tokens of rounds that were read together, and notes their events."""
+        speculative_steps, together, read_at = read
         step = self._speculative_to_enter = speculative_steps[0].step
         self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._pending)
         self._speculative_steps.took(together)
-
-    def _publish_speculative_steps(self, read: ReadSpeculativeSteps) -> None:
-        """Like _publish_read, for rounds that were read together. A call after an interrupt goes on.
-
-        Counters come last: an interrupt may leave out nothing else.
-        """
-        speculative_steps, together, read_at = read
-        self._append_speculative_steps(speculative_steps, together)
-        sequences = speculative_steps[0].step.picking
+        sequences = step.picking
         if self._loaded.tokenizer is None:  # no text can end a request
             for sequence in sequences:
                 self._outputs[sequence.number].num_tokens = sequence.num_read
-            new = NewTokens([sequence.number for sequence in sequences], together.token_ids)
-            # One statement: after an interrupt they are either still to be published, or published.
-            self._events, self._read = [*self._events, new], self._read[1:]
+            self._events.append(NewTokens([sequence.number for sequence in sequences], together.token_ids))
             self.metrics.new_tokens += together.num_tokens
         else:
-            for sequence in sequences:
-                self._publish_rest(sequence, speculative_steps[-1])
-            del self._read[0]
-        self._speculation.count_speculative_steps(speculative_steps[0].step, together)
-        seconds = self._note_speculative_steps(speculative_steps, together, read_at)
+            for sequence, token_ids in zip(sequences, together.token_ids, strict=True):
+                self._publish(self._outputs[sequence.number], tuple(token_ids), None, (), speculative_steps[-1])
+        self._speculation.count_speculative_steps(step, together)
+        times = [sequence.times for sequence in sequences]
+        seconds = self._times.note(speculative_steps, times, together.num_tokens, read_at)
         self._pace.note(seconds, len(speculative_steps))
-
-    def _publish_rest(self, sequence: Sequence, pending: PendingStep) -> None:
-        """Publishes the tokens of a sequence that were not published, as tokens of a step, if it has not ended."""
-        output = self._outputs.get(sequence.number)
-        if output is not None:
-            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), pending)
-
-    def _note_speculative_steps(self, speculative_steps: Many[PendingStep], together: Together, now: float) -> float:
-        """Like _note_times, for rounds that were read together; returns the seconds that they took."""
-        metrics, num = self.metrics, together.num_speculative_steps
-        seconds = now - max(speculative_steps[0].started, self._read_at)
-        self._read_at = now
-        metrics.seconds += seconds
-        metrics.step_seconds.note(seconds / num, num)
-        for each in speculative_steps:
-            metrics.host_seconds.note(each.launched - each.started)
-        sequences = speculative_steps[0].step.picking
-        note_tokens([sequence.times for sequence in sequences], now, metrics)
-        if together.num_tokens > len(sequences):
-            metrics.token_gap_seconds.note(0.0, together.num_tokens - len(sequences))
-        return seconds
 
     def _enter_speculative_steps(self) -> None:
         """Lets prompts find pages stored by rounds that were read together."""
@@ -581,60 +513,49 @@ class Engine:
         """Waits for the tokens of the oldest unread step; they are to be published."""
         self._enter_speculative_steps()
         pending = self._pending[0]
-        batch = pending.step.batch
+        step, batch = pending.step, pending.step.batch
         with self._watch.watch(f"a launched step ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = pending.picks.read()
-        self._found = FoundPicks(pending, picks, time.perf_counter())
-        self._take_found(self._found)
-
-    def _take_found(self, found: FoundPicks) -> None:
-        """Makes sequences take the tokens of a step that was read. A repeated call changes nothing."""
-        pending = found.pending
-        if self._pending and self._pending[0] is pending:
-            del self._pending[0]
-        appended = self._scheduler.finish_step(pending.step, found.picks)
+        now = time.perf_counter()
+        del self._pending[0]
+        appended = self._scheduler.finish_step(step, picks)
         if self._pending:
             self._scheduler.launched_again(self._pending[0].step)
-        self._speculation.follow(pending.step, appended)
-        read = ReadStep(found, appended, pending.picks.logprobs(), pending.prompts.read())
-        # One statement: after an interrupt they are either still to be taken, or taken.
-        self._found, self._read = None, [*self._read, read]
+        self._speculation.follow(step, appended)
+        self._read.append(ReadStep(pending, picks, appended, now, pending.picks.logprobs(), pending.prompts.read()))
 
     def _publish_read(self) -> None:
-        """Notes the events of steps that were read. A call after an interrupt goes on."""
-        if self._found is not None:
-            self._take_found(self._found)
-        self._drop_leaving()
+        """Notes the events of steps that were read."""
         while self._read:
-            read = self._read[0]
+            read = self._read.pop(0)
             if isinstance(read, ReadSpeculativeSteps):
                 self._publish_speculative_steps(read)
             else:
                 self._publish_step(read)
 
     def _publish_step(self, read: ReadStep) -> None:
-        """Like _publish_speculative_steps, for a step that was read by itself."""
-        (pending, picks, read_at), emitted = read.found, read.logprobs
-        for part in read.prompts:
+        """Notes the events of a step that was read by itself."""
+        pending, picks, appended, read_at, emitted, prompts = read
+        for part in prompts:
             self._take_prompt_part(part, pending)
-        each = zip(pending.step.picking, picks, read.appended, strict=True)
-        for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
+        got, num_tokens = list[RequestTimes](), 0
+        each = zip(pending.step.picking, picks, appended, strict=True)
+        for place, (sequence, pick, (token_ids, reason, _)) in enumerate(each):
+            if token_ids:
+                got.append(sequence.times)
+                num_tokens += len(token_ids)
             output = self._outputs.get(sequence.number)
             if output is None:
                 continue
             if token_ids:
-                num_emitted = output.num_tokens + len(sequence.request.prompt_token_ids) - first
-                self._publish(
-                    output, token_ids[num_emitted:], reason, emitted.get(place, ()) if emitted else (), pending
-                )
+                self._publish(output, token_ids, reason, emitted.get(place, ()) if emitted else (), pending)
             elif reason == "error" and isinstance(pick, BadLogits):
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
                 self._fail(sequence.number, str(pick))
-        del self._read[0]
-        self._note_times(pending, read.appended, read_at)
+        self._times.note((pending,), got, num_tokens, read_at)
 
     def _take_prompt_part(self, part: PromptPart, pending: PendingStep) -> None:
-        """Notes logprobs of a prompt. A repeated call changes nothing. Its request fails if no token has any."""
+        """Notes logprobs of a prompt. Its request fails if a token has none."""
         number, first = part.sequence.number, part.first
         output = self._outputs.get(number)
         if output is None:
@@ -650,24 +571,6 @@ class Engine:
                     "logprobs; look for weights that are too large for the dtype, or use a wider one (float32)",
                 )
                 return
-
-    def _note_times(self, pending: PendingStep, appended: Many[AppendedTokens], now: float) -> None:
-        """Notes the times of a step whose tokens were taken. The device was not waited for at its launch."""
-        metrics = self.metrics
-        seconds = now - max(pending.started, self._read_at)  # steps that overlap are not counted twice
-        self._read_at = now
-        metrics.seconds += seconds
-        metrics.step_seconds.note(seconds)
-        metrics.host_seconds.note(pending.launched - pending.started)
-        got = [
-            (sequence.times, len(ids))
-            for sequence, (ids, *_) in zip(pending.step.picking, appended, strict=True)
-            if ids
-        ]
-        note_tokens([times for times, _ in got], now, metrics)
-        together = sum([num for _, num in got]) - len(got)
-        if together > 0:
-            metrics.token_gap_seconds.note(0.0, together)
 
     def _check_device(self) -> None:
         """Waits for the device if a step has run since the last wait. Raises DeviceFault."""
@@ -702,13 +605,11 @@ class Engine:
     ) -> None:
         """Notes the tokens that a request got from a step, and its end.
 
-        token_ids: none if an interrupt has left nothing but its end
         reason:    why it ends with the last of them, as far as tokens show it
         logprobs:  of them, if the request asks for any
         """
-        if token_ids and output.reason is None:
-            self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
-            self._compared.note(token_ids)
+        self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
+        self._compared.note(token_ids)
         if output.reason is not None:
             if reason is None:  # only its text ends it
                 self._enter_speculative_steps()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
 
 from rocm_serve.events import NewTokens
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
@@ -15,21 +12,16 @@ from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.stop_texts import StopTexts
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 
-# A step brings hundreds of tokens without text; map and zip make their events without a Python call for each.
-_event: Callable[[tuple[int, int, str, None, None]], TokenEvent] = partial(tuple.__new__, TokenEvent)
-_NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
-
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """The result of a request so far. An interrupt leaves it in its state before a call, or in its state after it.
+    """The result of a request so far.
 
     tokenizer:  None: there is no text, and nothing that could end it
     num_tokens: new tokens of the sequence that were published
     prompt_logprobs: of the prompt's tokens from the second on that steps have taken in
     reason:     why it has ended; None: it goes on
     error:      why it has failed
-    _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
     """
 
     sequence: Sequence
@@ -40,12 +32,13 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
-    _is_whole: bool = False
     _stream: TextStream | None = field(init=False, default=None)
     _stops: StopTexts = field(init=False)
 
     def __post_init__(self) -> None:
-        self._begin()
+        request = self.sequence.request
+        self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
+        self._stops = StopTexts(request.stop, request.include_stop)
 
     def take(
         self,
@@ -60,34 +53,28 @@ class Output:
         reason:   why it ends with the last token; None: its tokens do not end it
         logprobs: of each of them, or none
         """
-        end = len(events)
         if self.tokenizer is None and not logprobs:
-            new = self._without_text(token_ids, reason)
-            # One statement; see below.
-            self.num_tokens, self.reason, events[end:] = self.num_tokens + len(new), reason, new
-            return len(new)
-        emitted, why = self._with_text(token_ids, reason, logprobs)
-        num = self.num_tokens + len(emitted)
-        text = self.text + "".join([event.text for event in emitted])
-        if logprobs:
-            self.logprobs[self.num_tokens :] = logprobs[: len(emitted)]
-        # One statement: an interrupt comes either before all of this or after it.
-        self.num_tokens, self.text, self.reason, self._is_whole, events[end:] = num, text, why, True, emitted
-        return len(emitted)
+            *first, last = token_ids
+            if first:
+                events.append(NewTokens([self.sequence.number], [first]))
+            events.append(TokenEvent(self.sequence.number, last, "", reason))
+            self.num_tokens, self.reason = self.num_tokens + len(token_ids), reason
+            return len(token_ids)
+        new, self.reason = self._with_text(token_ids, reason, logprobs)
+        self.text += "".join([event.text for event in new])
+        self.logprobs += logprobs[: len(new)]
+        self.num_tokens += len(new)
+        events += new
+        return len(new)
 
     def end_early(self, reason: FinishReason, error: str, events: list[Event | NewTokens]) -> None:
-        """Ends it with the tokens published so far, and adds the event of that to a list, once.
+        """Ends it with the tokens published so far, and adds the event of that to a list.
 
         error: why it has failed; empty if it was aborted
         """
-        if self.reason is not None:
-            return
-        self._go_on()
-        number, end = self.sequence.number, len(events)
-        piece = self._rest(self.num_tokens)  # held-back text, for example of an incomplete character
-        event = FailureEvent(number, piece, error) if error else AbortEvent(number, piece)
-        # One statement; see take().
-        self.text, self.reason, self.error, events[end:] = self.text + piece, reason, error, [event]
+        number, piece = self.sequence.number, self._rest(self.num_tokens)  # for example of an incomplete character
+        self.text, self.reason, self.error = self.text + piece, reason, error
+        events.append(FailureEvent(number, piece, error) if error else AbortEvent(number, piece))
 
     @property
     def seconds(self) -> float:
@@ -111,26 +98,10 @@ class Output:
             tuple(self.prompt_logprobs),
         )
 
-    def _begin(self) -> None:
-        """Makes the stream and the stops of a text that begins."""
-        request = self.sequence.request
-        self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
-        self._stops = StopTexts(request.stop, request.include_stop)
-        self._is_whole = True
-
-    def _go_on(self) -> None:
-        """Brings the stream and the stops to the end of the text, whatever an interrupt has left in them."""
-        if not self._is_whole:
-            self._begin()
-            for num, token in enumerate(self.sequence.new_token_ids[: self.num_tokens], 1):
-                self._piece(token, None, num)
-        self._is_whole = False
-
     def _with_text(
         self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]
     ) -> tuple[list[TokenEvent], FinishReason | None]:
         """The events of tokens, and the reason why the request ends, if it does. Publishes nothing."""
-        self._go_on()
         events: list[TokenEvent] = []
         why: FinishReason | None = None
         for place, token in enumerate(token_ids):
@@ -143,16 +114,6 @@ class Output:
             if why is not None:
                 break
         return events, why
-
-    def _without_text(self, token_ids: Many[int], reason: FinishReason | None) -> list[TokenEvent]:
-        """The events of tokens that have no text that could end the request."""
-        number = self.sequence.number
-        if len(token_ids) == 1:  # the case of every plain step; the code below takes three times as long for it
-            return [TokenEvent(number, token_ids[0], "", reason)]
-        events = list(map(_event, zip(repeat(number), token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False)))
-        if reason is not None:
-            events[-1] = TokenEvent(number, token_ids[-1], "", reason)
-        return events
 
     def _piece(self, token: int, why: FinishReason | None, num: int) -> str:
         """The text of a token. why: the request ends with it; num: of the new tokens, with this one"""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.step.outputs import Outputs
-from rocm_serve.appended import AppendedTokens
+from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, PromptPart
 from rocm_serve.sampling.logprobs import TokenLogprobs
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.reading import Together
-from rocm_serve.speculation.speculation import Picks, StepPicks
+from rocm_serve.speculation.speculation import StepPicks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,28 +39,20 @@ class PendingStep:
     prompts: ComingPromptLogprobs = NO_PROMPT_LOGPROBS
 
 
-class FoundPicks(NamedTuple):
-    """A step whose tokens were read, and which its sequences have not taken, or not all of them.
-
-    picks:   of each of step.picking
-    read_at: when they were read, in seconds of time.perf_counter()
-    """
-
-    pending: PendingStep
-    picks: Picks
-    read_at: float
-
-
 class ReadStep(NamedTuple):
     """A step whose tokens its sequences have taken.
 
-    appended:    of each of step.picking
+    picks:    of each of step.picking
+    appended: likewise
+    read_at:  when they were read, in seconds of time.perf_counter()
     logprobs: see StepPicks.logprobs
     prompts:  logprobs of prompts that it has taken in
     """
 
-    found: FoundPicks
+    pending: PendingStep
+    picks: Picks
     appended: Many[AppendedTokens]
+    read_at: float
     logprobs: Mapping[int, Many[TokenLogprobs]]
     prompts: Many[PromptPart]
 
@@ -68,7 +60,7 @@ class ReadStep(NamedTuple):
 class ReadSpeculativeSteps(NamedTuple):
     """Rounds that were read together, oldest first: sequences take their tokens when these are published.
 
-    read_at: see FoundPicks
+    read_at: see ReadStep
     """
 
     speculative_steps: Many[PendingStep]
@@ -77,7 +69,7 @@ class ReadSpeculativeSteps(NamedTuple):
 
 
 def with_pending_tokens(forward: Forward[Outputs], picked: Tensor) -> Forward[Outputs]:
-    """The forward with token ids in the place of the ids of scheduler.pending(): it looks them up on the device.
+    """The forward with token ids in the place of the ids of scheduled_step.pending(): it looks them up on the device.
 
     It may run any number of times for a step, until the step's own tokens are picked.
     picked: int32 [most_seqs], place among the picks of the step before -> token id; a graph reads it in place

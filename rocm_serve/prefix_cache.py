@@ -8,9 +8,6 @@ chain is given back first, so that the rest can still be found.
 In the SWA space a row needs only the pages of a window. Pages are given back there one by one, and a prefix can be used
 up to a length whose window is entirely there.
 
-An interrupt may come between any two lines of a change, including changes of the table. The cache does not work out
-which lines are missing: the next call gives all pages back that no row holds, and the cache starts empty. Rows go on.
-
 A fault of the device is reported some steps after the step that had it. So a page is found only after that number of
 steps, and never if the step that completed it had a fault.
 """
@@ -126,7 +123,6 @@ class PrefixCache:
         self._step = 0
         self._right_until = 0
         self._has_rows = False
-        self._is_changing = False  # pages that are kept may differ from those that can be found
 
     def __len__(self) -> int:
         """Number of pages that can be found, or could be once their steps are known to be free of faults."""
@@ -148,8 +144,6 @@ class PrefixCache:
 
     def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[CachedPage]:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
-        if self._is_changing:
-            self._begin_anew()
         if not (row.is_cached and self._pages):
             return []
         most = (len(token_ids) - 1) // self._page_size
@@ -164,7 +158,6 @@ class PrefixCache:
     def admit(self, row: CachedRow, found: Sequence[CachedPage]) -> int:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
         self._has_rows = self._has_rows or row.is_cached
-        self._begin_change()
         start = len(found) * self._page_size
         number = self._table.kept.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
         row.pages = list(found)
@@ -173,7 +166,6 @@ class PrefixCache:
         for space, first in enumerate(row.first_held):
             for page in found[first:]:
                 self._hold(page, space)
-        self._is_changing = False
         return number
 
     def enter(self, rows: Iterable[tuple[CachedRow, int, Sequence[int], int]]) -> None:
@@ -181,7 +173,6 @@ class PrefixCache:
 
         rows: for each row the CachedRow, its number, its sequence's tokens, and how many of them are stored
         """
-        self._begin_change()
         fresh: dict[bytes, CachedPage] = {}
         numbers: list[int] = []
         page_nos: list[int] = []
@@ -195,39 +186,29 @@ class PrefixCache:
             for page, kept_id in zip(fresh.values(), ids, strict=True):
                 page.kept_id = kept_id
                 self._put(page)
-        self._is_changing = False
 
     def move_windows(self, row: CachedRow, num_stored: int) -> None:
         """Records that the row has given back pages that no step needs which begins after num_stored tokens.
 
-        Call it when num_stored has reached row.moves_at; before that, nothing has left a window. A call after an
-        interrupt goes on.
+        Call it when num_stored has reached row.moves_at; before that, nothing has left a window.
         """
-        if self._is_changing:
-            self._begin_anew()
         for space, pages in self._windowed:
             first = pages.pages.first_needed(num_stored, self._page_size)
             for page_no in range(row.first_held[space], min(first, len(row.pages))):
                 page = row.pages[page_no]
                 if page is not None:
-                    # One statement: each page is released once.
-                    row.first_held[space], page.num_rows = page_no + 1, self._without_row(page, (space,))
+                    self._release(page, space)
             row.first_held[space] = max(first, row.first_held[space])
         row.moves_at = self._next_move(row)
 
     def leave(self, row: CachedRow) -> None:
-        """Records that the row is freed. Its pages stay, and count as used now.
-
-        A call after an interrupt goes on.
-        """
-        if self._is_changing:
-            self._begin_anew()
+        """Records that the row is freed. Its pages stay, and count as used now."""
         for page_no in range(len(row.pages) - 1, -1, -1):
             page = row.pages[page_no]
             if page is not None:
-                held = [space for space, first in enumerate(row.first_held) if page_no >= first]
-                # One statement; see move_windows().
-                row.pages[page_no], page.num_rows = None, self._without_row(page, held)
+                for space, first in enumerate(row.first_held):
+                    if page_no >= first:
+                        self._release(page, space)
             # Another row's page of these tokens counts as if this row had held it.
             there = self._pages.get(row.keys[page_no])
             if there is not None and there.num_rows[_FULL] == 0:
@@ -236,7 +217,6 @@ class PrefixCache:
 
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
-        self._begin_change()
         idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
         given_back: list[int] = []
         if space == _FULL:
@@ -250,7 +230,6 @@ class PrefixCache:
                 given_back.append(page.kept_id)
                 missing -= 1
             self._table.kept.drop(given_back, (self._table.spaces[space].space,))
-        self._is_changing = False
 
     def end_step(self) -> None:
         """Counts a step that has run without reporting a fault of the steps before it."""
@@ -341,39 +320,19 @@ class PrefixCache:
             del self._idle[space][page]
         page.num_rows[space] += 1
 
-    def _without_row(self, page: CachedPage, spaces: Iterable[int]) -> list[int]:
-        """page.num_rows after one row less holds it in some spaces, unless the cache has forgotten it there."""
-        num_rows = list(page.num_rows)
-        for space in spaces:
-            if num_rows[space] > 0:
-                num_rows[space] -= 1
-                if num_rows[space] == 0:
-                    self._idle[space][page] = None
-        return num_rows
-
-    def _begin_change(self) -> None:
-        if self._is_changing:
-            self._begin_anew()
-        self._is_changing = True
-
-    def _begin_anew(self) -> None:
-        """Gives back all that the table keeps, or has lost. It may be repeated after an interrupt."""
-        for page in self._pages.values():
-            page.num_rows, page.before, page.after = [_NOT_KEPT] * len(self._idle), None, {}
-        for idle in self._idle:
-            idle.clear()
-        self._table.kept.drop_all()
-        self._pages = {}
-        self._is_changing = False
+    def _release(self, page: CachedPage, space: int) -> None:
+        """One row less holds a page in a space, unless the cache has forgotten the page there."""
+        if page.num_rows[space] > 0:
+            page.num_rows[space] -= 1
+            if page.num_rows[space] == 0:
+                self._idle[space][page] = None
 
     def _forget(self, pages: Iterable[CachedPage]) -> None:
-        self._begin_change()
         given_back: list[int] = []
         for page in pages:
             if page.num_rows[_FULL] != _NOT_KEPT:
                 self._remove(page, given_back)
         self._table.kept.drop(given_back)
-        self._is_changing = False
 
     def _remove(self, page: CachedPage, given_back: list[int]) -> int:
         """Makes a page unavailable, and all pages after it; returns how many pages of the full space become free.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.split_forward import Forward
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.outputs import PerToken
@@ -25,8 +26,8 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
 from rocm_serve.sampling.sending import coming, sent
-from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.last_rows import GivesRows, forward_of
+from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.speculation.last_rows import GivesRows, LastRows
 
 # Most rows of logits at a time. Fewer if a step has fewer rows to pick from: that memory was measured.
 _MOST_ROWS = 256
@@ -90,38 +91,22 @@ class ComingPromptLogprobs:
 NO_PROMPT_LOGPROBS = ComingPromptLogprobs((), torch.empty(0, 1, dtype=torch.int32), NoFence())
 
 
-class KeepsHidden:
-    """A model whose steps also give the last layer's output of each of their tokens."""
+def with_hidden(model: GivesRows, options: EngineOptions) -> Forward[LogitsAndHidden]:
+    """The forward of a model whose steps also give the last layer's output of each of their tokens."""
+    last_rows = LastRows(model, options.rows_of_each)
 
-    def __init__(self, model: GivesRows, options: EngineOptions) -> None:
-        self._model, self.weights = model, model.weights
-        self._hidden = torch.empty(0)
-        self._forward = forward_of(self, options)
+    def forward(step: Part) -> LogitsAndHidden:
+        hidden = model.hidden(step)
+        return last_rows.logits_of(step, hidden), PerToken(hidden)
 
-    def run(self, step: Part) -> LogitsAndHidden:
-        """Runs the forward; see LogitsAndHidden."""
-        logits = self._forward(step)
-        return logits, PerToken(self._hidden)
-
-    def forward(self, step: Part) -> Tensor:
-        """Like Model.forward."""
-        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
-
-    def hidden(self, step: Part) -> Tensor:
-        """Like Model.hidden."""
-        self._hidden = self._model.hidden(step)
-        return self._hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Like Model.logits."""
-        return self._model.logits(hidden)
+    return forward
 
 
 class PromptLogprobs:
     """Runs the steps that have prompts whose tokens get logprobs.
 
     model:     gives logits
-    steps:     runs the forward of KeepsHidden, without graphs
+    steps:     runs the forward of with_hidden(), without graphs
     most_rows: that a step picks from
     """
 

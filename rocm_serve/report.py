@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.pool_size import MeasuredMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +85,40 @@ class Report:
         """The report for JSON, with the metrics next to the other fields."""
         facts = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "metrics"}
         return {**facts, **self.metrics.as_dict()}
+
+
+def report_of(
+    runtime: AttentionRuntime,
+    loaded: LoadedModel,
+    options: EngineOptions,
+    measured: MeasuredMemory,
+    speculative_steps: str,
+    metrics: Metrics,
+) -> Report:
+    """The report of an engine over a runtime."""
+    return Report(
+        provider=runtime.selections[0].provider,
+        kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
+        device=str(runtime.device),
+        arch=runtime.target.arch,
+        dtype=str(loaded.weights.dtype).removeprefix("torch."),
+        page_size=runtime.pool.page_size,
+        pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
+        num_pages=runtime.pool.num_pages,
+        swa_pages=runtime.options.swa_pages,
+        weights_bytes=loaded.weights.num_bytes,
+        weights_seconds=loaded.seconds,
+        step_bytes=measured.step,
+        graph_bytes=measured.graph,
+        kv_bytes=runtime.pool.num_bytes,
+        max_kv_len=runtime.max_kv_len,
+        max_batch_size=options.max_batch_size,
+        chunk=options.chunk_on(runtime.device.type),
+        graphs=f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if options.graphs else "off",
+        speculative_steps=speculative_steps,
+        deterministic=options.deterministic,
+        ranks=loaded.ranks.shard.num_ranks,
+        cost_of_ranks=loaded.cost,
+        guards_off=runtime.guards.off,
+        metrics=metrics,
+    )

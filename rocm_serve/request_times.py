@@ -1,10 +1,11 @@
-"""RequestTimes: when requests are taken, begin, and get tokens, and the metrics of these times."""
+"""When requests are taken, begin, and get tokens; the times of steps; and the metrics of both."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rocm_attn.step.metrics import Durations, Metrics
 
@@ -29,17 +30,53 @@ class RequestTimes:
             queue_seconds.note(self.first_step - self.taken)
 
 
-def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> None:
-    """Records that each of these requests has got a token now. Those with the same last time are noted together."""
-    num_since: dict[float, int] = {}
-    for each in times:
-        last = each.last_token
-        each.last_token = now
-        if last in num_since:
-            num_since[last] += 1
-        elif last:
-            num_since[last] = 1
-        else:
-            metrics.first_token_seconds.note(now - each.taken)
-    for last, num in num_since.items():
-        metrics.token_gap_seconds.note(now - last, num)
+class Launched(Protocol):
+    """A step that was launched; see PendingStep."""
+
+    @property
+    def started(self) -> float: ...
+    @property
+    def launched(self) -> float: ...
+
+
+class StepTimes:
+    """The times of an engine's steps. metrics: receive them"""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._last_read = metrics, 0.0
+
+    def note(self, steps: Sequence[Launched], got: Sequence[RequestTimes], num_tokens: int, now: float) -> float:
+        """Records that some steps were read together; returns the seconds that they took.
+
+        The device was not waited for at their launch. Steps that overlap are not counted twice.
+        steps:      oldest first
+        got:        of requests that have got tokens from them
+        num_tokens: of all these
+        now:        in seconds of time.perf_counter()
+        """
+        metrics, num = self._metrics, len(steps)
+        seconds = now - max(steps[0].started, self._last_read)
+        self._last_read = now
+        metrics.seconds += seconds
+        metrics.step_seconds.note(seconds / num, num)
+        for each in steps:
+            metrics.host_seconds.note(each.launched - each.started)
+        self._note_tokens(got, now)
+        if num_tokens > len(got):
+            metrics.token_gap_seconds.note(0.0, num_tokens - len(got))
+        return seconds
+
+    def _note_tokens(self, got: Sequence[RequestTimes], now: float) -> None:
+        """Records that each of these requests has got a token. Those with the same last time are noted together."""
+        num_since: dict[float, int] = {}
+        for each in got:
+            last = each.last_token
+            each.last_token = now
+            if last in num_since:
+                num_since[last] += 1
+            elif last:
+                num_since[last] = 1
+            else:
+                self._metrics.first_token_seconds.note(now - each.taken)
+        for last, num in num_since.items():
+            self._metrics.token_gap_seconds.note(now - last, num)

@@ -29,29 +29,24 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from operator import attrgetter
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.errors import NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import NOWHERE, AppendedTokens, Picks, appended_of
+from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
+from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, ScheduledStep, Verified, step_of
 from rocm_serve.speculation.drafts import DraftTree
 
 _by_urgency = attrgetter("urgency")
-
-# The drafts of a step without any.
-NO_SEQUENCE: Mapping[int, DraftTree] = MappingProxyType({})
 
 # A row that needs a page gets room for this number of tokens more if there are plenty of pages, and so do the other
 # rows of its step: most steps then change nothing in the table.
@@ -64,54 +59,6 @@ _PAGES_PER_SPARE_ONE = 64
 
 class _PendingTokens(Exception):
     """A decision depends on tokens that were not read yet."""
-
-
-# Not frozen: setting the fields of a frozen class takes three times as long.
-@dataclass(slots=True, eq=False)
-class ScheduledStep:
-    """A step to be run; pages for its tokens are reserved. Not to be changed.
-
-    sequences: seq -> the sequence
-    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
-    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
-    drafts:    seq -> the drafts that its new tokens end with, if it has any
-    has_trees: whether drafts have branches
-    with_parameters: the places among `picking` of those that do not simply take the likeliest token
-    """
-
-    sequences: tuple[Sequence, ...]
-    picking: tuple[Sequence, ...]
-    batch: StepBatch
-    drafts: Mapping[int, DraftTree]
-    has_trees: bool
-    with_parameters: Many[int]
-
-    @property
-    def num_picks(self) -> int:
-        """Number of sequences that pick a token."""
-        return len(self.picking)
-
-    @property
-    def is_of_a_suspect(self) -> bool:
-        """True if its one sequence is served alone, because a fault may be due to it."""
-        return self.sequences[0].is_suspect
-
-
-class _Lengths(NamedTuple):
-    """Rows, stored tokens and new tokens of the sequences of a step. int32 [num_seqs] each"""
-
-    rows: Int32Array
-    stored: Int32Array
-    new: Int32Array
-
-    @classmethod
-    def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
-        of_each = [each.row for each, _ in scheduled], [each.num_stored for each, _ in scheduled]
-        return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
-
-
-# Place in a step -> the drafts that follow its sequence's last token, at least one.
-Verified = Mapping[int, DraftTree]
 
 
 class Scheduler:
@@ -152,10 +99,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
-        self._moving: tuple[Sequence, int] | None = None  # the sequence that begins to run or to wait, and its row
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_pending = 0  # steps that were launched and not finished
-        self._finishing: tuple[Picks, list[AppendedTokens]] = ([], [])  # the picks that were last taken, and the result
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
@@ -169,7 +114,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if any sequence runs or waits."""
-        return bool(self._running or self._waiting or self._moving)
+        return bool(self._running or self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -223,12 +168,11 @@ class Scheduler:
 
     def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep:
         """Does the work of next_step(). Raises _PendingTokens."""
-        self._end_move()
         if self._suspects:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
+            return step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
         self._give_back_ahead()
         self._admit_urgent()
         scheduled, verified, lengths, budget = self._continue(self._running, drafts)
@@ -243,8 +187,8 @@ class Scheduler:
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if len(scheduled) > len(lengths.rows):
-            lengths = _Lengths.of(scheduled)
-        return _step_of(scheduled, verified, lengths)
+            lengths = Lengths.of(scheduled)
+        return step_of(scheduled, verified, lengths)
 
     def launched(self, step: ScheduledStep) -> None:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
@@ -299,21 +243,18 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
         return True
 
-    def finish_step(self, step: ScheduledStep, picks: Picks) -> list[AppendedTokens]:
+    def finish_step(self, step: ScheduledStep, picks: Many[Pick]) -> list[AppendedTokens]:
         """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
 
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
                places of their tokens: those of a tree were moved there by the engine
         A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
-        sequence that has ended since the step was scheduled takes nothing. After an interrupt it is called again with
-        the same picks, and takes nothing twice.
+        sequence that has ended since the step was scheduled takes nothing.
         """
-        if self._finishing[0] is not picks:
-            self._finishing = picks, [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
-        appended = self._finishing[1]
+        appended = [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
         self._num_pending = 0
         for sequence, (token_ids, _, first) in zip(step.picking, appended, strict=True):
-            if first != NOWHERE and sequence.row != RESERVED_ROW:
+            if first != NOWHERE:
                 sequence.token_ids[first:] = token_ids
                 sequence.num_stored, sequence.pending_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
@@ -322,7 +263,7 @@ class Scheduler:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
         for sequence, (_, reason, _) in zip(step.picking, appended, strict=True):
-            if reason is not None and sequence.row != RESERVED_ROW:
+            if reason is not None:
                 if reason == "error":
                     self._cache.forget_row(sequence.cached_row)
                 self._end(sequence)
@@ -334,7 +275,6 @@ class Scheduler:
     ) -> None:
         """Like finish_step() for all rounds that were read together, and then launched_again() for the others.
 
-        After an interrupt it is called again, and takes nothing twice.
         first, token_ids: per sequence of step.picking; see Together. None of them ends with these, or has ended before
         all_read:         whether no unread round is left
         """
@@ -354,7 +294,6 @@ class Scheduler:
 
     def suspect(self, sequence: Sequence) -> None:
         """Computes a sequence again, alone, from the known tokens. Its stored K and V are given up."""
-        self._end_move()
         if not sequence.is_suspect:
             sequence.is_suspect = True
             insort(self._suspects, sequence, key=_by_urgency)
@@ -363,16 +302,12 @@ class Scheduler:
         self._count_cached_pages()
 
     def drop(self, sequence: Sequence) -> None:
-        """Gives up a sequence that waits or runs; its pages may be found by others.
-
-        After an interrupt it is called again: a sequence that neither waits nor runs is left unchanged.
-        """
-        self._end_move()
+        """Gives up a sequence that waits or runs; its pages may be found by others. One that has ended stays so."""
         self._clear_of_suspicion(sequence)
-        if sequence.row == RESERVED_ROW:
-            _remove(self._waiting, sequence)
-        else:
+        if sequence.row != RESERVED_ROW:
             self._end(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
         self._count_cached_pages()
 
     def fail(self, sequence: Sequence) -> None:
@@ -425,22 +360,21 @@ class Scheduler:
             self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in completed)
 
     def _end(self, sequence: Sequence) -> None:
-        """Stops running a sequence. After an interrupt it is called again: the sequence runs until it has no row."""
+        """Stops running a sequence."""
         self.num_changes += 1
         self._cache.leave(sequence.cached_row)
-        if self._table.is_admitted(sequence.row):
-            self._table.free(sequence.row)
-        _remove(self._running, sequence)
+        self._table.free(sequence.row)
+        self._running.remove(sequence)
         sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
-            _remove(self._suspects, sequence)
+            self._suspects.remove(sequence)
             sequence.is_suspect = False
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, DraftTree]
-    ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
+    ) -> tuple[list[tuple[Sequence, int]], Verified, Lengths, int]:
         """The new tokens of some running sequences, with room for them, and how many more tokens the step takes.
 
         If pages run out, drafts are left out, then room that was taken ahead or for rejected drafts is given back, and
@@ -449,7 +383,7 @@ class Scheduler:
         """
         while True:
             scheduled, verified, budget = self._assigned(running, drafts)
-            lengths = rows, stored, new = _Lengths.of(scheduled)
+            lengths = rows, stored, new = Lengths.of(scheduled)
             if self._cache.has_windows:
                 self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
@@ -593,20 +527,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Preempts a sequence. Raises _PendingTokens: its unread tokens would be lost with its row."""
         self._require_all_read()
-        self._moving = sequence, sequence.row
-        self._end_move()
+        self._end(sequence)
+        sequence.num_stored = 0
+        insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
-
-    def _end_move(self) -> None:
-        """Makes the sequence in _moving wait, without a row: it is preempted, or an interrupt has left it there."""
-        if self._moving is not None:
-            sequence, row = self._moving
-            sequence.row = row  # an interrupt may have come between the table's admission and this field
-            self._end(sequence)
-            sequence.num_stored = 0
-            _remove(self._waiting, sequence)
-            insort(self._waiting, sequence, key=_by_urgency)
-            self._moving = None
 
     def _give_back_ahead(self) -> None:
         """Gives back pages that were taken ahead, if the first waiting sequence lacks pages and not only a place.
@@ -654,7 +578,6 @@ class Scheduler:
         budget: tokens of its next step
         """
         page_size = self._table.page_size
-        self._moving = sequence, self._table.next_row
         self._waiting.remove(sequence)
         if not sequence.times.first_step:
             sequence.num_cached = len(found) * page_size
@@ -662,7 +585,6 @@ class Scheduler:
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)
-        self._moving = None
         kv_len = min(len(sequence.token_ids), sequence.num_stored + budget)
         self._make_room(num_pages(kv_len, page_size) - len(found))
         self._table.reserve(sequence.row, kv_len)
@@ -678,38 +600,3 @@ class Scheduler:
         q_len = min(sequence.num_left, budget)
         scheduled.append((sequence, q_len))
         return q_len
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Removes a sequence from a list that may hold it."""
-    if sequence in sequences:
-        sequences.remove(sequence)
-
-
-def pending(place: int) -> int:
-    """The id that stands for an unread token: the one in this place among the picks of the step before."""
-    return -1 - place
-
-
-def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: _Lengths) -> ScheduledStep:
-    """Makes the step. verified, lengths: of scheduled"""
-    token_ids: list[int] = []
-    for seq, (sequence, q_len) in enumerate(scheduled):
-        drafts = verified.get(seq)
-        if drafts is not None:
-            token_ids.append(sequence.token_ids[-1])
-            token_ids += drafts.token_ids
-        elif sequence.pending_at != ALL_READ:
-            token_ids.append(pending(sequence.pending_at))
-        else:
-            stored = sequence.num_stored
-            token_ids += sequence.token_ids[stored : stored + q_len]
-    rows, num_stored, new = lengths
-    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
-    sequences = tuple([sequence for sequence, _ in scheduled])
-    # an unfinished prompt took the rest of the chunk, so nothing comes after it
-    last, last_q_len = scheduled[-1]
-    picking = sequences[:-1] if last_q_len < last.num_left else sequences
-    with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
-    has_trees = not all(drafts.is_chain for drafts in verified.values())
-    return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rocm_attn.errors import DeviceFault
+from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.request import Completion, Event, Request, RequestsFailed, RequestsFaulted
 
 
@@ -27,13 +28,14 @@ def serve_all(
     """Engine.generate for any engine."""
     for request in requests:
         engine.check(request)
-    numbers = [engine.submit(request) for request in requests]
-    try:
-        faults = _served(engine, on_event)
-    except BaseException:
-        for number in numbers:
-            engine.cancel(number)
-        raise
+    with HeldInterrupts() as interrupts:
+        numbers = [engine.submit(request) for request in requests]
+        try:
+            faults = _served(engine, on_event, interrupts)
+        except BaseException:
+            for number in numbers:
+                engine.cancel(number)
+            raise
     completions = [engine.completion(number) for number in numbers]
     if faults:
         raise RequestsFaulted(completions, faults) from faults[0]
@@ -42,10 +44,11 @@ def serve_all(
     return completions
 
 
-def _served(engine: Serves, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
+def _served(engine: Serves, on_event: Callable[[Event], None] | None, interrupts: HeldInterrupts) -> list[DeviceFault]:
     """Steps until there is no work; returns the faults that the device reported meanwhile."""
     faults = []
     while engine.has_work:
+        interrupts.let_through()
         try:
             events = engine.step()
         except DeviceFault as fault:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from rocm_attn.models.config import HeadProjections, LatentProjections, LayerCon
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.rope import Rope, rotate
 from rocm_attn.problem import AllKeys, Indexer
+from rocm_attn.step.protocols import LayerCalls
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention_weights import (
     AttentionWeights,
@@ -27,38 +27,6 @@ from rocm_serve.models.attention_weights import (
 # The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
 # MiniCPM3 use this value, whatever the epsilon of the model's other norms is.
 _LATENT_NORM_EPS = 1e-6
-
-
-class Attention(Protocol):
-    """The calls that a model makes to the attention runtime, in each layer of a step of T tokens.
-
-    q, out: [T, num_q_heads, head_dim | v_head_dim]; out is written
-    k, v:   [T, num_kv_heads, head_dim | v_head_dim]; in a latent layer, v is the first part of k
-    """
-
-    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Normalises q, k and v as the projections returned them, and applies rope. Writes q_out; stores k and v."""
-        ...
-
-    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Writes q_out in the same way as rope_and_store, and stores nothing."""
-        ...
-
-    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attends over the stored K and V of the layer, those of this step included."""
-        ...
-
-    def store_index(self, layer: int, k: Tensor) -> None:
-        """Stores index keys [T, index_dim] of a layer with an indexer."""
-        ...
-
-    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Selects keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads], or all 1."""
-        ...
-
-    def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Like attend, over the keys selected by the layer, or by the last one before it that has an indexer."""
-        ...
 
 
 # The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
@@ -82,7 +50,7 @@ class OverHeads:
     rope: Rope
     work: QkvWork
 
-    def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, attention: LayerCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method.
 
         x: [T, hidden], normalised
@@ -106,7 +74,7 @@ class OverHeads:
             attention.attend_selected(self.number, q, out)
         return out.flatten(1)
 
-    def _select(self, attention: Attention, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
+    def _select(self, attention: LayerCalls, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
         """Selects the step's keys. x: [T, hidden], normalised"""
         linears, norm, indexer = self.arithmetic.linears, self.arithmetic.norm, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
@@ -139,7 +107,7 @@ class OverLatentRows:
     rope: Rope
     work: QkvWork
 
-    def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, attention: LayerCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * v_dim]; see OverHeads."""
         heads, weights, linears = self.heads, self.weights, self.arithmetic.linears
         first = linears.linear(x, weights.first, weights.first_bias)
@@ -162,7 +130,7 @@ class OverLatentRows:
             attention.attend_selected(self.number, q, out)
         return linears.of_heads(out, weights.absorbed_v).flatten(1)
 
-    def _select(self, attention: Attention, weights: IndexWeights, x: Tensor, q_row: Tensor, cos_sin: Tensor) -> None:
+    def _select(self, attention: LayerCalls, weights: IndexWeights, x: Tensor, q_row: Tensor, cos_sin: Tensor) -> None:
         """Selects the step's keys. x: [T, hidden], normalised; q_row: [T, q_rank], the row that queries are made of"""
         linears, indexer = self.arithmetic.linears, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"

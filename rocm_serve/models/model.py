@@ -19,8 +19,9 @@ from torch import Tensor
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.problem import Indexer
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
+from rocm_attn.step.protocols import LayerCalls
 from rocm_serve.models.arithmetic import Arithmetic, Residual
-from rocm_serve.models.attention import Attention, layer_attention
+from rocm_serve.models.attention import layer_attention
 from rocm_serve.models.attention_weights import KVHeadWeights as AttentionHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
 from rocm_serve.models.mlp import add_mlp
@@ -44,7 +45,7 @@ class StepInputs(Protocol):
     @property
     def last_token_of_seq(self) -> Tensor: ...
     @property
-    def layers(self) -> Attention: ...
+    def layers(self) -> LayerCalls: ...
 
 
 class Model:

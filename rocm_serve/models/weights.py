@@ -142,7 +142,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for number in range(config.num_layers):
-        for name, shape in _layer_shapes(config, number):
+        for name, shape in layer_shapes(config, number):
             shapes[f"model.layers.{number}.{name}"] = shape
             if len(shapes) > _MOST_TENSORS:
                 raise BadModel(
@@ -151,7 +151,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
+def layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
+    """Yields the name within a layer and the shape of every tensor of it."""
     layer, hidden = config.layers[number], config.hidden_size
     projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
     if isinstance(projections, LatentProjections):
@@ -201,7 +202,7 @@ def load_weights(
     )
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(reader, config, number, shard) for number in range(config.num_layers)),
+        layers=tuple(read_layer(reader, config, number, shard) for number in range(config.num_layers)),
         final_norm=_norm(reader, config, "model.norm"),
         head=torch.split(embedding, rows.size)[shard.rank]
         if config.tied_embeddings
@@ -215,7 +216,7 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
     missing = [name for name in expected if name not in found]
     if missing:
         raise BadModel(f"{source.name} lacks {_some(missing)}; the file is incomplete or belongs to another model")
-    unexpected = [name for name in found if name not in expected and not _may_be_ignored(config, name)]
+    unexpected = [name for name in found if name not in expected and not may_be_ignored(config, name)]
     if unexpected:
         raise BadModel(f"{source.name} has {_some(unexpected)}, which {config.architecture} does not use")
     for name, shape in expected.items():
@@ -225,7 +226,8 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
             )
 
 
-def _may_be_ignored(config: ModelConfig, name: str) -> bool:
+def may_be_ignored(config: ModelConfig, name: str) -> bool:
+    """True for a tensor that files of such a model may have although the model does not use it."""
     # a tied head may be stored again, and old files keep a table that follows from the config
     layer = name.removeprefix("model.layers.").partition(".")[0]
     is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
@@ -241,7 +243,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
+def read_layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
+    """Reads a rank's part of layer `number`. config: of the whole model; reader: has the shapes of layer_shapes()"""
     layer, prefix = config.layers[number], f"model.layers.{number}."
     norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
     return LayerWeights(

@@ -68,20 +68,18 @@ class RankProcesses:
     """Running ranks, each in a process of its own.
 
     has_work: of the engines, after their last answer
-    unheard:  results of rank 0 whose caller was interrupted, with the awaited method
     """
 
     def __init__(self) -> None:
         self.has_work = False
-        self.unheard: list[tuple[str, Any]] = []
         self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         # The thread that waits for the lock holds the next turn. Otherwise a thread that steps would take the lock
         # again and again before another one that wants a report is awake.
         self._next_turn, self._lock = threading.Lock(), threading.Lock()
-        self._awaited = ""  # the method whose answers are still to come
-        self._is_torn = False  # a message is being sent or received, and an interrupt may cut it
+        self._awaited = ""  # the method that was called last
+        self._is_calling = False  # from a command until all ranks have answered it
         self._answers: dict[int, Done | Raised] = {}
         self._troubled: dict[int, tuple[str, float]] = {}  # rank -> its error, and until when others may raise
 
@@ -101,7 +99,7 @@ class RankProcesses:
         try:
             for setup in setups:
                 self._start(setup)
-            self._awaited = "while its engine was built"
+            self._is_calling, self._awaited = True, "while its engine was built"
             limits: RequestLimits = self._collect(_no_progress)[0]
         except BaseException:
             self.kill()
@@ -120,29 +118,29 @@ class RankProcesses:
     def call_all(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> list[Any]:
         """Calls a method of every rank's engine, and returns all results. Ranks other than 0 return only booleans.
 
-        A call of another thread waits until this one has ended, and comes before the next one of this thread. An
-        interrupt leaves the method running: the next call waits for its end, and raises its exception.
-        Raises the exception that all ranks raise, and RankFailed, after which there are no ranks.
+        A call of another thread waits until this one has ended, and comes before the next one of this thread.
+        Raises the exception that all ranks raise, and RankFailed, after which there are no ranks. An interrupt, or an
+        exception of on_progress, leaves no ranks either.
         """
         with ExitStack() as turn:
             with self._next_turn:
                 turn.enter_context(self._lock)
             self._require_whole()
-            if self._awaited:
-                interrupted = self._awaited
-                self.unheard.append((interrupted, self._collect(_no_progress)[0]))
-            self._is_torn, self._awaited = True, f"in {method}()"
-            for rank in self._ranks:
-                try:
-                    rank.commands.send(Command(method, arguments))
-                except OSError:
-                    self._fail_of_dead(rank)
-            self._is_torn = False
-            return self._collect(on_progress if on_progress is not None else _no_progress)
+            self._is_calling, self._awaited = True, f"in {method}()"
+            try:
+                for rank in self._ranks:
+                    try:
+                        rank.commands.send(Command(method, arguments))
+                    except OSError:
+                        self._fail_of_dead(rank)
+                return self._collect(on_progress if on_progress is not None else _no_progress)
+            finally:
+                if self._is_calling:
+                    self.kill()
 
     def close(self) -> None:
         """Ends the ranks; those that are busy, or do not end by themselves, are killed."""
-        if not self._awaited and not self._is_torn:
+        if not self._is_calling:
             for rank in self._ranks:
                 with suppress(OSError):
                     rank.commands.send(CLOSE)
@@ -153,7 +151,7 @@ class RankProcesses:
     def kill(self) -> None:
         """Ends the ranks at once. Does nothing if there are none."""
         atexit.unregister(self.kill)
-        ranks, self._ranks, self.has_work = self._ranks, [], False
+        ranks, self._ranks, self.has_work, self._is_calling = self._ranks, [], False, False
         for rank in ranks:
             rank.process.kill()
         for rank in ranks:
@@ -193,7 +191,7 @@ class RankProcesses:
         if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
             self._fail_of_trouble()
         first, values = self._answers[0], [self._answers[rank.number] for rank in self._ranks]
-        self.has_work, self._answers, self._troubled, self._awaited = first.has_work, {}, {}, ""
+        self.has_work, self._answers, self._troubled, self._is_calling = first.has_work, {}, {}, False
         if isinstance(first, Raised):
             raise first.error
         return [answer.value for answer in values if isinstance(answer, Done)]
@@ -203,7 +201,6 @@ class RankProcesses:
         try:
             if source is not rank.commands and not rank.commands.poll():
                 raise EOFError
-            self._is_torn = True
             message: Message = rank.commands.recv()
         except (EOFError, OSError):
             self._fail_of_dead(rank)
@@ -215,14 +212,10 @@ class RankProcesses:
             self._answers[rank.number] = message
             if isinstance(message, Raised):
                 self._troubled[rank.number] = (in_words(message.error), time.monotonic() + GRACE_SECONDS)
-        self._is_torn = False
         return message
 
     def _require_whole(self) -> None:
-        """Raises RankFailed if there are no ranks, or none that can be reached."""
-        if self._is_torn and self._ranks:
-            self.kill()
-            raise RankFailed("an interrupt cut off a message to or from a rank, and all ranks were ended", 0)
+        """Raises RankFailed if there are no ranks."""
         if not self._ranks:
             raise RankFailed("the ranks of this engine were ended; make another engine", 0)
 

@@ -65,7 +65,7 @@ class RankedEngine:
     @property
     def has_work(self) -> bool:
         """Like Engine.has_work."""
-        return self._processes.has_work or bool(self._processes.unheard)
+        return self._processes.has_work
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Like Engine.capture_all."""
@@ -121,9 +121,8 @@ class RankedEngine:
 
     def step(self) -> list[Event]:
         """Like Engine.step."""
-        events: list[Event] = self._processes.call("step") if self._processes.has_work else []
-        unheard, self._processes.unheard = self._processes.unheard, []
-        return [*(event for method, value in unheard if method == "in step()" for event in value), *events]
+        events: list[Event] = self._processes.call("step")
+        return events
 
     def probe_truth(self, seed: int) -> TruthVerdict:
         """Like Engine.probe_truth, on every rank."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.text.constraint import Constraint
-from rocm_serve.text.schema_ends import require_ends
 from rocm_serve.text.written_forms import MARK, CallForm, ReasoningForm, filled
 
 Json = dict[str, Any]
@@ -85,7 +84,6 @@ def _call(form: CallForm, function: Json, lark: _Lark) -> str:
     schema = {"type": "object", **function["parameters"]}
     if not schema.keys() - {"type", "properties"} and not schema.get("properties"):
         schema["additionalProperties"] = False  # a function without parameters
-    require_ends(schema)
 
     def arguments(_: str = "") -> str:
         # Each schema is a separate grammar, because its references start at its own root.

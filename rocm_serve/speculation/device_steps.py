@@ -12,11 +12,9 @@ right. The launched rounds are then read, and the host plans the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +28,13 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.gate import RanStep
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.prepared import stream_of
+from rocm_serve.appended import Picks
 from rocm_serve.options import EngineOptions
 from rocm_serve.recent_steps import NO_ROUND
-from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.sampling import PickedRows, PickedTokens, TokenPicker
 from rocm_serve.sampling.sending import sent
-from rocm_serve.scheduler import ScheduledStep, Scheduler
+from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.device_launches import (
     SpeculativeLaunches,
     SpeculativeMemory,
@@ -45,7 +44,8 @@ from rocm_serve.speculation.device_launches import (
 )
 from rocm_serve.speculation.methods import NGRAM
 from rocm_serve.speculation.reading import Ends, Together, are_picked, is_clean, put_together
-from rocm_serve.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
+from rocm_serve.speculation.speculation import StepPicks
+from rocm_serve.speculation.speculative_steps import SpeculativeSteps
 
 # Pages are reserved for a whole series, if that many are free. Otherwise they are reserved for this number of tokens
 # more of each sequence at a time.
@@ -88,17 +88,6 @@ def fewest(numbers: Int32Array) -> int:
     return int(np.minimum.reduce(numbers))
 
 
-class _Progress(NamedTuple):
-    """The part of a series that was read.
-
-    kv_len:   int32 [n] of the oldest round that was not read
-    num_read: rounds, from the step on
-    """
-
-    kv_len: Int32Array
-    num_read: int
-
-
 @dataclass(slots=True, eq=False)
 class _Series:
     """Rounds that follow from one step.
@@ -107,16 +96,17 @@ class _Series:
     batch:       as it was run
     num_changes: of the scheduler, when it was scheduled
     rows:        int32 [n] of the table
-    progress:    the part that was read
+    kv_len:      int32 [n], of the oldest round that was not read
     limit:       int32 [n], upper bounds of kv_len
-    room:        least number of tokens of any sequence from progress.kv_len up to its limit
+    room:        least number of tokens of any sequence from kv_len up to its limit
     ends:        of its sequences
     launches:    of its rounds after the step's graph
     on_host:     results of its rounds, by memory
     number:      the runtime's step number, of all of them
     first_fault: number of the first round that may have had one, among those that were read
     num_launched: rounds, the step included; at most _MOST_SPECULATIVE_STEPS and the step
-    is_noted:    whether all that was launched will be read; False while a round is launched, which an interrupt may end
+    num_read:    likewise, of those that were read
+    is_launched: False while a round is launched: it may raise
     cut:         places of sequences that go on by fewer tokens than the device took, and the round since which they do
     """
 
@@ -124,7 +114,7 @@ class _Series:
     batch: StepBatch
     num_changes: int
     rows: Int32Array
-    progress: _Progress
+    kv_len: Int32Array
     limit: Int32Array
     ends: Ends
     launches: SpeculativeLaunches
@@ -132,7 +122,8 @@ class _Series:
     room: int
     number: int
     num_launched: int = 1
-    is_noted: bool = False
+    num_read: int = 0
+    is_launched: bool = False
     is_over: bool = False
     first_fault: int = NO_ROUND
     cut: dict[int, int] = field(default_factory=dict)
@@ -145,28 +136,23 @@ class _Series:
     @property
     def num_pending(self) -> int:
         """Number of rounds that were launched and not read."""
-        return self.num_launched - self.progress.num_read
+        return self.num_launched - self.num_read
 
     def note(self, number: int, num_speculative_steps: int, kv_len: Int32Array, emitted: Int32Array) -> None:
-        """Notes that rounds were read, after which the sequences have these lengths. A repeated call changes nothing.
+        """Notes that rounds were read, after which the sequences have these lengths.
 
-        number: of the first one
-        emitted:   by the last one
+        number:  of the first one
+        emitted: by the last one
         """
-        if number == self.progress.num_read:
-            self.progress = _Progress(
-                kv_len, number + num_speculative_steps
-            )  # one statement: an interrupt leaves no half of it
-        self.room = fewest(self.limit - self.progress.kv_len)
-        # An interrupt may have left rounds that were read and not noted: then the lengths of sequences are not known.
-        is_known = self.progress.num_read >= number + num_speculative_steps
+        self.kv_len, self.num_read = kv_len, number + num_speculative_steps
+        self.room = fewest(self.limit - kv_len)
         drafted = np.count_nonzero(emitted[:, 1])
         if emitted[:, 2].any():
             self.first_fault = min(self.first_fault, number)
-        self.is_over |= not is_known or self.has_fault or bool(self.cut) or 2 * drafted < len(emitted)
+        self.is_over |= self.has_fault or bool(self.cut) or 2 * drafted < len(emitted)
 
 
-class SpeculativePicks:
+class SpeculativePicks(StepPicks):
     """The picks of a round's sequences, in the form of StepPicks. Rounds are read in the order of their launches.
 
     emitted, found: the memory of its results, which are there after done
@@ -177,7 +163,7 @@ class SpeculativePicks:
         self.speculative_step_number = series.num_launched - 1
 
     def read(self) -> Picks:
-        """Like StepPicks.read. It may be read again after an interrupt."""
+        """Like StepPicks.read."""
         self.done.synchronize()
         series, emitted, found = self._series, self.emitted, self.found
         ids = found.token_ids
@@ -189,16 +175,8 @@ class SpeculativePicks:
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(appended.tolist())
             ]
-        series.note(self.speculative_step_number, 1, series.progress.kv_len + appended, emitted)
+        series.note(self.speculative_step_number, 1, series.kv_len + appended, emitted)
         return picks
-
-    @property
-    def tokens(self) -> None:
-        """Like StepPicks.tokens. Rounds are followed by launch(), so there are none."""
-
-    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """Like StepPicks.logprobs."""
-        return NO_LOGPROBS_OF
 
     def _right(self, place: int, pick: Many[int | BadLogits]) -> Many[int] | BadLogits:
         """The picks of a sequence: if no token can be picked after an accepted draft, the tokens before it.
@@ -217,7 +195,7 @@ class SpeculativePicks:
         return tokens
 
 
-class DeviceSpeculation:
+class DeviceSpeculation(SpeculativeSteps):
     """Rounds on the device.
 
     picker:     of the engine's steps
@@ -268,7 +246,7 @@ class DeviceSpeculation:
             last.batch,
             scheduler.num_changes,
             batch.rows,
-            _Progress(batch.kv_len.copy(), 0),
+            batch.kv_len.copy(),
             limit,
             ends,
             self._launches_after(last),
@@ -278,28 +256,29 @@ class DeviceSpeculation:
         )
         series.launches.make_next()
         self._runtime.gate.move_on()
-        return self._emitted(series, picked.found)
+        found = self._emitted(series, picked.found)
+        series.is_launched = True
+        return found
 
     def goes_on(self, scheduler: Scheduler) -> bool:
         """Like SpeculativeSteps.goes_on."""
         series = self._series
-        if series is None or series.is_over or not series.is_noted or series.num_changes != scheduler.num_changes:
+        if series is None or series.is_over or not series.is_launched or series.num_changes != scheduler.num_changes:
             return False
         last = self._runtime.gate.last
         if last is None or last.batch is not series.batch or not self._runner.may_run_again:
             return False
-        # Each unread round has a memory of its own. Interrupts may have left more of them than the pace allows.
-        if series.num_launched > _MOST_SPECULATIVE_STEPS or series.num_pending >= len(self._memory):
+        if series.num_launched > _MOST_SPECULATIVE_STEPS:
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
         num_needed = self._width * (series.num_pending + 1)
         if num_needed > series.room:
-            needed = series.progress.kv_len + np.int32(num_needed)
+            needed = series.kv_len + np.int32(num_needed)
             # Without room now, there may be room after more rounds are read: they bring fewer tokens than they could.
             limit = self._reserved(series.step, series.ends, needed, scheduler)
             if limit is None:
                 return False
-            series.limit, series.room = limit, fewest(limit - series.progress.kv_len)
+            series.limit, series.room = limit, fewest(limit - series.kv_len)
             self._limit[: len(limit)].copy_(sent(limit, self._runtime.device))
         return True
 
@@ -307,12 +286,14 @@ class DeviceSpeculation:
         """Like SpeculativeSteps.launch."""
         series = self._series
         assert series is not None
-        series.is_noted = False
+        series.is_launched = False
         logits = self._runner.run_again(series.batch)
         series.launches.pick(logits, stay=self._runner.graph_again is not None)
         series.launches.make_next()
         series.num_launched += 1
-        return series.step, self._emitted(series, series.on_host[self._next].found)
+        found = self._emitted(series, series.on_host[self._next].found)
+        series.is_launched = True
+        return series.step, found
 
     def read_together(self, pending: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
         """Like SpeculativeSteps.read_together."""
@@ -330,12 +311,10 @@ class DeviceSpeculation:
             return None
         speculative_steps, appended = speculative_steps[: len(found)], [emitted[:, 0] for emitted, _ in found]
         flat, token_ids = put_together([ids.reshape(-1, self._width) for _, (ids, _) in found], appended)
-        kv_len: Int32Array = series.progress.kv_len + sum(appended)
-        if speculative_steps[0].speculative_step_number != series.progress.num_read or not series.ends.none_in(
-            flat, kv_len
-        ):
+        kv_len: Int32Array = series.kv_len + sum(appended)
+        if not series.ends.none_in(flat, kv_len):
             return None
-        first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
+        first = (series.kv_len - np.int32(self._width - 1)).tolist()
         return Together(
             speculative_steps[0].speculative_step_number,
             len(speculative_steps),
@@ -350,11 +329,6 @@ class DeviceSpeculation:
         """Like SpeculativeSteps.took."""
         if self._series is not None:
             self._series.note(together.number, together.num_speculative_steps, together.kv_len, together.emitted)
-
-    def noted(self) -> None:
-        """Like SpeculativeSteps.noted."""
-        if self._series is not None:
-            self._series.is_noted = True
 
     def end(self) -> bool:
         """Like SpeculativeSteps.end."""

@@ -8,23 +8,20 @@ from. The host reads the drafts of all sequences at once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.graphs import Progress
-from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.errors import FitsLater
 from rocm_attn.paging.request_table import RequestTable
-from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
-from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.beams import BeamLevels
 from rocm_serve.speculation.draft_runners import DraftRunners
 from rocm_serve.speculation.drafts import DraftTree
+from rocm_serve.speculation.row_drafter import RowDrafter
 
 
 @dataclass(slots=True, eq=False)
@@ -47,56 +44,18 @@ class _Follower:
         del self.token_ids[self.num_right :]
 
 
-class ModelDrafter:
+class ModelDrafter(RowDrafter[_Follower]):
     """Drafts greedily: the likeliest continuations that its branches find.
 
-    runners: of the small model
-    table:   its rows, with room for a row for each sequence that decodes
-    chunk:   most tokens of a step while it stores new tokens
-    few:     most new tokens of a sequence in the steps of the model that are captured
+    chunk: most tokens of a step while it stores new tokens
     """
 
     def __init__(self, runners: DraftRunners, table: RequestTable, *, chunk: int, few: int) -> None:
-        self.runners = runners
-        self.table = table
+        super().__init__(runners, table, few)
         self._chunk = chunk
-        self._few = few
-        self._followers: dict[int, _Follower] = {}
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
-        """Like Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets no drafts.
-
-        After a fault of the device there are none either, and the model starts anew: no request needs drafts.
-        """
-        try:
-            return self._draft(decoding)
-        except DeviceFault:
-            for number in list(self._followers):
-                self.leave(number)
-            return {}
-
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Like Drafter.follow: draft() finds new tokens by itself."""
-
-    @property
-    def probabilities(self) -> Tensor:
-        """See DraftRunners."""
-        return self.runners.probabilities
-
-    def capture_all(self, progress: Progress) -> None:
-        """Like Drafter.capture_all."""
-        self.runners.capture_all(progress)
-
-    def leave(self, number: int) -> None:
-        """Frees the row of a request, if it has one. The model reads the request from its first token again."""
-        follower = self._followers.pop(number, None)
-        if follower is not None:
-            self.table.free(follower.row)
-
-    def _draft(self, decoding: Many[tuple[Sequence, int]]) -> dict[int, DraftTree]:
-        decode = {sequence.number for sequence, _ in decoding}
-        for number in self._followers.keys() - decode:
-            self.leave(number)
+    def _draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> dict[int, DraftTree]:
+        self._keep({sequence.number for sequence, _ in decoding})
         drafting = self._with_room([each for each in decoding if self._follows(each[0])])
         if not drafting:
             return {}
@@ -107,13 +66,13 @@ class ModelDrafter:
 
     def _follows(self, sequence: Sequence) -> bool:
         """Brings a sequence's row up to the known tokens; False if there is no row for it, or it is too long."""
-        follower = self._followers.get(sequence.number)
+        follower = self._rows.get(sequence.number)
         if len(sequence.token_ids) + self.runners.room > self.table.max_kv_len:
             self.leave(sequence.number)
             return False
         if follower is None:
             try:
-                follower = self._followers[sequence.number] = _Follower(self.table.admit())
+                follower = self._rows[sequence.number] = _Follower(self.table.admit())
             except FitsLater:
                 return False
         follower.go_back(sequence.token_ids)
@@ -122,7 +81,7 @@ class ModelDrafter:
     def _with_room(self, decoding: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """The sequences with room for drafts in their rows. Makes the room; the other sequences leave."""
         room = self.runners.room
-        rows = np.array([self._followers[sequence.number].row for sequence, _ in decoding], np.int32)
+        rows = np.array([self._rows[sequence.number].row for sequence, _ in decoding], np.int32)
         try:
             self.table.reserve_all(rows, np.array([len(each.token_ids) + room for each, _ in decoding], np.int32))
         except FitsLater:
@@ -131,7 +90,7 @@ class ModelDrafter:
 
     def _has_room(self, sequence: Sequence) -> bool:
         try:
-            self.table.reserve(self._followers[sequence.number].row, len(sequence.token_ids) + self.runners.room)
+            self.table.reserve(self._rows[sequence.number].row, len(sequence.token_ids) + self.runners.room)
         except FitsLater:
             self.leave(sequence.number)
             return False
@@ -140,7 +99,7 @@ class ModelDrafter:
     def _found(self, drafting: list[Sequence]) -> BeamLevels:
         """The model's drafts for some sequences."""
         self._catch_up(drafting)
-        followers = [self._followers[sequence.number] for sequence in drafting]
+        followers = [self._rows[sequence.number] for sequence in drafting]
         rows = np.array([follower.row for follower in followers], np.int32)
         terms = self.runners.terms(drafting)
         found = self.runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32), terms)
@@ -172,11 +131,11 @@ class ModelDrafter:
                 del left[: len(whole)]
 
     def _num_unseen(self, sequence: Sequence) -> int:
-        return len(sequence.token_ids) - len(self._followers[sequence.number].token_ids)
+        return len(sequence.token_ids) - len(self._rows[sequence.number].token_ids)
 
     def _batch(self, sequences: list[Sequence], q_len: list[int]) -> StepBatch:
         """A step over the next tokens of some sequences, which count as stored from now on."""
-        followers, token_ids = [self._followers[sequence.number] for sequence in sequences], list[int]()
+        followers, token_ids = [self._rows[sequence.number] for sequence in sequences], list[int]()
         for sequence, follower, num in zip(sequences, followers, q_len, strict=True):
             new = sequence.token_ids[len(follower.token_ids) : len(follower.token_ids) + num]
             follower.token_ids += new

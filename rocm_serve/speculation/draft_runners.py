@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,28 +27,28 @@ from rocm_serve.speculation.drafts import NOT_DRAWN
 from rocm_serve.speculation.drawn import drawn_level, samples, terms_of_drafts
 
 
-class DraftingModel(Protocol):
-    """A draft model: it returns logits, and may hand a row on from each token to the one after it."""
+class DraftingModel(ABC):
+    """A draft model: it returns logits, and may hand a row on from each token to the one after it.
 
-    @property
-    def nothing_carried(self) -> Tensor:
-        """[0, width]: with the dtype, width and device of these rows."""
-        ...
+    nothing_carried: [0, width]: with the dtype, width and device of these rows
+    """
 
+    nothing_carried: Tensor
+
+    @abstractmethod
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
         """Logits [S, vocab] after the last token of each sequence of a step, and the rows [S, width] handed on."""
-        ...
 
+    @abstractmethod
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] after each token of a draft step, and rows [T, width]; carried: of the tokens before."""
-        ...
 
     def tokens(self, drafted: Tensor) -> Tensor:
         """int32, of any shape: the tokens at places in the logits, which may cover only some tokens.
 
         Returns its argument, without a copy, if each place is that token's id.
         """
-        ...
+        return drafted
 
 
 def num_levels(options: EngineOptions) -> int:
@@ -108,16 +109,6 @@ class DraftRunners:
             runtime, self._taken_in, made_by, draft=self._all_levels, check=check, capture_after=eager_first
         )
         self._runtime = runtime
-
-    @property
-    def runtime(self) -> AttentionRuntime:
-        """The runtime that it runs on."""
-        return self._runtime
-
-    @property
-    def device(self) -> torch.device:
-        """The device that it runs on."""
-        return self._runtime.device
 
     @property
     def room(self) -> int:

@@ -10,8 +10,8 @@ has no rows of the large model for the tokens before: its row of the head begins
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.graphs import Progress
-from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.errors import FitsLater
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.sending import sent
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.draft_runners import DraftRunners
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
+from rocm_serve.speculation.row_drafter import RowDrafter
 
 
 @dataclass(slots=True, eq=False)
@@ -58,25 +58,18 @@ class _New(NamedTuple):
     places: list[int]
 
 
-class EagleDrafter:
-    """Drafts with a head.
+class EagleDrafter(RowDrafter[_Row]):
+    """Drafts with a head, for the sequences of the last step.
 
-    runners:  of the head
-    table:    its rows, with room for a row for each sequence that runs
     handed:   [most_tokens, hidden], a row for each token of the large model's last step
     features: likewise, the input of the head
-    few:      most new tokens of a sequence in steps of the head that are captured
     """
 
     def __init__(
         self, runners: DraftRunners, table: RequestTable, *, handed: Tensor, features: Tensor, few: int
     ) -> None:
-        self.runners = runners
-        self.table = table
-        self._handed = handed
-        self._features = features
-        self._few = few
-        self._rows: dict[int, _Row] = {}
+        super().__init__(runners, table, few)
+        self._handed, self._features = handed, features
         self._new: dict[int, _New] = {}
 
     def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
@@ -93,37 +86,9 @@ class EagleDrafter:
                 self._new[sequence.number] = _New(sequence, kv_len[seq] - q_len[seq], places)
             first += q_len[seq]
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
-        """Like Drafter.draft, for the sequences of the last step.
-
-        After a fault of the device there are none, and the head starts anew: no request needs drafts.
-        """
+    def _draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> dict[int, DraftTree]:
         new, self._new = self._new, {}
-        for number in self._rows.keys() - alive:
-            self.leave(number)
-        try:
-            return self._draft(decoding, new)
-        except DeviceFault:
-            for number in list(self._rows):
-                self.leave(number)
-            return {}
-
-    @property
-    def probabilities(self) -> Tensor:
-        """See DraftRunners."""
-        return self.runners.probabilities
-
-    def capture_all(self, progress: Progress) -> None:
-        """Like Drafter.capture_all."""
-        self.runners.capture_all(progress)
-
-    def leave(self, number: int) -> None:
-        """Frees the row of a request, if it has one. The head reads the request from its first token again."""
-        held = self._rows.pop(number, None)
-        if held is not None:
-            self.table.free(held.row)
-
-    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> dict[int, DraftTree]:
+        self._keep(alive)
         wanted = {sequence.number: most for sequence, most in decoding}
         pending = [each for number, each in new.items() if self._has_room(each, number in wanted)]
         drafting = [each for each in pending if each.sequence.number in wanted]

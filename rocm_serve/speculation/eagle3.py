@@ -13,7 +13,6 @@ are those of SpecForge and SGLang (LlamaForCausalLMEagle3): a config.json, and o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,41 +29,34 @@ from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSour
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
-from rocm_serve.models.arithmetic import Arithmetic, Residual
-from rocm_serve.models.attention import layer_attention
-from rocm_serve.models.attention_weights import KVHeadWeights, head_shapes
-from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.mlp import add_mlp
-from rocm_serve.models.mlp_weights import mlp_shapes, read_mlp
 from rocm_serve.models.model import Model
-from rocm_serve.models.safetensors_file import SafetensorsFiles
-from rocm_serve.models.weights import LayerWeights, ModelWeights
+from rocm_serve.models.weights import ModelWeights, layer_shapes, read_layer
 from rocm_serve.ranks import ONE_RANK
-from rocm_serve.speculation.seeded_head import FC, SeededHead
+from rocm_serve.speculation.eagle_head import EagleHead, EagleWeights
+from rocm_serve.speculation.head_files import FC, LAYER, HeadFiles, SeededHead, require_shapes
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _NUM_ROWS = 3
-_LAYER = "midlayer."
-_QKV = tuple(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Eagle3Weights:
+class Eagle3Weights(EagleWeights):
     """A head that was read.
 
-    model:       its one layer, norm, output matrix and embedding, as a model; the last may be the large model's
-    fc:          [hidden, 3 * the large model's hidden]
+    model:        its one layer, norm, output matrix and embedding, as a model; the last may be the large model's
+    fc:           [hidden, 3 * the large model's hidden]
+    layers:       three; one past the large model's last layer stands for that layer's output
     feature_norm: [hidden], on the features next to the embedding
-    token_of:    int32 [draft vocabulary], the tokens that the head knows
-    layers:      of the large model, whose inputs are joined; one past its last layer stands for that layer's output
+    token_of:     int32 [draft vocabulary], the tokens that the head knows
     """
 
-    model: LoadedModel
-    fc: Tensor
     feature_norm: Tensor
     token_of: Tensor
-    layers: tuple[int, int, int]
+
+    def over(self, large: Model, runtime: AttentionRuntime, most_tokens: int) -> Eagle3Head:
+        """Like EagleWeights.over."""
+        return Eagle3Head(self, large, runtime, most_tokens)
 
 
 def is_eagle3(path: str) -> bool:
@@ -81,9 +73,11 @@ def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
     directory = Path(path)
     fields = Fields(read_json(directory / "config.json"), str(directory / "config.json"))
     config = _config(fields, large.config)
-    files = _Eagle3Files(directory)
+    files = HeadFiles(directory, {})
     num_known = fields.whole("draft_vocab_size", config.vocab_size)
-    return _weights(files, config, large, num_known, _layers(fields, large.config.num_layers), files.differences())
+    knows_all = "d2t" not in files.shapes()
+    differences = torch.zeros(num_known, dtype=torch.int64) if knows_all else files.read_integers("d2t")
+    return _weights(files, config, large, num_known, _layers(fields, large.config.num_layers), differences)
 
 
 def seeded_head3(large: LoadedModel) -> Eagle3Weights:
@@ -106,61 +100,37 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     return min(2, num_layers), num_layers // 2, max(0, num_layers - 3)
 
 
-class Eagle3Head:
-    """Like DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
-
-    features: [most_tokens, 3 * the large model's hidden]: input of taken_in(), one row for each token of its step
-    """
+class Eagle3Head(EagleHead):
+    """Like EagleHead, with norms, an output matrix and perhaps an embedding of its own."""
 
     def __init__(self, weights: Eagle3Weights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
-        config, of_head = weights.model.config, weights.model.weights
-        self._weights, self._large = weights, large
-        self._layer, self._of_layer = config.layers[0], of_head.layers[0]
-        self._shares_embedding = of_head.embedding is large.weights.embedding
-        linears = linears_over(ONE_RANK, deterministic=runtime.deterministic)
-        self._arithmetic = Arithmetic(linears, config.rms_norm_eps, 1.0)
-        rope = self._layer.rope.turns(runtime.max_kv_len, of_head.device)
-        self._attention = layer_attention(0, 0, self._layer, self._of_layer.attention, self._arithmetic, rope)
-        dtype, device = of_head.dtype, of_head.device
-        with torch.inference_mode(False):
-            self.features = torch.zeros(most_tokens, weights.fc.shape[1], dtype=dtype, device=device)
-        self.nothing_carried = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
-
-    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
-        """Like DraftingModel.taken_in; the carried rows are the features of the next tokens."""
-        rows = self._arithmetic.linears.linear(self.features[: step.token_ids.shape[0]], self._weights.fc)
-        last = self._next_features(step, rows).index_select(0, step.last_token_of_seq)
-        return self._logits(last), last
-
-    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Like DraftingModel.drafted."""
-        features = self._next_features(step, carried)
-        return self._logits(features), features
+        super().__init__(weights, large, runtime, most_tokens)
+        self._weights, self._of_head = weights, weights.model.weights
+        self._shares_embedding = self._of_head.embedding is large.weights.embedding
 
     def tokens(self, drafted: Tensor) -> Tensor:
         """Like DraftingModel.tokens."""
         return self._weights.token_of[drafted.long()]
 
-    def _next_features(self, step: Part, features: Tensor) -> Tensor:
-        """[T, hidden]"""
-        arithmetic, of_layer = self._arithmetic, self._of_layer
+    def given(self, features: Tensor) -> Tensor:
+        """Like EagleHead.given."""
+        return self._arithmetic.linears.linear(features, self._fc)
+
+    def next_features(self, step: Part, features: Tensor) -> Tensor:
+        """Like EagleHead.next_features."""
+        norm = self._arithmetic.norm
         if self._shares_embedding:
             embedded = self._large.embed(step.token_ids)
         else:
-            embedded = F.embedding(step.token_ids, self._weights.model.weights.embedding)
-        both = (
-            arithmetic.norm(embedded, of_layer.attention_norm),
-            arithmetic.norm(features, self._weights.feature_norm),
-        )
-        x = self._attention.attended(step.layers, torch.cat(both, 1), {})
-        residual = Residual(arithmetic, features)
-        residual.add(arithmetic.output(x, of_layer.attention.out, of_layer.attention.out_bias, None))
-        add_mlp(residual, self._layer.mlp, of_layer, arithmetic)
-        return residual.rows
+            embedded = F.embedding(step.token_ids, self._of_head.embedding)
+        both = norm(embedded, self._of_layer.attention_norm), norm(features, self._weights.feature_norm)
+        return self.through_layer(step, torch.cat(both, 1), features)
 
-    def _logits(self, features: Tensor) -> Tensor:
-        weights = self._weights.model.weights
-        return self._arithmetic.linears.linear(self._arithmetic.norm(features, weights.final_norm), weights.head)
+    def logits(self, features: Tensor) -> Tensor:
+        """Like EagleHead.logits."""
+        return self._arithmetic.linears.linear(
+            self._arithmetic.norm(features, self._of_head.final_norm), self._of_head.head
+        )
 
 
 def _architecture(fields: Fields) -> str:
@@ -212,16 +182,13 @@ def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
 
 def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embedding: bool) -> dict[str, Shape]:
     """Name -> shape of every tensor of a head except d2t."""
-    hidden, layer = config.hidden_size, config.layers[0]
-    assert isinstance(layer.projections, HeadProjections)
+    hidden = config.hidden_size
     shapes: dict[str, Shape] = {FC: (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
-    shapes |= {f"{_LAYER}{name}": shape for name, shape in mlp_shapes(layer.mlp, hidden)}
-    for name, shape in head_shapes(layer.attention, layer.projections, hidden, keeps_kv=True):
-        shapes[f"{_LAYER}{name}"] = shape
-    for name in _QKV:
-        shapes[name] = (shapes[name][0], 2 * hidden)
-    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        shapes[f"{_LAYER}{norm}.weight"] = (hidden,)
+    shapes |= {f"{LAYER}{name}": shape for name, shape in layer_shapes(config, 0)}
+    for name in "qkv":
+        matrix = f"{LAYER}self_attn.{name}_proj.weight"
+        shapes[matrix] = (shapes[matrix][0], 2 * hidden)
+    shapes[f"{LAYER}hidden_norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (num_known, hidden)
     if own_embedding:
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
@@ -237,52 +204,25 @@ def _weights(
     differences: Tensor,
 ) -> Eagle3Weights:
     """differences: integer [num_known], token ids minus the head's numbers. Raises BadModel."""
-    found, of_large = source.shapes(), large.weights
-    own_embedding = "embed_tokens.weight" in found
+    of_large, own_embedding = large.weights, "embed_tokens.weight" in source.shapes()
     if not own_embedding and config.hidden_size != large.config.hidden_size:
         raise BadModel(f"{source.name} has no embed_tokens.weight, and its rows are not as long as the model's")
     shapes = _shapes(config, large.config.hidden_size, num_known, own_embedding=own_embedding)
-    for name, shape in shapes.items():
-        if name not in found:
-            raise BadModel(f"{source.name} lacks {name}; it is not an EAGLE-3 head of this model")
-        if found[name] != shape:
-            raise BadModel(
-                f"{source.name}: {name} has shape {list(found[name])}; a head of this model has {list(shape)}"
-            )
+    require_shapes(source, shapes, "EAGLE-3")
     token_of = _tokens_known(differences, num_known, config.vocab_size, source.name)
     reader = TensorReader(source, shapes, of_large.dtype, of_large.device)
-    layer = LayerWeights(
-        attention_norm=reader.join(TensorPart(f"{_LAYER}input_layernorm.weight")),
-        attention=KVHeadWeights(
-            qkv=reader.join(*map(TensorPart, _QKV)),
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            sinks=None,
-            out=reader.join(TensorPart(f"{_LAYER}self_attn.o_proj.weight")),
-            out_bias=None,
-            index=None,
-        ),
-        attention_out_norm=None,
-        mlp_norm=reader.join(TensorPart(f"{_LAYER}post_attention_layernorm.weight")),
-        mlp=read_mlp(reader, config.layers[0].mlp, _LAYER, WHOLE),
-        mlp_out_norm=None,
-        own_input=None,
-        factor=None,
-        kv_scale_values=None,
-    )
     weights = ModelWeights(
         embedding=reader.join(TensorPart("embed_tokens.weight")) if own_embedding else of_large.embedding,
-        layers=(layer,),
+        layers=(read_layer(reader, config, 0, WHOLE),),
         final_norm=reader.join(TensorPart("norm.weight")),
         head=reader.join(TensorPart("lm_head.weight")),
     )
     return Eagle3Weights(
         LoadedModel(config, weights, None, ONE_RANK),
         reader.join(TensorPart(FC)),
-        reader.join(TensorPart(f"{_LAYER}hidden_norm.weight")),
-        token_of.to(torch.int32).to(of_large.device),
         layers,
+        reader.join(TensorPart(f"{LAYER}hidden_norm.weight")),
+        token_of.to(torch.int32).to(of_large.device),
     )
 
 
@@ -294,32 +234,3 @@ def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: st
         if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(set(token_of.tolist())) == num_known:
             return token_of
     raise BadModel(f"{name}: d2t must map {num_known} tokens to as many of the model's {vocab_size}")
-
-
-class _Eagle3Files:
-    """A TensorSource over a head's files. Its layer has several names in them, and names may begin with `model.`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._files, self.name = SafetensorsFiles(directory), str(directory)
-        self._theirs = {_ours(name): name for name in self._files.shapes()}
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
-        theirs = self._files.shapes()
-        return {name: theirs[their] for name, their in self._theirs.items()}
-
-    def read(self, name: str, *where: slice) -> Tensor:
-        """Like TensorSource.read."""
-        return self._files.read(self._theirs[name], *where)
-
-    def differences(self) -> Tensor:
-        """int64 [draft vocabulary]: d2t; zeros if the head knows all tokens."""
-        name = self._theirs.get("d2t")
-        if name is None:
-            return torch.zeros(self.shapes()["lm_head.weight"][0], dtype=torch.int64)
-        return self._files.read_integers(name)
-
-
-def _ours(name: str) -> str:
-    name = name.removeprefix("model.")
-    return _LAYER + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

@@ -10,7 +10,6 @@ the place of f. K and V of the layer are the head's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LayerConfig, ModelConfig, OwnInputs
+from rocm_attn.models.shards import WHOLE
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
 from rocm_attn.runtime import AttentionRuntime
@@ -30,23 +30,32 @@ from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp import add_mlp
 from rocm_serve.models.model import Model
-from rocm_serve.models.safetensors_file import SafetensorsFiles
-from rocm_serve.models.weights import expected_shapes, load_weights
+from rocm_serve.models.weights import layer_shapes, may_be_ignored, read_layer
 from rocm_serve.ranks import ONE_RANK
+from rocm_serve.speculation.draft_runners import DraftingModel
+from rocm_serve.speculation.head_files import FC, LAYER, HeadFiles, SeededHead, require_shapes
 from rocm_serve.speculation.methods import SEEDED
-from rocm_serve.speculation.seeded_head import FC, SeededHead
+
+# Tensors of the large model, which a head's files may repeat.
+_OF_LARGE = frozenset({"embed_tokens.weight", "norm.weight", "lm_head.weight"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
     """A head that was read.
 
-    model: its one layer, as a model; the embedding and the output matrix are the large model's
-    fc:    [hidden, 2 * hidden]: of an embedding and a feature
+    model:  its one layer, as a model; other weights may be the large model's
+    fc:     [hidden, 2 * hidden]: of an embedding and a feature; of EAGLE-3, see eagle3.py
+    layers: of the large model, whose inputs are handed over side by side; none: the input of the output matrix is
     """
 
     model: LoadedModel
     fc: Tensor
+    layers: tuple[int, ...]
+
+    def over(self, large: Model, runtime: AttentionRuntime, most_tokens: int) -> EagleHead:
+        """The head; see EagleHead."""
+        return EagleHead(self, large, runtime, most_tokens)
 
 
 def load_head(path: str, large: LoadedModel) -> EagleWeights:
@@ -54,82 +63,86 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
 
     Raises BadModel for a head that is not made for this model.
     """
-    layer, weights = _layer_like(large.config), large.weights
-    # Its matrices will be the large model's: one row stands for them until they are put in.
-    config = replace(
-        large.config,
-        layers=(layer,),
-        reads=(),
-        vocab_size=1,
-        eos_token_ids=(),
-        tied_embeddings=True,
-        own_inputs=OwnInputs(),
-        has_layer_factors=False,
-        num_extra_layers=0,
-    )
-    shape = (config.hidden_size, 2 * config.hidden_size)
-    source: TensorSource
-    if path == SEEDED:
-        source = SeededHead({**expected_shapes(config), FC: shape})
-    else:
-        source = _EagleFiles(Path(path), config, shape)
-    if source.shapes()[FC] != shape:
-        raise BadModel(
-            f"{source.name}: {FC} has shape {list(source.shapes()[FC])}; a head of this model has {list(shape)}"
-        )
-    of_head = load_weights(_WithoutFc(source), config, dtype=weights.dtype, device=weights.device)
-    reader = TensorReader(source, {FC: shape}, weights.dtype, weights.device)
-    of_head = replace(of_head, embedding=weights.embedding, final_norm=weights.final_norm, head=weights.head)
-    config = replace(config, vocab_size=large.config.vocab_size)
-    return EagleWeights(LoadedModel(config, of_head, None, ONE_RANK), reader.join(TensorPart(FC)))
+    config, weights = _config_like(large.config), large.weights
+    shapes: dict[str, Shape] = {f"{LAYER}{name}": shape for name, shape in layer_shapes(config, 0)}
+    shapes[FC] = (config.hidden_size, 2 * config.hidden_size)
+    norm = f"{LAYER}input_layernorm.weight"  # which the first layer of a head does not have
+    source: TensorSource = SeededHead(shapes) if path == SEEDED else HeadFiles(Path(path), {norm: shapes[norm]})
+    require_shapes(source, shapes, "EAGLE-1")
+    unknown = [name for name in source.shapes() if name not in _OF_LARGE and name not in shapes]
+    if any(not may_be_ignored(config, name) for name in unknown):
+        raise BadModel(f"{source.name} has {min(unknown)}, which an EAGLE-1 head of this model does not use")
+    reader = TensorReader(source, shapes, weights.dtype, weights.device)
+    layer = read_layer(reader, config, 0, WHOLE)
+    model = LoadedModel(config, replace(weights, layers=(layer,), own_inputs=None), None, ONE_RANK)
+    return EagleWeights(model, reader.join(TensorPart(FC)), ())
 
 
-class EagleHead:
+class EagleHead(DraftingModel):
     """Like DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
 
-    features: [most_tokens, hidden]: input of taken_in(), one row for each token of its step; the caller writes them
+    features: [most_tokens, width]: input of taken_in(), one row for each token of its step; the caller writes them
     """
 
     def __init__(self, weights: EagleWeights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
         config, of_head = weights.model.config, weights.model.weights
         self._large, self._fc = large, weights.fc
-        self._layer, self._weights = config.layers[0], of_head.layers[0]
-        self._arithmetic = Arithmetic(
-            linears_over(ONE_RANK, deterministic=runtime.deterministic),
-            config.rms_norm_eps,
-            config.multipliers.residual,
-        )
+        self._layer, self._of_layer = config.layers[0], of_head.layers[0]
+        linears = linears_over(ONE_RANK, deterministic=runtime.deterministic)
+        self._arithmetic = Arithmetic(linears, config.rms_norm_eps, config.multipliers.residual)
         rope = self._layer.rope.turns(runtime.max_kv_len, of_head.device)
-        self._attention = layer_attention(0, 0, self._layer, self._weights.attention, self._arithmetic, rope)
+        self._attention = layer_attention(0, 0, self._layer, self._of_layer.attention, self._arithmetic, rope)
+        width = large.config.hidden_size * max(1, len(weights.layers))
         with torch.inference_mode(False):
-            self.features = torch.zeros(most_tokens, config.hidden_size, dtype=of_head.dtype, device=of_head.device)
-        self.nothing_carried = self.features[:0]
+            self.features = torch.zeros(most_tokens, width, dtype=of_head.dtype, device=of_head.device)
+        self.nothing_carried = torch.empty(0, config.hidden_size, dtype=of_head.dtype, device=of_head.device)
 
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
         """Like DraftingModel.taken_in; the carried rows are the features of the next tokens."""
-        features = self._next_features(step, self.features[: step.token_ids.shape[0]])
+        features = self.next_features(step, self.given(self.features[: step.token_ids.shape[0]]))
         last = features.index_select(0, step.last_token_of_seq)
-        return self._large.logits_of_normed(last), last
+        return self.logits(last), last
 
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Like DraftingModel.drafted."""
-        features = self._next_features(step, carried)
-        return self._large.logits_of_normed(features), features
+        features = self.next_features(step, carried)
+        return self.logits(features), features
 
-    def tokens(self, drafted: Tensor) -> Tensor:
-        """Like DraftingModel.tokens."""
-        return drafted
+    def given(self, features: Tensor) -> Tensor:
+        """[T, hidden]: the rows handed over, as the layer takes them."""
+        return features
 
-    def _next_features(self, step: Part, features: Tensor) -> Tensor:
+    def next_features(self, step: Part, features: Tensor) -> Tensor:
         """[T, hidden]"""
-        arithmetic, of_attention = self._arithmetic, self._weights.attention
-        hidden = F.linear(torch.cat((self._large.embed(step.token_ids), features), 1), self._fc)
-        x = self._attention.attended(step.layers, hidden, {})  # the head's one layer has no norm before it
-        out_norm = self._weights.attention_out_norm
-        residual = Residual(arithmetic, hidden)
-        residual.add(arithmetic.output(x, of_attention.out, of_attention.out_bias, out_norm))
-        add_mlp(residual, self._layer.mlp, self._weights, arithmetic)
-        return residual.rows
+        x = F.linear(torch.cat((self._large.embed(step.token_ids), features), 1), self._fc)
+        return self.through_layer(step, x, x)  # the head's one layer has no norm before it
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[T, tokens that the head knows]"""
+        return self._large.logits_of_normed(features)
+
+    def through_layer(self, step: Part, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, hidden]: the residual with attention over x, and with the MLP of that."""
+        arithmetic, weights = self._arithmetic, self._of_layer
+        x = self._attention.attended(step.layers, x, {})
+        out = weights.attention.out, weights.attention.out_bias, weights.attention_out_norm
+        sums = Residual(arithmetic, residual)
+        sums.add(arithmetic.output(x, *out))
+        add_mlp(sums, self._layer.mlp, weights, arithmetic)
+        return sums.rows
+
+
+def _config_like(config: ModelConfig) -> ModelConfig:
+    """A model of one layer like the large model's."""
+    return replace(
+        config,
+        layers=(_layer_like(config),),
+        reads=(),
+        eos_token_ids=(),
+        own_inputs=OwnInputs(),
+        has_layer_factors=False,
+        num_extra_layers=0,
+    )
 
 
 def _layer_like(config: ModelConfig) -> LayerConfig:
@@ -141,56 +154,3 @@ def _layer_like(config: ModelConfig) -> LayerConfig:
         f"{config.architecture} has no layer that attends to all keys without sinks, which an EAGLE head needs; "
         "use speculative ngram or draft:MODEL"
     )
-
-
-class _EagleFiles:
-    """A TensorSource over a head's files: names begin with `layers.0`, and tensors of the large model are absent."""
-
-    def __init__(self, directory: Path, config: ModelConfig, fc: Shape) -> None:
-        if not directory.is_dir():
-            raise BadModel(f"{directory} is not a directory; give an EAGLE head's directory with model.safetensors")
-        self._files, self.name = SafetensorsFiles(directory), str(directory)
-        expected = {**expected_shapes(config), FC: fc}
-        found = {_ours(name): shape for name, shape in self._files.shapes().items()}
-        self._lacking = {
-            name: shape for name, shape in expected.items() if name not in found or name == "model.embed_tokens.weight"
-        }
-        refused = [name for name in self._lacking if name not in _OF_LARGE]
-        if refused:
-            raise BadModel(
-                f"{directory} lacks {refused[0].removeprefix('model.')}; it is not an EAGLE-1 head of this model"
-            )
-        self._shapes = {**found, **self._lacking}
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
-        return self._shapes
-
-    def read(self, name: str, *where: slice) -> Tensor:
-        """Like TensorSource.read."""
-        if name in self._lacking:
-            return torch.ones(self._lacking[name])[where]
-        return self._files.read(name if name == FC else name.removeprefix("model."), *where)
-
-
-# Tensors that a head may lack: those it shares with the large model, and a norm that no head has.
-_OF_LARGE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"})
-
-
-def _ours(name: str) -> str:
-    return name if name == FC else f"model.{name}"
-
-
-class _WithoutFc:
-    """A head's tensors except fc."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source, self.name = source, source.name
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
-        return {name: shape for name, shape in self._source.shapes().items() if name != FC}
-
-    def read(self, name: str, *where: slice) -> Tensor:
-        """Like TensorSource.read."""
-        return self._source.read(name, *where)

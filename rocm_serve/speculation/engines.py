@@ -18,24 +18,25 @@ from rocm_serve.models.loading import LoadedModel, find_model, load_model
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.draft_model import ModelDrafter
-from rocm_serve.speculation.draft_runners import DraftRunners, drafts_of, num_levels
+from rocm_serve.speculation.draft_runners import DraftingModel, DraftRunners, drafts_of, num_levels
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
 from rocm_serve.speculation.eagle import EagleDrafter
-from rocm_serve.speculation.eagle3 import Eagle3Head, Eagle3Weights, is_eagle3, load_head3, seeded_head3
-from rocm_serve.speculation.eagle_head import EagleHead, EagleWeights, load_head
+from rocm_serve.speculation.eagle3 import is_eagle3, load_head3, seeded_head3
+from rocm_serve.speculation.eagle_head import EagleWeights, load_head
 from rocm_serve.speculation.last_rows import HandingOver
 from rocm_serve.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3
 from rocm_serve.speculation.ngrams import NgramDrafter
+from rocm_serve.speculation.row_drafter import RowDrafter
 from rocm_serve.speculation.speculation import NOTHING_DRAWN, Drafter
 
 
 def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
     """The model that steps run. If a head drafts, it hands its rows over."""
-    if not isinstance(drafting, EagleWeights | Eagle3Weights):
+    if not isinstance(drafting, EagleWeights):
         return model
     chunk = options.chunk_on(runtime.device.type)
     most = max(chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
-    return HandingOver(model, most, drafting.layers if isinstance(drafting, Eagle3Weights) else ())
+    return HandingOver(model, most, drafting.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,7 @@ class NoWeights:
 
 
 # The weights of a drafter, as they were read.
-Drafting = NoWeights | LoadedModel | EagleWeights | Eagle3Weights
+Drafting = NoWeights | LoadedModel | EagleWeights
 
 
 def require_drafter(speculative: str) -> None:
@@ -69,7 +70,7 @@ def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     return load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
 
 
-def _read_head(path: str, loaded: LoadedModel) -> EagleWeights | Eagle3Weights:
+def _read_head(path: str, loaded: LoadedModel) -> EagleWeights:
     """The head in a directory, which names its kind, or a seeded one."""
     if path == SEEDED3:
         return seeded_head3(loaded)
@@ -100,17 +101,17 @@ def drafter_of(
     """
     if isinstance(drafting, LoadedModel):
         return model_drafter(drafting, loaded, options, runtime)
-    if isinstance(drafting, EagleWeights | Eagle3Weights):
+    if isinstance(drafting, EagleWeights):
         assert isinstance(model, HandingOver)
         return eagle_drafter(drafting, model, options, runtime)
-    return NgramDrafter(options.topk)
+    return NgramDrafter(options.topk) if options.speculative == NGRAM else Drafter()
 
 
 def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | NothingDrawn:
     """Accepts drawn drafts, if there are any."""
     if not options.sampled_drafts:
         return NOTHING_DRAWN
-    assert isinstance(drafter, ModelDrafter | EagleDrafter), "EngineOptions refuses others"
+    assert isinstance(drafter, RowDrafter), "EngineOptions refuses others"
     return Rejection(drafter.probabilities, options.topk)
 
 
@@ -134,17 +135,13 @@ def model_drafter(
 
 
 def eagle_drafter(
-    weights: EagleWeights | Eagle3Weights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
+    weights: EagleWeights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
 ) -> EagleDrafter:
     """A head that drafts for a model. options, runtime: of the model's engine. Raises CapacityExceeded."""
     few = 1 + num_levels(options)
     drafting, _ = _runtime_of(weights.model, options, runtime, few)
     most = max(large.features.shape[0], drafting.padding.seqs.largest * few)
-    head: EagleHead | Eagle3Head = (
-        EagleHead(weights, large.model, drafting, most)
-        if isinstance(weights, EagleWeights)
-        else Eagle3Head(weights, large.model, drafting, most)
-    )
+    head = weights.over(large.model, drafting, most)
     runners = DraftRunners(drafting, head, options, vocabulary=large.model.config.vocab_size)
     return EagleDrafter(runners, drafting.table, handed=large.features, features=head.features, few=few)
 
@@ -183,7 +180,7 @@ def _runtime_of(
     return drafting, its_own
 
 
-class SmallModel:
+class SmallModel(DraftingModel):
     """A whole model that drafts: it hands on nothing but K and V from token to token."""
 
     def __init__(self, model: Model) -> None:
@@ -198,7 +195,3 @@ class SmallModel:
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Like DraftingModel.drafted."""
         return self._model.logits(self._model.hidden(step)), carried
-
-    def tokens(self, drafted: Tensor) -> Tensor:
-        """Like DraftingModel.tokens."""
-        return drafted

@@ -19,7 +19,6 @@ class GivesRows(Protocol):
 
     @property
     def weights(self) -> ModelWeights: ...
-    def forward(self, step: Part) -> Tensor: ...
     def hidden(self, step: Part) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -37,10 +36,6 @@ class HandingOver:
             shape = most_tokens, model.config.hidden_size * max(1, len(layers))
             self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
 
-    def forward(self, step: Part) -> Tensor:
-        """Like Model.forward."""
-        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
-
     def hidden(self, step: Part) -> Tensor:
         """Like Model.hidden."""
         hidden, inputs = self.model.hidden_and_inputs(step, self._layers)
@@ -53,27 +48,34 @@ class HandingOver:
         return self.model.logits(hidden)
 
 
-def forward_of(model: GivesRows, options: EngineOptions) -> Forward:
+def forward_of(model: Model | HandingOver, options: EngineOptions) -> Forward:
     """The model's forward, with logits of as many tokens of each sequence as the options need."""
-    return LastRows(model, options.rows_of_each) if options.speculates else model.forward
+    return (
+        model.forward if isinstance(model, Model) and not options.speculates else LastRows(model, options.rows_of_each)
+    )
 
 
 class LastRows:
     """A forward that returns [S, num_rows, vocab]: logits of the last num_rows new tokens of each sequence, in order.
 
-    In a decode step there is one row. If a sequence has fewer new tokens, the rows before its own are those of others
-    and have no meaning.
+    If there is one row, [S, vocab]. In a decode step of more there is one too: [S, 1, vocab]. If a sequence has fewer
+    new tokens, the rows before its own are those of others and have no meaning.
     """
 
     def __init__(self, model: GivesRows, num_rows: int) -> None:
-        self._model = model
+        self._model, self._num_rows = model, num_rows
         self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
 
     def __call__(self, step: Part) -> Tensor:
         """Runs the forward; see the class."""
-        hidden, last = self._model.hidden(step), step.last_token_of_seq
-        if step.plan.shape.kind.decodes:
-            return self._model.logits(hidden.index_select(0, last)).unsqueeze(1)
+        return self.logits_of(step, self._model.hidden(step))
+
+    def logits_of(self, step: Part, hidden: Tensor) -> Tensor:
+        """The logits, of rows that the model's hidden() returned."""
+        last = step.last_token_of_seq
+        if self._num_rows == 1 or step.plan.shape.kind.decodes:
+            logits = self._model.logits(hidden.index_select(0, last))
+            return logits if self._num_rows == 1 else logits.unsqueeze(1)
         rows = (last[:, None] + self._back).clamp_(min=0).flatten()
         logits = self._model.logits(hidden.index_select(0, rows))
-        return logits.view(len(last), len(self._back), logits.shape[-1])
+        return logits.view(len(last), self._num_rows, logits.shape[-1])

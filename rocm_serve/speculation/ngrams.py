@@ -11,11 +11,9 @@ from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many
 from itertools import pairwise
 
-from rocm_attn.capture.graphs import Progress
-from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
-from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.drafts import DraftTree
+from rocm_serve.speculation.speculation import Drafter
 
 # The last two tokens are looked up: one is too little evidence. Places with the most equal tokens before them are
 # taken, counted up to this number.
@@ -24,7 +22,7 @@ _LONGEST = 4
 _MOST_PLACES = 64
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts from the sequence's own text. num_branches: continuations that a tree may have; 1: chains"""
 
     def __init__(self, num_branches: int) -> None:
@@ -52,12 +50,6 @@ class NgramDrafter:
             if branches:
                 found[number] = DraftTree.tree(branches, most)
         return found
-
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Like Drafter.follow: draft() finds new tokens by itself."""
-
-    def capture_all(self, progress: Progress) -> None:
-        """Like Drafter.capture_all."""
 
 
 class _Text:

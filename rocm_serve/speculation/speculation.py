@@ -1,4 +1,4 @@
-"""Speculation: drafts are made before a step, and verified by the step's logits.
+"""Speculation: drafts are made before a step, and verified by the step's logits. Without drafts a step picks one token.
 
 A step computes the logits after each draft, as if it had been picked. From the sequence's last token on, a token is
 picked as usual, by the request's sampling and its own random numbers. If there is a draft of that token, the logits
@@ -8,11 +8,13 @@ have picked, greedily or at random, whatever the drafts are: they decide only ho
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,19 +29,19 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import AppendedTokens
+from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.recent_steps import NO_ROUND
-from rocm_serve.request import Sequence, SequenceParameters
+from rocm_serve.request import Sequence
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters, TokensWithLogprobs
 from rocm_serve.sampling.sampling import Draw, PickedTokens
-from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep
+from rocm_serve.sampling.sampling_parameters import SamplingParameters
+from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
 from rocm_serve.speculation.reading import Together
 
-Picks = list[Many[int] | BadLogits]
 # The logprobs of steps in which no request asks for any.
 NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
 NOTHING_DRAWN = NothingDrawn()
@@ -47,8 +49,8 @@ NOTHING_DRAWN = NothingDrawn()
 Decoding = Callable[[int], list[tuple[Sequence, int]]]
 
 
-class Drafter(Protocol):
-    """Makes draft tokens."""
+class Drafter:
+    """Makes draft tokens. This one makes none: each step brings a sequence one token."""
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Drafts of some sequences, by their requests' numbers.
@@ -56,83 +58,38 @@ class Drafter(Protocol):
         decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
         alive:    numbers of all requests that have not ended: state of others is to be dropped
         """
-        ...
+        return NO_SEQUENCE
 
     def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
 
         appended: of each of step.picking
         """
-        ...
 
     def capture_all(self, progress: Progress) -> None:
         """Makes the graphs of the drafter, if it has any. progress: see StepRunner.capture_all"""
-        ...
 
 
-class StepPicks(Protocol):
-    """The picks of a step's sequences, on their way to the host."""
+class StepPicks(ABC):
+    """The picks of a step's sequences, on their way to the host.
 
+    speculative_step_number: its number among rounds that follow from each other; NO_ROUND: it is none of these
+    """
+
+    speculative_step_number = NO_ROUND
+
+    @abstractmethod
     def read(self) -> Picks:
         """Waits for them. Returns for each of step.picking its tokens, or the reason why it gets none."""
-        ...
-
-    @property
-    def speculative_step_number(self) -> int:
-        """Its number among rounds that follow from each other; NO_ROUND: it is none of these."""
-        ...
 
     @property
     def tokens(self) -> PickedTokens | None:
         """The tokens after all drafts of a step, if no request asks for more than the likeliest or a drawn one."""
-        ...
+        return None
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """Place among step.picking -> logprobs of its tokens from read(), for requests that ask for them."""
-        ...
-
-
-class NoSpeculation:
-    """Steps that bring each sequence one token."""
-
-    has_speculative_steps = False
-
-    def __init__(self, picker: ParameterPicker) -> None:
-        self._picker = picker
-
-    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, DraftTree]:
-        """Like Speculation.drafts."""
-        return NO_SEQUENCE
-
-    def batch(self, step: ScheduledStep) -> StepBatch:
-        """Like Speculation.batch."""
-        return step.batch
-
-    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
-        """Like Speculation.pick. logits: [num_seqs, vocab]"""
-        with_parameters = _with_parameters(step, settle)
-        draws = {
-            row: step.sequences[row].sampler.draw(step.sequences[row].num_new)
-            for row in step.with_parameters
-            if not step.sequences[row].sampler.is_greedy
-        }
-        rows = logits[: step.num_picks]
-        if not with_parameters:
-            return _OneEach(self._picker.plain.pick(rows, draws))
-        parameters = {
-            row: parameters.of(step.sequences[row], step.sequences[row].num_new)
-            for row, parameters in with_parameters.items()
-        }
-        return _OneEachWithLogprobs(self._picker.pick(rows, draws, parameters))
-
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Like Speculation.follow."""
-
-    def count_speculative_steps(self, step: ScheduledStep, together: Together) -> None:
-        """Like Speculation.count_speculative_steps."""
-
-    def capture_all(self, progress: Progress) -> None:
-        """Like Speculation.capture_all."""
+        return NO_LOGPROBS_OF
 
 
 class Speculation:
@@ -140,7 +97,7 @@ class Speculation:
 
     runtime:    of the model that verifies
     picker:     has room for 1 + num_drafts rows of each sequence of a step
-    num_drafts: most drafts per sequence and step
+    num_drafts: most drafts per sequence and step; 0: drafts() is not to be called
     metrics:    receive counts of drafts
     rejection:  accepts drawn drafts
     has_speculative_steps: whether steps in which all sequences have drafts may go on without the host (device_steps.py)
@@ -192,10 +149,11 @@ class Speculation:
     def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
         """Picks the tokens of each of step.picking: the drafts that were right, in order, and one more.
 
-        logits: [num_seqs, rows, vocab], of the last tokens of each sequence; in a decode step rows is 1
+        logits: [num_seqs, rows, vocab], of the last tokens of each sequence, or [num_seqs, vocab]; in a decode step
+                rows is 1
         settle: reads the tokens of all steps before this one; called if a token depends on them on the host
         """
-        num_rows, with_parameters = logits.shape[1], _with_parameters(step, settle)
+        num_rows, with_parameters = math.prod(logits.shape[1:-1]), _with_parameters(step, settle)
         draws: dict[int, Draw] = {}
         parameters: dict[int, RowParameters] = {}
         for seq in step.with_parameters:
@@ -206,7 +164,7 @@ class Speculation:
                     draws[row] = sequence.sampler.draw(sequence.num_new + depth)
                 if seq in with_parameters:
                     parameters[row] = with_parameters[seq].of(sequence, sequence.num_new + depth)
-        rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, 1)
+        rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, -2)
         picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
@@ -216,6 +174,8 @@ class Speculation:
         appended: of each of step.picking
         """
         self._drafter.follow(step, appended)
+        if not step.drafts:
+            return
         # Nothing was verified of a sequence that has ended since the step was launched.
         verified = num_drafts = num_appended = 0
         for seq, drafts in step.drafts.items():
@@ -238,53 +198,13 @@ class Speculation:
         metrics.accepted_drafts += together.num_tokens - verified
 
 
-class _OneEach:
-    """Picks of one token per sequence."""
-
-    speculative_step_number = NO_ROUND
-    tokens = None
-
-    def __init__(self, picked: PickedTokens) -> None:
-        self._picked = picked
-
-    def read(self) -> Picks:
-        """Like StepPicks.read."""
-        return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._picked.read()]
-
-    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """Like StepPicks.logprobs."""
-        return NO_LOGPROBS_OF
-
-
-class _OneEachWithLogprobs:
-    """Picks of one token per sequence, some with logprobs or shaped rows."""
-
-    speculative_step_number = NO_ROUND
-    tokens = None
-
-    def __init__(self, picked: TokensWithLogprobs) -> None:
-        self._picked = picked
-        self._found: list[int | BadLogits] = []
-
-    def read(self) -> Picks:
-        """Like StepPicks.read."""
-        self._found = self._picked.read()
-        return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._found]
-
-    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """Like StepPicks.logprobs."""
-        return {row: (emitted,) for row, emitted in self._picked.logprobs(self._found).items()}
-
-
-class _Verified:
-    """A token after each draft, from which the accepted ones follow.
+class _Verified(StepPicks):
+    """A token after each draft, from which the accepted ones follow; without drafts, a token of each sequence.
 
     num_rows: of each sequence's last tokens
     runtime:  moves their K and V to the places of their tokens, if they lie in others
     drawn:    acceptance of drawn drafts
     """
-
-    speculative_step_number = NO_ROUND
 
     def __init__(
         self,
@@ -298,7 +218,6 @@ class _Verified:
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
-        self._may_have_moved = False
 
     @property
     def tokens(self) -> PickedTokens | None:
@@ -306,15 +225,14 @@ class _Verified:
         return self._picked if isinstance(self._picked, PickedTokens) else None
 
     def read(self) -> Picks:
-        """Like StepPicks.read, before the next step of these sequences.
-
-        It may be read again after an interrupt. If the interrupt may have come while accepted drafts were moved, K and
-        V after the last token are not used: such a sequence takes one token, and its next step stores the others.
-        """
+        """Like StepPicks.read, before the next step of these sequences."""
         step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()
+        if not step.drafts:
+            last_rows = found if num_rows == 1 else found[num_rows - 1 :: num_rows]
+            return [pick if isinstance(pick, BadLogits) else (pick,) for pick in last_rows]
         drawn = self._drawn.read()
-        picks, self._paths = Picks(), []
+        picks: Picks = []
         moves: dict[int, Many[int]] = {}
         for seq in range(step.num_picks):
             drafts = step.drafts.get(seq, NO_DRAFTS)
@@ -331,11 +249,7 @@ class _Verified:
             # A sequence that has ended since the step was launched, for example by its text, has given its row back.
             if step.sequences[seq].row == step.batch.rows[seq]:
                 moves[seq] = path
-        if self._may_have_moved:
-            for seq in moves:
-                picks[seq], self._paths[seq] = cast(Many[int], picks[seq])[:1], []
-        elif moves:
-            self._may_have_moved = True
+        if moves:
             self._move(moves)
         return picks
 
@@ -344,9 +258,10 @@ class _Verified:
         if isinstance(self._picked, PickedTokens):
             return NO_LOGPROBS_OF
         emitted, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
-        for seq, path in enumerate(self._paths):
+        for seq in self._step.with_parameters:
             first = (seq + 1) * self._num_rows - 1 - len(self._step.drafts.get(seq, NO_DRAFTS))
             if first in emitted:
+                path = self._paths[seq] if self._paths else ()
                 found[seq] = [emitted[first], *(emitted[first + 1 + draft] for draft in path)]
         return found
 
@@ -364,8 +279,8 @@ class _Verified:
         self._runtime.move_accepted(accepted, seqs)
 
 
-def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SequenceParameters]:
-    """Place among step.picking -> the SequenceParameters of its sequence. settle: see Speculation.pick"""
+def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SamplingParameters]:
+    """Place among step.picking -> the SamplingParameters of its sequence. settle: see Speculation.pick"""
     if not step.with_parameters:
         return {}
     with_parameters = {

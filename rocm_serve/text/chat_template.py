@@ -12,9 +12,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_attn.errors import BadModel, BadRequest
-from rocm_serve.text.bounded_jinja import BoundedEnvironment
 
 # Variables of a template that no keyword may replace.
 _VARIABLES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
@@ -82,15 +82,13 @@ class ChatTemplate:
         messages: each with "role" ("system", "user", "assistant", "tool") and "content"; of an assistant, "tool_calls"
                   in the form of OpenAI's API, except "arguments", which are CallArguments
         tools:    functions that the model may call, in the form of OpenAI's API
-        Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
-        more work than a conversation of this length needs.
+        Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged.
         """
-        said = _size([messages, tools, rendering.keywords])
         if rendering.goes_on:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _GOES_ON}]
         try:
             text = (
-                _environment(_WORK + _WORK_PER_CHARACTER * said)
+                _environment()
                 .from_string((tools and self.with_tools) or self.source)
                 .render(
                     messages=list(messages),
@@ -129,11 +127,7 @@ def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate |
     return ChatTemplate(source, bos_token, eos_token, with_tools if isinstance(with_tools, str) else "")
 
 
-# Units of BoundedEnvironment: some thousand times the work of a chat template for a short prompt, done in seconds.
-_WORK, _WORK_PER_CHARACTER = 5_000_000, 100
 _LONGEST_REASON = 300
-# Characters of JSON around a value.
-_AROUND = 4
 
 # Errors that a template may raise: it is a program of the model's author.
 _TEMPLATE_ERRORS = (
@@ -147,19 +141,6 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-
-
-def _size(values: Any) -> int:
-    """Returns about the number of characters of values as JSON. To write them would hold Python's lock for long."""
-    size, to_count = 0, [values]
-    while to_count:
-        value = to_count.pop()
-        size += _AROUND + (len(value) if isinstance(value, str) else 0)
-        if isinstance(value, Mapping):
-            to_count += [*value.keys(), *value.values()]
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            to_count += value
-    return size
 
 
 class _Refused(Exception):
@@ -188,11 +169,11 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _environment(work: int) -> BoundedEnvironment:
-    """An environment with everything that templates written for Hugging Face use. work: units that one may take"""
+def _environment() -> ImmutableSandboxedEnvironment:
+    """An environment with everything that templates written for Hugging Face use."""
     extensions = ["jinja2.ext.loopcontrols", _Generation]
-    environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.charge("tojson", _as_json)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _as_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment

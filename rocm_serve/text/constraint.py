@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.distributions import installing
-from rocm_serve.text.schema_ends import require_ends
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -113,10 +112,9 @@ def _grammar_alone(constraint: Constraint) -> str:
     if constraint.kind == "lark":
         return str(matcher.grammar_from_lark(constraint.text))
     try:
-        schema = json.loads(constraint.text)
+        json.loads(constraint.text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the JSON schema is not JSON ({error})") from error
-    require_ends(schema)
     return str(matcher.grammar_from_json_schema(constraint.text))
 
 

@@ -1,4 +1,4 @@
-"""The runner over AITER's kernels: a float64 model's greedy text within float16's rounding, eager and graphed."""
+"""The runner over AITER's kernels: the greedy text of dense attention within float16's rounding, eager and graphed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from tests.amd.aiter.serving import GFX942
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
+from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.serving import some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
@@ -37,10 +37,9 @@ def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:
 
 def assert_text(loaded: LoadedModel, engine: Engine) -> None:
     """Checks that each token is the likeliest one, or within a few last places of float16. Logits are up to 8."""
-    oracle = Float64Llama(loaded)
     for done in engine.generate(some_requests(5)):
         assert len(done.token_ids) > 4
-        assert_greedy(oracle, done.prompt_token_ids, done.token_ids, margin=0.02)
+        assert_greedy(loaded, done, margin=0.02)
 
 
 @pytest.fixture

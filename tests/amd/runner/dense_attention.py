@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from rocm_attn.problem import Indexer, PoolKind, Problem
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
+from rocm_serve.request import Completion
 from tests.amd.kernels.rope_cases import normalised, turned
 
 
@@ -97,7 +99,7 @@ class WholeSequence:
     token_ids: Tensor
     positions: Tensor
     last_token_of_seq: Tensor
-    layers: DenseAttention
+    layers: Any
 
 
 def dense_model(loaded: LoadedModel, max_kv_len: int) -> tuple[Model, DenseAttention]:
@@ -117,3 +119,22 @@ def dense_logits_of(model: Model, attention: DenseAttention, token_ids: Tensor) 
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         return model.forward(WholeSequence(token_ids.int(), index, index, attention))
+
+
+def assert_greedy(loaded: LoadedModel, done: Completion, margin: float = 1e-3) -> None:
+    """Each new token is the likeliest after those before it, or as likely as that within float32's rounding."""
+    prompt, token_ids = done.prompt_token_ids, done.token_ids
+    if token_ids:
+        wide = replace(loaded, weights=_in_float32(loaded.weights))
+        logits = dense_logits(wide, torch.tensor((*prompt, *token_ids[:-1])))[len(prompt) - 1 :]
+        short = logits.amax(1) - logits[torch.arange(len(token_ids)), torch.tensor(token_ids)]
+        assert short.max() <= margin, f"token {int(short.argmax())} of {list(token_ids)} after {list(prompt)}"
+
+
+def _in_float32(weights: Any) -> Any:
+    """Weights with each tensor in float32, whatever dataclasses and tuples it lies in."""
+    if isinstance(weights, tuple):
+        return tuple(map(_in_float32, weights))
+    if is_dataclass(weights) and not isinstance(weights, type):
+        return replace(weights, **{each.name: _in_float32(getattr(weights, each.name)) for each in fields(weights)})
+    return weights.float() if isinstance(weights, Tensor) else weights

@@ -1,8 +1,7 @@
-"""Requests that come at random to a real engine with few pages, and a float64 model's check of each output.
+"""Requests that come at random to a real engine with few pages, and a check of each output by dense attention.
 
 They have shared beginnings, second turns, tenants, priorities, aborts and prompts in chunks. Some have NaN in K and V,
-and some get NaN in the K and V of one token in one step. The model that checks the others shares no code with the
-engine.
+and some get NaN in the K and V of one token in one step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.model import Model
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, TokenEvent
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
+from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.serving import BASE, all_pages_are_free
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token, with_windows
 
@@ -86,7 +85,6 @@ class Trace:
         options = replace(options, steps_ahead=steps_ahead)
         self.engine = Engine(self.loaded, options)
         self._in_passing = NoNumbersInPassing(self.engine, random.Random(seed))
-        self._oracle = Float64Llama(self.loaded)
         self._begins = [self._tokens(self._random.randrange(12, 40)) for _ in range(3)]
         self.requests: list[Request] = []
         self.events: dict[int, list[Event]] = {}
@@ -167,7 +165,7 @@ class Trace:
             return
         if had_no_numbers:
             return  # some of its tokens were picked before the fault was known
-        assert_greedy(self._oracle, request.prompt_token_ids, done.token_ids)
+        assert_greedy(self.loaded, done)
         if done.finish_reason == "abort":
             assert isinstance(events[-1], AbortEvent)
             return

@@ -6,16 +6,13 @@ import random
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 
-from rocm_attn.capture.graphs import Progress
-from rocm_serve.appended import AppendedTokens
 from rocm_serve.engine import Engine
 from rocm_serve.request import Sequence
-from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
-from rocm_serve.speculation.speculation import Speculation
+from rocm_serve.speculation.speculation import Drafter
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows the texts, and makes mistakes.
 
     texts:    all tokens of each request, including the prompt's, or those of the longest text that it may get
@@ -37,12 +34,6 @@ class ScriptedDrafter:
         assert {each.number for each, _ in decoding} <= set(alive)
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
         return {number: tree for number, tree in drafts.items() if len(tree)}
-
-    def follow(self, step: ScheduledStep, taken: Many[AppendedTokens]) -> None:
-        """Does nothing: the tokens of a sequence are enough for its drafts."""
-
-    def capture_all(self, progress: Progress) -> None:
-        """Does nothing: there are no graphs to capture."""
 
     def _tree(self, sequence: Sequence, num: int) -> DraftTree:
         text = self._texts[sequence.number]
@@ -81,7 +72,6 @@ class EveryOtherStep(ScriptedDrafter):
 
 def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
     """Returns the engine, with drafts from a script."""
-    assert isinstance(engine._speculation, Speculation)
     engine._speculation._drafter = drafter
     engine._speculation.has_speculative_steps = False  # rounds belong to the engine's own drafter
     return engine

@@ -187,7 +187,6 @@ class Run:
 
     def _check_drafter(self) -> None:
         """A model or a head that drafts gives its pages back."""
-        assert isinstance(self.engine._speculation, Speculation)
         drafter = self.engine._speculation._drafter
         if isinstance(drafter, ModelDrafter | EagleDrafter):
             drafter.draft([], frozenset())

@@ -132,23 +132,6 @@ def test_leaving_by_an_exception_gives_up_those_that_are_served(loaded: LoadedMo
     assert is_empty(served)
 
 
-def test_a_cancelled_server_is_left_like_any_other_exception(loaded: LoadedModel) -> None:
-    served = engine(loaded)
-
-    async def main() -> None:
-        async with AsyncEngine(served) as front:
-            for _ in range(4):
-                front.stream(LONG)
-            streams = [front.stream(LONG) for _ in range(4)]
-            await anext(streams[0])
-            asyncio.current_task().cancel()  # type: ignore[union-attr]
-            await streams[1].completion()
-
-    with pytest.raises(asyncio.CancelledError):
-        run(main)
-    assert is_empty(served)
-
-
 def test_draining_takes_no_more_requests_and_ends_those_that_there_are(loaded: LoadedModel) -> None:
     async def main() -> tuple[Completion, ...]:
         async with AsyncEngine(engine(loaded)) as front:

@@ -33,19 +33,6 @@ def loaded() -> LoadedModel:
     return tiny_model(tokenizer=sentencepiece())
 
 
-def test_streams_and_completions_are_what_the_engine_generates(loaded: LoadedModel) -> None:
-    requests = some_requests(20)
-
-    async def main() -> tuple[list[Completion], list[Completion]]:
-        async with AsyncEngine(engine(loaded)) as front:
-            streamed = asyncio.gather(*(read(front.stream(request)) for request in requests))
-            completed = asyncio.gather(*(front.complete(request) for request in requests))
-            return await streamed, await completed
-
-    expected = engine(loaded).generate(requests)
-    assert run(main) == (expected, expected)
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("changes", [{}, {"num_pages": 18}], ids=["", "few free pages"])
@@ -237,22 +224,6 @@ def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed: int,
         else:
             assert got == wanted
     assert is_empty(served)
-
-
-def test_a_bad_request_is_refused_to_its_caller_alone(loaded: LoadedModel) -> None:
-    bad, sentence = Request((1,) * 97), "the prompt has 97 tokens"
-    requests = some_requests(4)
-
-    async def main() -> list[Completion]:
-        async with AsyncEngine(engine(loaded)) as front:
-            others = asyncio.gather(*map(front.complete, requests))
-            with pytest.raises(BadRequest, match=sentence):
-                front.stream(bad)
-            with pytest.raises(BadRequest, match=sentence):
-                await front.complete(bad)
-            return await others
-
-    assert run(main) == engine(loaded).generate(requests)
 
 
 def test_a_request_that_the_engine_refuses_when_it_is_queued_fails_alone(

@@ -221,8 +221,6 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
         served.submit(replace(CONSTRAINED[2], constraint=Constraint.regex("new")))
 
 
-def test_a_library_that_finds_no_first_token_refuses_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library does this with {"$ref": "#"}, which require_ends refuses before."""
-    monkeypatch.setattr("rocm_serve.text.constraint.require_ends", lambda schema: None)
+def test_a_constraint_that_no_text_can_begin_with_is_refused() -> None:
     with pytest.raises(BadRequest, match="cannot be used: no text can begin with it"):
         Engine(character_model(), BASE).submit(Request(PROMPT, 5, constraint=Constraint.json_schema({"$ref": "#"})))

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import HeadProjections, LayerConfig, Multipliers
+from rocm_attn.models.config import HeadProjections
 from rocm_attn.models.families import DECODERS, attention_geometry
 from rocm_attn.models.fields import Fields, read_json
-from rocm_attn.models.gates import SwiGLU
-from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.hf_config import config_from_json
-from rocm_attn.models.mlp_config import DenseMlp
-from rocm_attn.models.rope import Llama3Scaling, Rope, YarnScaling
+from rocm_attn.models.rope import YarnScaling
 from rocm_serve.models.weights import expected_shapes
 from tests.amd.runner.hf_models import small_hf_config
 
@@ -69,19 +66,6 @@ LONGROPE: dict[str, Any] = {
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
-
-
-def test_a_published_llama_config_is_read_completely() -> None:
-    config = config_from_json(LLAMA31)
-    rope = Rope(500000.0, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
-    layer = LayerConfig(AttentionLayer(32, 8, 128, scale=128**-0.5), rope, DenseMlp(14336, SwiGLU()))
-    assert config.layers == (layer,) * 32
-    assert config.hidden_size == 4096
-    assert (config.vocab_size, config.context_len, config.rms_norm_eps) == (128256, 131072, 1e-5)
-    assert config.eos_token_ids == (128001, 128008, 128009)
-    assert not config.tied_embeddings
-    extras = (config.out_norms, config.norm_offset, config.multipliers, config.logits_soft_cap)
-    assert extras == (False, 0.0, Multipliers(), 0.0)
 
 
 @pytest.mark.parametrize(

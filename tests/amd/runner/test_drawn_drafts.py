@@ -227,7 +227,7 @@ class InAnotherOrder:
 
 def test_probabilities_follow_a_d2t_that_names_all_tokens_in_another_order(loaded: LoadedModel) -> None:
     engine = Engine(loaded, replace(MANY, max_batch_size=4))
-    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    drafter = engine._speculation._drafter
     assert isinstance(drafter, EagleDrafter)
     runners = drafter.runners
     runners._model = InAnotherOrder()  # type: ignore[assignment]

@@ -30,7 +30,7 @@ SEEDED3 = replace(BASE, speculative="eagle:seeded3")
 
 
 def drafter_of(engine: Engine) -> EagleDrafter:
-    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    drafter = engine._speculation._drafter
     assert isinstance(drafter, EagleDrafter)
     return drafter
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
@@ -20,26 +19,17 @@ from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
-from rocm_serve.request import Event, Request, TokenEvent
+from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
-from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.serving import engine, some_requests, tokens_of
 from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.tiny_model import tiny_model
 
 
 @pytest.fixture(scope="module")
 def served_plainly(loaded: LoadedModel) -> Callable[[Sampling], list[tuple[int, ...]]]:
     """Returns the tokens of some_requests() for a way of sampling, each computed once."""
     return functools.cache(lambda sampling: tokens_of(engine(loaded).generate(some_requests(sampling=sampling))))
-
-
-def test_greedy_tokens_are_those_of_dense_attention(loaded: LoadedModel) -> None:
-    for request, completion in zip(some_requests(), engine(loaded).generate(some_requests()), strict=True):
-        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
-        best = dense_logits(loaded, whole).argmax(-1)[len(request.prompt_token_ids) - 1 : -1]
-        assert completion.token_ids == tuple(best.tolist())
-        assert completion.finish_reason == "length"
 
 
 # Options that must not change a request's tokens.
@@ -77,14 +67,6 @@ def test_how_a_request_is_served_does_not_change_it(
     assert tokens_of(completions) == served_plainly(sampling)
 
 
-def test_results_come_in_the_order_of_submission_and_order_does_not_change_them(loaded: LoadedModel) -> None:
-    requests = some_requests()
-    forwards = engine(loaded, max_batch_size=2).generate(requests)
-    backwards = engine(loaded, max_batch_size=2).generate(requests[::-1])
-    assert [completion.prompt_token_ids for completion in forwards] == [r.prompt_token_ids for r in requests]
-    assert tokens_of(forwards) == tokens_of(backwards[::-1])
-
-
 def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel) -> None:
     request = some_requests(1)[0]
     free = engine(loaded).generate([request])[0].token_ids
@@ -106,18 +88,6 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
     end = free.token_ids[5]
     stopped = engine(loaded).generate([replace(request, stop_token_ids=(end,))])[0]
     assert stopped.text == tokenizer.decode(free.token_ids[: free.token_ids.index(end)])
-
-
-def test_events_put_together_are_the_completions() -> None:
-    loaded = tiny_model(tokenizer=sentencepiece())
-    events: list[Event] = []
-    completions = engine(loaded).generate(some_requests(), events.append)
-    assert len(events) == sum(len(completion.token_ids) for completion in completions)
-    for number, completion in enumerate(completions):
-        mine = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
-        assert tuple(event.token_id for event in mine) == completion.token_ids
-        assert "".join(event.text for event in mine) == completion.text
-        assert [event.finish_reason for event in mine] == [None] * 11 + [completion.finish_reason]
 
 
 def test_text_that_ends_inside_a_character_comes_out_at_the_end() -> None:
@@ -292,17 +262,6 @@ def test_the_pool_is_as_large_as_needed_and_no_larger_than_allowed(
 ) -> None:
     report = engine(loaded, **changes).report()
     assert (report.num_pages, report.max_kv_len) == (num_pages, max_kv_len)
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-def test_a_window_that_sequences_outgrow_hides_what_lies_before_it(graphs: bool, loaded: LoadedModel) -> None:
-    windowed = replace(loaded, config=with_windows(CONFIG, -1, 3))
-    completions = engine(windowed, graphs=graphs).generate(some_requests())
-    for request, completion in zip(some_requests(), completions, strict=True):
-        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
-        best = dense_logits(windowed, whole).argmax(-1)[len(request.prompt_token_ids) - 1 : -1]
-        assert completion.token_ids == tuple(best.tolist())
-    assert tokens_of(completions) != tokens_of(engine(loaded).generate(some_requests()))
 
 
 @pytest.mark.parametrize("changes", [{"max_batch_size": 3}, {"num_pages": 17}, {"steps_ahead": 1}], ids=str)

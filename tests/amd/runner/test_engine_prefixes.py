@@ -21,9 +21,9 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.drafts import DraftTree
-from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
+from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.serving import engine as small_engine
 from tests.amd.runner.serving import until_done
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
@@ -138,10 +138,8 @@ def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> Non
     until_done(served)
     assert served.report().metrics.preemptions == 1
     assert hits(served) == 20, "the pages of 13 + 9 tokens"
-    oracle = Float64Llama(loaded)
     for number in (low, high):
-        done = served.completion(number)
-        assert_greedy(oracle, done.prompt_token_ids, done.token_ids)
+        assert_greedy(loaded, served.completion(number))
 
 
 def test_a_forgotten_prefix_is_not_found_and_weights_may_have_changed(loaded: LoadedModel) -> None:
@@ -186,7 +184,7 @@ def test_pages_of_a_step_with_a_fault_are_never_found(
     times: int, late_by: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others begin with the same tokens, one after each step: none reads the KV that the poisoned one has stored."""
-    served, oracle = engine(loaded), Float64Llama(loaded)
+    served = engine(loaded)
     poisoned = served.submit(Request(SHARED, 9))
     Poison(served, poisoned, monkeypatch, times)
     for _ in range(late_by):
@@ -198,12 +196,12 @@ def test_pages_of_a_step_with_a_fault_are_never_found(
     until_done(served)
     for number in others:
         done = served.completion(number)
-        assert_greedy(oracle, done.prompt_token_ids, done.token_ids)
+        assert_greedy(loaded, done)
         assert len(done.token_ids) == 9
     reasons = {1: "length", 100: "error"}
     assert served.completion(poisoned).finish_reason == reasons[times]
     (again,) = served.generate([Request((*SHARED, 60), 9)])
-    assert_greedy(oracle, again.prompt_token_ids, again.token_ids)
+    assert_greedy(loaded, again)
     assert hits(served) >= 12, "the others' pages are found"
 
 
@@ -240,7 +238,7 @@ def test_what_a_failed_request_held_leaves_the_cache(loaded: LoadedModel) -> Non
     assert served.completion(number).finish_reason == "error"
     assert served.report().metrics.pages_in_use == 0
     (again,) = served.generate([Request((*SHARED, 1), 5)])
-    assert_greedy(Float64Llama(loaded), again.prompt_token_ids, again.token_ids)
+    assert_greedy(loaded, again)
 
 
 def test_a_fault_of_no_step_empties_the_cache(loaded: LoadedModel) -> None:

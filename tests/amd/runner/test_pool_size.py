@@ -238,7 +238,7 @@ def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
     options = replace(BASE, kv_bytes=300_000, max_batch_size=64, speculative="ngram")
     alone = Engine(tiny_model(), options).runtime.pool
     engine = Engine(tiny_model(), replace(options, speculative="eagle:seeded"))
-    drafting = engine._speculation._drafter.runners._runtime.pool  # type: ignore[union-attr]
+    drafting = engine._speculation._drafter.runners._runtime.pool  # type: ignore[attr-defined]
     own = engine.runtime.pool
     assert own.num_pages in (alone.num_pages * 2 // 3, alone.num_pages * 2 // 3 + 1)
     room_for_drafts = 64 * 2
@@ -256,7 +256,7 @@ def test_drafts_that_are_drawn_have_room_beside_the_pool(metered: Callable[[int]
         memory = metered(9_000_000)
         with memory:
             engine = Engine(tiny_model(context_len=CONTEXT), replace(options, sampled_drafts=sampled))
-            drafter = engine._speculation._drafter  # type: ignore[union-attr]
+            drafter = engine._speculation._drafter
             assert isinstance(drafter, EagleDrafter)
             runners = drafter.runners
             kept[sampled] = runners.probabilities.nbytes + runners._first_level.drawn_by.nbytes

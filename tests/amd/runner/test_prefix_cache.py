@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
 
 import numpy as np
 import pytest
@@ -18,10 +17,8 @@ from rocm_attn.paging import kept_pages, page_table, request_table
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_serve import prefix_cache
 from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.interrupts import Lines
 
 PAGE = 2
 STEPS_UNTIL_KNOWN = 3
@@ -170,94 +167,6 @@ def test_what_is_found_is_what_a_brute_force_finds(
     assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
 
 
-def _is_of_the_cache(frame: FrameType) -> bool:
-    """True if a line is in the cache, or in the table while the cache calls it."""
-    if frame.f_code.co_filename in _TABLE and frame.f_back is not None:
-        return _is_of_the_cache(frame.f_back)
-    return frame.f_code.co_filename == prefix_cache.__file__
-
-
-def interrupted(at: int, call: Callable[[], object]) -> bool:
-    """Calls, with an interrupt before a line of the cache or of its callees, counted from 1. True if it came."""
-    lines = Lines(_is_of_the_cache, (at - 1,))
-    with suppress(KeyboardInterrupt), lines.traced():
-        call()
-    return lines.num_came > 0
-
-
-def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
-    """Rows that hold each of the pages after one of two rows has moved on, and whether an interrupt came first."""
-    pages = Pages(600, 600, window_left=2)
-    tokens = tuple(range(6 * PAGE))
-    first, _ = pages.serve(tokens)
-    pages.idle_steps()
-    second, found = pages.serve((*tokens, 1))
-    assert found == len(tokens)
-    came = interrupted(interrupt_at, lambda: pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE))
-    pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE)
-    return [page.num_rows for page in second.cached.pages if page is not None], came
-
-
-def test_an_interrupt_while_windows_move_lets_no_page_go_twice() -> None:
-    """Two rows hold the same pages. One moves on, and is moved once more after the interrupt."""
-    wanted, _ = _moved_twice(0)
-    assert [2, 1] in wanted, "the other row holds a page still that this one lets go"
-    at, came = 0, True
-    while came:
-        at += 1
-        found, came = _moved_twice(at)
-        assert found == wanted, at
-    assert at > 10
-
-
-CHANGES: dict[str, Callable[[Pages, Row], object]] = {
-    # Some of these tokens' pages lack a window, and one is new.
-    "enter": lambda pages, row: pages.extend(row, tuple(range(4, 14))),
-    "make_room": lambda pages, _: pages.cache.make_room(0, 38),
-    "make_room_for_windows": lambda pages, _: pages.cache.make_room(1, 14),
-    "admit": lambda pages, row: pages.cache.admit(row.cached, pages.cache.find(row.cached, tuple(range(10)))),
-    "forget": lambda pages, _: pages.cache.clear(),
-    "forget_row": lambda pages, row: pages.cache.forget_row(row.cached),
-    "forget_unknown": lambda pages, _: pages.cache.forget_unknown(),
-    "leave": lambda pages, row: pages.cache.leave(row.cached),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.nightly)])
-def test_an_interrupt_anywhere_in_a_change_loses_no_page(apart: int, change: str) -> None:
-    """Everything that is kept can be found or given back afterwards, and later finds are right."""
-    tokens, at, came = tuple(range(12)), 0, True
-    while came:
-        at += apart
-        pages = Pages(40, swa_pages=16, window_left=3)
-        pages.leave(pages.serve(tokens)[0])
-        pages.cache.make_room(1, 13)
-        row, _ = pages.serve(tokens[:4])
-        pages.idle_steps()
-        rows = [pages.serve((30, 31))[0]]  # its page is not known to be right yet
-        changed = Row(pages.table.next_row, CachedRow(), (), "") if change == "admit" else row
-        came = interrupted(at, lambda pages=pages, row=changed: CHANGES[change](pages, row))  # type: ignore[misc]
-        if change in ("admit", "leave"):  # the owner has the row leave, as far as it came
-            pages.cache.leave(changed.cached)
-            if pages.table.is_admitted(changed.number):
-                pages.table.free(changed.number)
-        if change != "leave":
-            rows.append(row)
-        pages.cache.find(CachedRow(), (*tokens, 1))
-        check_cache(pages.cache, pages.table)
-        other, _ = pages.serve((*tokens, 1))
-        for each in rows:
-            pages.leave(each)
-        pages.idle_steps()
-        assert pages.find((*tokens, 1)) == 12
-        pages.leave(other)
-        check_cache(pages.cache, pages.table)
-        pages.cache.clear()
-        assert pages.table.is_empty, at
-    assert at > 10
-
-
 @given(
     prompts=st.lists(texts, min_size=1, max_size=20), window_left=st.integers(0, 6), swa_pages=st.sampled_from([9, 12])
 )
@@ -359,17 +268,3 @@ def test_after_clear_rows_go_on_and_leave_nothing() -> None:
     assert len(pages.cache) == pages.find((1, 2, 3, 4, 5, 6)) == 0
     pages.leave(row)
     assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
-
-
-def test_a_row_that_opts_out_finds_and_leaves_nothing() -> None:
-    pages = Pages(40)
-    pages.serve((1, 2, 3, 4, 5))
-    pages.idle_steps()
-    out = CachedRow(is_cached=False)
-    assert pages.cache.find(out, (1, 2, 3, 4, 5)) == []
-    number = pages.cache.admit(out, [])
-    pages.table.reserve(number, 4)
-    pages.table.mark_stored(np.array([number], np.int32), np.array([4], np.int32))
-    pages.cache.enter([(out, number, (7, 7, 7, 7), 4)])
-    assert len(pages.cache) == 2
-    pages.cache.leave(out)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
+import transformers
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.models.config import HeadProjections, LatentProjections, LayerConfig, Multipliers, OwnInputs
-from rocm_attn.models.families import attention_geometry
-from rocm_attn.models.gates import ClampedSwiGLU, GeGLU, SwiGLU
-from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.families import DECODERS, attention_geometry
 from rocm_attn.models.hf_config import config_from_json
-from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
-from rocm_attn.models.rope import (
-    DivisorScaling,
-    LinearScaling,
-    ProportionalScaling,
-    Rope,
-    YarnScaling,
-    yarn_attention_factor,
-)
-from rocm_attn.models.routing import ExpertScores, Routing
 from tests.amd.runner.families import FAMILIES
 from tests.amd.runner.hf_models import small_hf_config
-
-NORMED = HeadProjections(qk_norm=True)
+from tests.amd.runner.test_config import LLAMA31
 
 # almost everything is left to the class
 GEMMA3_4B: dict[str, Any] = {
@@ -209,105 +194,6 @@ DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("published", "num_layers", "num_heads", "sharper"),
-    # 0.1 * mscale_all_dim * ln(40) + 1
-    [(DEEPSEEK_V2_LITE, 27, 16, 1.2608037774), (DEEPSEEK_V3, 61, 128, 1.3688879454)],
-    ids=["V2-Lite", "V3"],
-)
-def test_deepseek_keeps_one_latent_row_a_token(
-    published: dict[str, Any], num_layers: int, num_heads: int, sharper: float
-) -> None:
-    (layer,) = set(attention_geometry(published).layers)
-    assert len(attention_geometry(published).layers) == num_layers
-    assert (layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.latent_dim) == (num_heads, 1, 576, 512)
-    assert layer.scale == pytest.approx(192**-0.5 * sharper**2)
-    assert layer.on_one_of(8).num_q_heads == num_heads // 8
-    newer = {key: value for key, value in published.items() if key != "rope_scaling"}
-    newer["rope_parameters"] = {**published["rope_scaling"], "rope_theta": 10000}
-    assert attention_geometry(newer) == attention_geometry(published)
-    flat = {**published, "rope_scaling": {**published["rope_scaling"], "mscale_all_dim": 0}}
-    assert attention_geometry(flat).layers[0].scale == 192**-0.5
-
-
-def test_deepseek_v2_lite_takes_six_experts_after_one_dense_layer() -> None:
-    config = config_from_json(DEEPSEEK_V2_LITE)
-    assert config.layers[0].mlp == DenseMlp(10944, SwiGLU())
-    routing = Routing(64, 6, normalised=False, in_float32=True)
-    experts = ExpertMlp(routing, 1408, SwiGLU(), ExpertTensors.EACH, shared_size=2816)
-    assert {layer.mlp for layer in config.layers[1:]} == {experts}
-    rows = LatentProjections(q_rank=0, nope_dim=128, v_dim=128, interleaved=True, has_bias=False)
-    assert {layer.projections for layer in config.layers} == {rows}
-    # with mscale equal to mscale_all_dim, cos and sin keep their size
-    assert {layer.rope for layer in config.layers} == {Rope(10000.0, 64, YarnScaling(40.0, 4096, 1.0))}
-
-
-def test_deepseek_v3_takes_eight_experts_of_four_groups_after_three_dense_layers() -> None:
-    config = config_from_json(DEEPSEEK_V3)
-    assert {layer.mlp for layer in config.layers[:3]} == {DenseMlp(18432, SwiGLU())}
-    routing = Routing(
-        256,
-        8,
-        normalised=True,
-        scores=ExpertScores.SIGMOID,
-        num_groups=8,
-        num_groups_chosen=4,
-        best_of_group=2,
-        scale=2.5,
-        has_correction=True,
-        in_float32=True,
-    )
-    experts = ExpertMlp(routing, 2048, SwiGLU(), ExpertTensors.EACH, shared_size=2048)
-    assert {layer.mlp for layer in config.layers[3:]} == {experts}
-    rows = LatentProjections(q_rank=1536, nope_dim=128, v_dim=128, interleaved=True, has_bias=False)
-    assert {layer.projections for layer in config.layers} == {rows}
-    assert config.num_extra_layers == 1
-
-
-def test_gemma_3_with_images_is_its_text_model() -> None:
-    config, mlp = config_from_json(GEMMA3_4B), DenseMlp(10240, GeGLU())
-    windowed = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16, window_left=1023), Rope(1e4, 256), mlp, NORMED)
-    full = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16), Rope(1e6, 256, LinearScaling(8.0)), mlp, NORMED)
-    assert config.layers == tuple(full if layer % 6 == 5 else windowed for layer in range(34))
-    assert (config.hidden_size, config.vocab_size, config.context_len) == (2560, 262208, 131072)
-    assert (config.tied_embeddings, config.eos_token_ids, config.rms_norm_eps) == (True, (1, 106), 1e-6)
-    assert (config.out_norms, config.norm_offset, config.logits_soft_cap) == (True, 1.0, 0.0)
-    assert config.multipliers == Multipliers(embedding=2560**0.5)
-
-
-def test_gemma_3_without_images_needs_no_scaling() -> None:
-    config, mlp = config_from_json(GEMMA3_1B), DenseMlp(6912, GeGLU())
-    windowed = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16, window_left=511), Rope(1e4, 256), mlp, NORMED)
-    full = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16), Rope(1e6, 256), mlp, NORMED)
-    assert config.layers == tuple(full if layer % 6 == 5 else windowed for layer in range(26))
-    assert (config.vocab_size, config.context_len, config.tied_embeddings) == (262144, 32768, True)
-
-
-def test_gpt_oss_has_sinks_biases_and_experts() -> None:
-    config = config_from_json(GPT_OSS)
-    gate = ClampedSwiGLU(limit=7.0, alpha=1.702)
-    experts = ExpertMlp(Routing(32, 4, normalised=True), 2880, gate, ExpertTensors.STACKED, has_bias=True)
-    scaling = YarnScaling(32.0, 4096, yarn_attention_factor(32.0), truncate=False)
-    attention = AttentionLayer(64, 8, 64, scale=0.125, window_left=127, has_sinks=True)
-    biased = HeadProjections(qkv_bias=True, out_bias=True)
-    assert config.layers[0] == LayerConfig(attention, Rope(150000.0, 64, scaling), experts, biased)
-    assert [layer.attention.window_left for layer in config.layers] == [127, -1] * 12
-    assert not config.tied_embeddings
-    assert (config.out_norms, config.norm_offset, config.multipliers) == (False, 0.0, Multipliers())
-
-
-def test_the_last_layers_of_gemma_3n_read_what_the_last_storing_layer_of_their_type_keeps() -> None:
-    geometry = attention_geometry(GEMMA3N_E4B)
-    full = AttentionLayer(8, 2, 256, scale=1.0)
-    windowed = replace(full, window_left=511)
-    assert geometry.layers == (windowed, windowed, windowed, windowed, full) * 7
-    assert geometry.reads == (*range(20), *[18, 18, 18, 18, 19] * 3)
-    assert geometry.num_storing == 20
-    assert len(geometry.problems(dtype=torch.bfloat16, page_size=16)) == 20
-    for served in (geometry.without_idle_windows(512), geometry.on_one_of(2)):
-        assert served.reads == geometry.reads, "a layer reads the K and V that it was trained on, window or not"
-
-
 def test_gemma_3n_needs_more_than_the_runner_has() -> None:
     with pytest.raises(BadModel, match="the runner does not serve Gemma3nForConditionalGeneration; it serves Llama"):
         config_from_json(GEMMA3N_E4B)
@@ -337,25 +223,6 @@ GEMMA4_E2B: dict[str, Any] = {
         "use_double_wide_mlp": True,
     },
 }
-
-
-def test_gemma_4_has_larger_heads_without_a_window_and_reads_kv_of_earlier_layers() -> None:
-    config = config_from_json(GEMMA4_E2B)
-    windowed = AttentionLayer(8, 1, 256, scale=1.0, window_left=511)
-    full = AttentionLayer(8, 1, 512, scale=1.0)
-    assert [layer.attention for layer in config.layers] == [full if at % 5 == 4 else windowed for at in range(35)]
-    assert config.reads == (*range(15), *(14 if at % 5 == 4 else 13 for at in range(15, 35)))
-    assert [layer.mlp.sizes[0] for layer in config.layers] == [6144] * 15 + [12288] * 20
-    ropes = Rope(1e4, 256), Rope(1e6, 512, ProportionalScaling(0.25))
-    assert [layer.rope for layer in config.layers[3:5]] == list(ropes)
-    assert config.own_inputs == OwnInputs(256, 262144)
-    assert (config.out_norms, config.norm_offset, config.has_layer_factors, config.logits_soft_cap) == (
-        True,
-        0.0,
-        True,
-        30.0,
-    )
-    assert config.multipliers == Multipliers(embedding=1536**0.5)
 
 
 MINICPM3_FACTORS = [
@@ -395,18 +262,37 @@ MINICPM3_4B: dict[str, Any] = {
 }
 
 
-def test_minicpm_3_has_latent_rows_scales_on_the_residual_and_one_table_of_longrope() -> None:
-    config = config_from_json(MINICPM3_4B)
-    rope = Rope(1e4, 32, DivisorScaling(tuple(MINICPM3_FACTORS)))
-    rows = LatentProjections(q_rank=768, nope_dim=64, v_dim=64, interleaved=False, has_bias=False)
-    attention = AttentionLayer(40, 1, 288, scale=96**-0.5, latent_dim=256)
-    assert config.layers == (LayerConfig(attention, rope, DenseMlp(6400, SwiGLU()), rows),) * 62
-    assert config.multipliers == Multipliers(embedding=12.0, residual=1.4 / 62**0.5, head=0.1)
-    assert (config.tied_embeddings, config.context_len, config.rms_norm_eps) == (True, 32768, 1e-5)
-    left_to_the_class = ("scale_emb", "scale_depth", "dim_model_base", "kv_lora_rank", "hidden_size", "vocab_size")
-    assert config_from_json({name: at for name, at in MINICPM3_4B.items() if name not in left_to_the_class}) == config
-    plain = config_from_json({**MINICPM3_4B, "scale_depth": None, "dim_model_base": None})
-    assert plain.multipliers == Multipliers(embedding=12.0)
+# Fields that MiniCPM3's class knows.
+OF_MINICPM3 = ("scale_emb", "scale_depth", "dim_model_base", "kv_lora_rank", "hidden_size", "vocab_size")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama 3.1 8b": LLAMA31,
+    "gemma 3 4b": GEMMA3_4B,
+    "gemma 3 1b": GEMMA3_1B,
+    "gemma 3n e4b": GEMMA3N_E4B,
+    "gemma 4 e2b": GEMMA4_E2B,
+    "gpt-oss 20b": GPT_OSS,
+    "deepseek v2 lite": DEEPSEEK_V2_LITE,
+    "deepseek v3": DEEPSEEK_V3,
+    "minicpm3 4b": MINICPM3_4B,
+    "minicpm3 4b, by its class": {name: value for name, value in MINICPM3_4B.items() if name not in OF_MINICPM3},
+    "minicpm3 without factors": {**MINICPM3_4B, "scale_depth": None, "dim_model_base": None},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_read_as_transformers_reads_it(name: str) -> None:
+    """Transformers writes each of its fields, in today's layout; test_families.py holds that layout to the logits."""
+    published = PUBLISHED[name]
+    (architecture,) = published["architectures"]
+    fields = {name: value for name, value in published.items() if name not in ("architectures", "model_type")}
+    whole = {**getattr(transformers, architecture).config_class(**fields).to_dict(), "architectures": [architecture]}
+    read: Any = config_from_json if architecture in DECODERS else attention_geometry
+    assert read(published) == read(whole)
+
+
+def test_scores_of_deepseek_without_mscale_are_not_sharpened() -> None:
+    flat = {**DEEPSEEK_V3, "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale_all_dim": 0}}
+    assert attention_geometry(flat).layers[0].scale == 192**-0.5
 
 
 def small(family: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,14 +24,14 @@ from rocm_serve.parallel.processes import RankFailed
 from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
-from rocm_serve.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
+from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
 from tests.amd.runner.serving import tokens_of
 from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
+from tests.amd.runner.tiny_model import tiny_model, with_nan_token
 
 BASE = replace(OF_EIGHT, max_batch_size=4, graphs=True)
 
@@ -119,14 +117,6 @@ def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngi
     assert ranked.generate(REQUESTS[:1]) == alone[:1]
 
 
-def test_a_request_of_numbers_that_are_none_fails_alone(ranked: RankedEngine, alone: list[Completion]) -> None:
-    with pytest.raises(RequestsFailed, match=r"^1 of 5 requests failed; request 1: ") as why:
-        ranked.generate([REQUESTS[0], Request((3, NAN_TOKEN, 4), 6), *REQUESTS[1:]])
-    first, failed, *others = why.value.completions
-    assert failed.finish_reason == "error"
-    assert [first, *others] == alone
-
-
 def test_an_aborted_request_ends_on_all_ranks_and_the_others_go_on(
     ranked: RankedEngine, alone: list[Completion]
 ) -> None:
@@ -142,29 +132,6 @@ def test_an_aborted_request_ends_on_all_ranks_and_the_others_go_on(
     assert completions[2].finish_reason == "abort"
     assert completions[2].token_ids == alone[2].token_ids[: len(completions[2].token_ids)]
     assert completions[:2] + completions[3:] == alone[:2] + alone[3:]
-
-
-def test_no_event_is_lost_to_an_interrupt(
-    ranked: RankedEngine, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes while the ranks run a step; the next call has that step's events too."""
-    number = ranked.submit(REQUESTS[0])
-    tokens = [event.token_id for event in ranked.step() if isinstance(event, TokenEvent)]
-
-    class Interrupted:
-        def __init__(self, inner: selectors.BaseSelector) -> None:
-            self._inner = inner
-
-        def select(self, timeout: float | None) -> list[Any]:
-            monkeypatch.setattr(ranked._processes, "_selector", self._inner)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranked._processes, "_selector", Interrupted(ranked._processes._selector))
-    with pytest.raises(KeyboardInterrupt):
-        ranked.step()
-    while ranked.has_work:
-        tokens += [event.token_id for event in ranked.step() if isinstance(event, TokenEvent)]
-    assert tuple(tokens) == ranked.completion(number).token_ids == alone[0].token_ids
 
 
 @pytest.mark.nightly
@@ -273,7 +240,7 @@ def test_who_waits_for_the_ranks_has_the_next_turn() -> None:
 
     def collect(_: object) -> list[object]:
         order.append(threading.current_thread().name)
-        ours._awaited = ""
+        ours._is_calling = False
         has_begun.set()
         may_end.acquire()
         return ["what rank 0 returns"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -185,29 +184,6 @@ def test_settling_lets_all_pages_be_found_that_rounds_have_stored(loaded: Loaded
     engine.settle()
     sequence = engine._outputs[number].sequence
     assert len(engine._scheduler._cache) == (len(sequence.token_ids) - 1) // engine.runtime.table.page_size
-
-
-def test_each_round_tells_in_a_memory_of_its_own_however_many_interrupts_come(loaded: LoadedModel) -> None:
-    """Each interrupt lets the next step launch one more before any is read."""
-    requests = [a_request(1, 80), a_request(2, 80)]
-    engine = engine_of(loaded)
-    numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
-    while rounds._series is None or rounds._series.num_pending < 6:
-        engine.step()
-    read_together, most_unread = rounds.read_together, list[int]()
-
-    def interrupted(*arguments: Any, **options: Any) -> Together | None:
-        most_unread.append(len(engine._pending))
-        if len(most_unread) <= 5:
-            raise KeyboardInterrupt
-        return read_together(*arguments, **options)
-
-    rounds.read_together = interrupted  # type: ignore[method-assign]
-    while engine.has_work:
-        with suppress(KeyboardInterrupt):
-            engine.step()
-    assert [engine.completion(number) for number in numbers] == plainly(loaded, requests)
-    assert max(most_unread) == len(rounds._memory)
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -28,7 +28,8 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request import FinishReason, Request, Sequence
 from rocm_serve.sampling.sampling import Sampler
-from rocm_serve.scheduler import ScheduledStep, Scheduler, pending
+from rocm_serve.scheduled_step import ScheduledStep, pending
+from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
 from tests.amd.runner.cache_invariants import check_cache
 

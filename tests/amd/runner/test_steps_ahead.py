@@ -131,19 +131,6 @@ def test_weights_that_change_between_two_steps_are_seen_by_no_cached_prefix(load
     until_done(engine)
 
 
-def test_an_abort_and_a_cancel_of_what_runs_leave_nothing(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
-    numbers = [engine.submit(Request((9, 10 + n), 20)) for n in range(3)]
-    for _ in range(4):
-        engine.step()
-    engine.abort(numbers[0])
-    engine.cancel(numbers[1])
-    until_done(engine)
-    assert engine.completion(numbers[0]).token_ids == alone(loaded, Request((9, 10), 20)).token_ids[:3]
-    assert engine.completion(numbers[2]) == alone(loaded, Request((9, 12), 20))
-    assert all_pages_are_free(engine)
-
-
 def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -> None:
     """No step() comes after it: the step that ran would be read when the next request comes, and timed until then."""
     engine = Engine(loaded, BASE)

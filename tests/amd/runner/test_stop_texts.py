@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from rocm_attn.errors import BadRequest
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
-from rocm_serve.appended import AppendedTokens
+from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request, TokenEvent
-from rocm_serve.scheduler import ScheduledStep
-from rocm_serve.speculation.speculation import Picks
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.text.stop_texts import StopTexts
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
 from tests.amd.runner.serving import all_pages_are_free

@@ -102,9 +102,7 @@ def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server:
         assert content["a"] >= 3
 
 
-@pytest.mark.parametrize(
-    "schema", [{"$ref": "#"}, {"multipleOf": 999_983}, {"type": "object", "properties": {"a": {"type": "strin"}}}]
-)
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"type": "object", "properties": {"a": {"type": "strin"}}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_cannot_be_used_is_refused(stream: bool, schema: dict[str, Any], server: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}

@@ -15,7 +15,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken
-from rocm_serve.models.attention import Attention
+from rocm_attn.step.protocols import LayerCalls
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model, StepInputs
 
@@ -29,7 +29,7 @@ class EveryToken:
     token_ids: Tensor
     positions: Tensor
     last_token_of_seq: Tensor
-    layers: Attention
+    layers: LayerCalls
 
     @classmethod
     def of(cls, step: StepInputs) -> EveryToken:

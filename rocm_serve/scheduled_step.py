@@ -1,0 +1,95 @@
+"""ScheduledStep: the sequences of a step, and its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_serve.request import ALL_READ, Sequence
+from rocm_serve.speculation.drafts import DraftTree
+
+# The drafts of a step without any.
+NO_SEQUENCE: Mapping[int, DraftTree] = MappingProxyType({})
+
+
+# Not frozen: setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, eq=False)
+class ScheduledStep:
+    """A step to be run; pages for its tokens are reserved. Not to be changed.
+
+    sequences: seq -> the sequence
+    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
+    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
+    drafts:    seq -> the drafts that its new tokens end with, if it has any
+    has_trees: whether drafts have branches
+    with_parameters: the places among `picking` of those that do not simply take the likeliest token
+    """
+
+    sequences: tuple[Sequence, ...]
+    picking: tuple[Sequence, ...]
+    batch: StepBatch
+    drafts: Mapping[int, DraftTree]
+    has_trees: bool
+    with_parameters: Many[int]
+
+    @property
+    def num_picks(self) -> int:
+        """Number of sequences that pick a token."""
+        return len(self.picking)
+
+    @property
+    def is_of_a_suspect(self) -> bool:
+        """True if its one sequence is served alone, because a fault may be due to it."""
+        return self.sequences[0].is_suspect
+
+
+class Lengths(NamedTuple):
+    """Rows, stored tokens and new tokens of the sequences of a step. int32 [num_seqs] each"""
+
+    rows: Int32Array
+    stored: Int32Array
+    new: Int32Array
+
+    @classmethod
+    def of(cls, scheduled: list[tuple[Sequence, int]]) -> Lengths:
+        of_each = [each.row for each, _ in scheduled], [each.num_stored for each, _ in scheduled]
+        return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
+
+
+# Place in a step -> the drafts that follow its sequence's last token, at least one.
+Verified = Mapping[int, DraftTree]
+
+
+def pending(place: int) -> int:
+    """The id that stands for an unread token: the one in this place among the picks of the step before."""
+    return -1 - place
+
+
+def step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: Lengths) -> ScheduledStep:
+    """Makes the step. verified, lengths: of scheduled"""
+    token_ids: list[int] = []
+    for seq, (sequence, q_len) in enumerate(scheduled):
+        drafts = verified.get(seq)
+        if drafts is not None:
+            token_ids.append(sequence.token_ids[-1])
+            token_ids += drafts.token_ids
+        elif sequence.pending_at != ALL_READ:
+            token_ids.append(pending(sequence.pending_at))
+        else:
+            stored = sequence.num_stored
+            token_ids += sequence.token_ids[stored : stored + q_len]
+    rows, num_stored, new = lengths
+    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    sequences = tuple([sequence for sequence, _ in scheduled])
+    # an unfinished prompt took the rest of the chunk, so nothing comes after it
+    last, last_q_len = scheduled[-1]
+    picking = sequences[:-1] if last_q_len < last.num_left else sequences
+    with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
+    has_trees = not all(drafts.is_chain for drafts in verified.values())
+    return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

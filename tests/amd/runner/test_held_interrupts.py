@@ -1,0 +1,105 @@
+"""Ctrl-C while an engine serves: it waits for the end of a step, and a second one does not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import WrongState
+from rocm_serve.engine import Engine
+from rocm_serve.held_interrupts import HeldInterrupts
+from rocm_serve.models.loading import LoadedModel
+from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requests
+
+
+def pressing(engine: Engine, times: int) -> list[str]:
+    """Presses Ctrl-C that many times in the engine's third step. Returns a list of how each step ended."""
+    ends, advance = list[str](), engine._advance
+
+    def pressed() -> None:
+        ends.append("halfway")
+        advance()
+        for _ in range(times * (len(ends) == 3)):
+            signal.raise_signal(signal.SIGINT)
+        ends[-1] = "whole"
+
+    engine._advance = pressed  # type: ignore[method-assign]
+    return ends
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step_and_the_engine_serves_on(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    ends = pressing(engine, 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(short_requests())
+    assert ends == ["whole"] * 3
+    assert not engine.has_work
+    assert all_pages_are_free(engine)
+    assert engine.generate(short_requests())[1] == alone(loaded, short_requests()[1])
+
+
+def test_a_second_ctrl_c_does_not_wait_and_the_engine_says_that_it_is_unusable(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    ends = pressing(engine, 2)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(short_requests())
+    assert ends == ["whole", "whole", "halfway"]
+    for call in (engine.step, lambda: engine.submit(short_requests()[0])):
+        with pytest.raises(WrongState, match="an interrupt has ended a step of this engine halfway; make another"):
+            call()
+
+
+def test_memory_that_runs_out_in_a_step_leaves_the_engine_usable(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(loaded, BASE)
+    numbers = [engine.submit(request) for request in short_requests()]
+
+    def run_out(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_run", run_out)
+        with pytest.raises(MemoryError):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert [engine.completion(number) for number in numbers] == [alone(loaded, each) for each in short_requests()]
+
+
+@pytest.mark.parametrize("leave", [HeldInterrupts.let_through, lambda held: None], ids=["let through", "left"])
+def test_the_applications_own_handler_gets_a_ctrl_c_once(leave: Callable[[HeldInterrupts], None]) -> None:
+    got, before = list[int](), signal.getsignal(signal.SIGINT)
+    own = lambda number, frame: got.append(number)  # noqa: E731
+    signal.signal(signal.SIGINT, own)
+    try:
+        with HeldInterrupts() as held:
+            signal.raise_signal(signal.SIGINT)
+            assert not got
+            leave(held)
+        assert got == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_and_where_ctrl_c_is_ignored_nothing_changes() -> None:
+    seen, before = list[Any](), signal.getsignal(signal.SIGINT)
+
+    def enter() -> None:
+        with HeldInterrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        enter()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [before, signal.SIG_IGN]

@@ -136,27 +136,11 @@ class LayerFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
-    """A study of extend in Gluon, which serves no layer: heads of 128, one wave per program, blocks of 32 keys.
-
-    rows: rows of q in a wave
-    lazy: True if results are rescaled only if a maximum has grown; the figures are of blocks in which none has
-    """
-
-    arch: str
-    rows: int
-    lazy: bool
-    figures: KernelFigures
-    busy: Busy
-
-
-@dataclass(frozen=True, slots=True)
 class StaticFigures:
     """The whole file.
 
     triton, llvm: versions that compiled and counted the rows that serve and AITER's kernels, in one run
     aiter:        the checkout, and the date of its commit
-    studies:      figures of kernels that were tried and serve no layer
     code_objects: arch -> AITER's forward kernel in assembly, for heads of 128 without a mask
     """
 
@@ -166,27 +150,21 @@ class StaticFigures:
     aiter_date: str
     code_objects: dict[str, Busy]
     layers: tuple[LayerFigures, ...]
-    studies: tuple[Study, ...]
 
     @classmethod
     def read(cls) -> StaticFigures:
         """Reads FILE."""
         given: dict[str, Any] = json.loads(FILE.read_text())
         layers = tuple(map(_layer, given.pop("layers")))
-        studies = tuple(
-            Study(each["arch"], each["rows"], each["lazy"], KernelFigures(**each["figures"]), Busy(*each["busy"]))
-            for each in given.pop("studies")
-        )
         code_objects = {arch: Busy(*cycles) for arch, cycles in given.pop("code_objects").items()}
-        return cls(**given, code_objects=code_objects, layers=layers, studies=studies)
+        return cls(**given, code_objects=code_objects, layers=layers)
 
     def write(self) -> None:
         """Writes FILE, one kernel per line."""
         head = {name: getattr(self, name) for name in ("triton", "llvm", "aiter", "aiter_date", "code_objects")}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         layers = ",\n".join(_layer_text(layer) for layer in self.layers)
-        studies = _lines([asdict(study) for study in self.studies])
-        FILE.write_text("{\n" + "\n".join(lines) + f'\n"studies": {studies},\n"layers": [\n{layers}\n]\n}}\n')
+        FILE.write_text("{\n" + "\n".join(lines) + f'\n"layers": [\n{layers}\n]\n}}\n')
 
 
 def _layer_text(layer: LayerFigures) -> str:

@@ -49,31 +49,6 @@ def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
     assert serving.out[5:alignment].isnan().all()
 
 
-def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device: torch.device) -> None:
-    """Kernels take their grid from the padded batch and read an entry of each buffer per sequence."""
-    shape = PaddedShape(StepKind.DECODE, 16, 16)
-    readable = {}
-    for guards in (ALL_ON, Guards().without("capacity")):
-        serving = World.one_layer(device, guards, graphs=True, provider="csr", capture_sizes=(16,))
-        buffers = serving.runtime.core.memory._sealed
-        needed = {name: spec.elements(shape) for name, spec in buffers._specs.items()}
-        readable[guards] = {name for name, tensor in buffers.tensors().items() if tensor.numel() >= needed[name]}
-    of_tokens = {
-        "counts",
-        "token_ids",
-        "seq_of_token",
-        "row_of_token",
-        "position_of_token",
-        "slot_of_token",
-        "workspace",
-    }
-    unused = {
-        name for name, elements in needed.items() if not elements
-    }  # of masks, which this kind of step does not have
-    assert readable[Guards().without("capacity")] == of_tokens | unused
-    assert readable[ALL_ON] == {*of_tokens, *needed}
-
-
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.device) -> None:
     larger = PaddedShape(StepKind.DECODE, 64, 64)

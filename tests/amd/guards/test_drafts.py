@@ -24,16 +24,6 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(3, 2)
 shapes = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
-# Cases for tests that take a process of their own.
-one_way_each = pytest.mark.parametrize(
-    ("drafts", "graphs"),
-    [
-        pytest.param(CHAIN, False, id="chain-eager"),
-        pytest.param(CHAIN, True, id="chain-graphed", marks=pytest.mark.nightly),
-        pytest.param(TREE, False, id="tree-eager", marks=pytest.mark.nightly),
-        pytest.param(TREE, True, id="tree-graphed"),
-    ],
-)
 
 
 def two_rounds(world: DraftWorld) -> list[bool]:
@@ -78,33 +68,6 @@ def test_every_draft_step_has_page_lists_and_block_tables_of_its_own(
     assert two_rounds(off) == [False, False]
 
 
-@one_way_each
-def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, device: torch.device) -> None:
-    """H4: the data of several steps in one matrix overflows into the next step's line."""
-    assert two_rounds(drafting(device, ALL_ON, drafts=drafts, graphs=graphs)) == [True, True]
-
-    off = run_elsewhere(
-        "import torch\nfrom tests.amd.guards.test_drafts import *\n"
-        'guards = Guards().without("child_ranges").without("echo_check", "last_steps")\n'
-        f"print(two_rounds(drafting(torch.device({device.type!r}), guards, drafts={drafts}, graphs={graphs})))"
-    )
-    assert off.stdout == "[False, False]\n" or re.search(DEVICE_FAULT, off.stderr), off.stdout + off.stderr
-
-
-@one_way_each
-def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool, device: torch.device) -> None:
-    """H3, H5: buffers and scratch are sized by requests of the pool, and used with padded ones and their branches."""
-    assert two_rounds(drafting(device, ALL_ON, drafts=drafts, graphs=graphs, capture_sizes=(16,))) == [True, True]
-
-    off = run_elsewhere(
-        "import torch\nfrom tests.amd.guards.test_drafts import *\n"
-        f"off = drafting(torch.device({device.type!r}), Guards().without('capacity'), drafts={drafts}, "
-        f"graphs={graphs}, capture_sizes=(16,))\nprint(two_rounds(off))"
-    )
-    assert off.returncode != 0 or "False" in off.stdout, off.stdout
-    assert off.returncode == 0 or re.search(r"size|out of bounds|invalid|" + DEVICE_FAULT, off.stderr), off.stderr
-
-
 def split_round(provider: str, graphs: bool, guards: Guards, device: torch.device) -> bool:
     """Runs a round of ten requests in two halves, whose masks follow each other. True if it was right."""
     world = drafting(
@@ -136,25 +99,6 @@ def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool,
     )
     # The last mask of the first half overlaps the first one of the second half, or does not fit.
     assert off.stdout == "False\n" or re.search(r"index out of range|" + DEVICE_FAULT, off.stderr), off
-
-
-@both_ways
-@shapes
-@each_provider
-def test_padded_sequences_of_a_round_are_rewritten(
-    provider: str, drafts: Drafts, graphs: bool, device: torch.device
-) -> None:
-    """Seed 001 in its draft runners: a smaller round keeps the rows of earlier sequences in the same places."""
-    sound = drafting(device, ALL_ON, drafts=drafts, provider=provider, graphs=graphs)
-    assert two_rounds(sound) == [True, True]
-    pads = slice(2 * drafts.branches, None)
-    assert all(not rows.out[pads].any() for (rows,) in sound.rounds)
-
-    off = drafting(device, Guards().without("pads"), drafts=drafts, provider=provider, graphs=graphs)
-    two_rounds(off)
-    # A query of zeros weighs all keys alike: the pads hold values of the third request and its drafts.
-    stale = off.rounds[0][0].out[pads][: drafts.branches]
-    assert stale.any()
 
 
 def is_whole(world: DraftWorld, request: Request) -> bool:
@@ -217,17 +161,6 @@ def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, devi
                 refusals.append(refused)
                 world.free(*reversed(world.requests))
     assert len(set(refusals)) == 2
-
-
-@pytest.mark.parametrize("page_size", [2, 16])
-@each_provider
-def test_a_round_past_its_row_reaches_the_next_row_without_its_width(
-    provider: str, page_size: int, device: torch.device
-) -> None:
-    drafts, prefix = Drafts(1, 4), 3 * page_size - 1
-    assert overfull(drafting_of(device, ALL_ON, drafts, page_size, provider), prefix) == (True, True)
-    off = drafting_of(device, Guards().without("row_width"), drafts, page_size, provider)
-    assert overfull(off, prefix) == (False, False)
 
 
 @both_ways

@@ -109,16 +109,6 @@ def test_a_fault_of_either_half_is_reported_by_whole_steps(half: int, before: in
     made.check_device()
 
 
-def test_second_halves_of_two_split_steps_are_both_reported_by_whole_steps() -> None:
-    made = runtime()
-    split_step(made, batch(10, 99))
-    split_step(made, batch(10, 99))
-    assert faults(lambda: step(made, batch()), 8) == [(2, (2,)), (4, (2,))]
-    assert faults(lambda: split_step(made, batch()), 6) == []
-    assert faults(lambda: step(made, batch()), 6) == []
-    made.check_device()
-
-
 @pytest.mark.parametrize("launch", ["publish", "device_inputs"])
 def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> None:
     made = runtime()

@@ -7,11 +7,10 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
-from tests.amd.guards.ways import PROVIDERS, in_each_way
+from tests.amd.guards.ways import PROVIDERS
 from tests.amd.worlds.world import World
 
 WIDTH = 3
@@ -67,40 +66,6 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
             dtypes = {name: tensor.dtype for name, tensor in buffers.tensors().items() if name != "workspace"}
             assert [dtypes.pop(name) for name in ("kv_len_int64", "mask_indptr")] == [torch.int64] * 2
             assert set(dtypes.values()) == {torch.int32}
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("alignment", [8, 16])
-@in_each_way
-def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(
-    provider: str, alignment: int, graphs: bool, device: torch.device
-) -> None:
-    """The pool has 5 rows; sequence and token counts are padded to multiples of 8 or 16."""
-    serving = World.one_layer(
-        device,
-        graphs=graphs,
-        provider=provider,
-        capture_sizes=default_ladder(5, alignment).sizes,
-        capture_tokens=default_ladder(20, alignment).sizes,
-    )
-    requests = serving.admit_all(5)
-    steps = [
-        (5, [2, 3, 4, 5, 6]),  # extend
-        (5, [1, 1, 1, 1, 1]),  # decode
-        (3, [3, 3, 3]),  # verify: uniform, several tokens
-        (4, [1, 5, 0, 2]),  # mixed, one idle
-        (1, [1]),
-        (5, [9, 1, 1, 1, 8]),  # mixed, the largest captured token count
-        (2, [0, 0]),
-        (0, []),
-        (5, [1, 1, 1, 1, 1]),
-    ]
-    for count, q_len in steps:
-        serving.step(requests[:count], q_len)
-        serving.step(requests[:count], q_len, pad_to=alignment)
-    if graphs:
-        assert serving.runner.counters.replays == 2 * len(steps)
-        serving.runner.check_addresses()
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

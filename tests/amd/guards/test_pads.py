@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from subprocess import CompletedProcess
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.oracle.reference import attend_sequence
-from tests.amd.guards.ways import PROVIDERS, each_way, in_each_way, run_elsewhere
+from tests.amd.guards.ways import PROVIDERS, each_way, in_each_way
 from tests.amd.tolerances import assert_same_but_for_rounding
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right, page_zero_is_zero
@@ -50,56 +47,6 @@ def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, 
     read = stranger.v[0][:7].mean(0).repeat_interleave(3, 0)
     assert_same_but_for_rounding(serving.out[4], read)
     assert not is_right(serving, two, [1, 1])
-
-
-@both_ways
-def test_padded_sequences_are_rewritten_in_extend_steps(graphs: bool, device: torch.device) -> None:
-    """The same in steps of several tokens, which have padded tokens in addition to padded sequences."""
-
-    def four_then_two(guards: Guards) -> tuple[World, list[Request]]:
-        serving = World.one_layer(device, guards, graphs=graphs, capture_sizes=(4,), capture_tokens=(16,), pad_q=0.0)
-        crowd = serving.admit_all(4)
-        serving.run(crowd, [2, 2, 2, 2])
-        serving.run(crowd[:2], [2, 2])
-        return serving, crowd
-
-    serving, crowd = four_then_two(ALL_ON)
-    serving.check_step(crowd[:2], [2, 2])
-    serving, crowd = four_then_two(Guards().without("pads"))
-    # Tokens 4 and 5 continue the third request; the second of them sees the two tokens that it has.
-    read = crowd[2].v[0].mean(0).repeat_interleave(3, 0)
-    assert_same_but_for_rounding(serving.out[5], read)
-
-
-def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None:
-    """The stale counts do not fit the smaller step."""
-
-    def second_step(guards: str) -> CompletedProcess[str]:
-        return run_elsewhere(
-            "import torch\nfrom tests.amd.worlds.world import *\n"
-            f"serving = World.one_layer(torch.device({device.type!r}), {guards}, graphs=False, "
-            "capture_tokens=(16, 32))\n"
-            "crowd = serving.admit_all(5)\nserving.run(crowd, [4, 3, 2, 5, 6])\nserving.step(crowd[:2], [2, 3])\n"
-            "print('right')"
-        )
-
-    on = second_step("ALL_ON")
-    assert on.stdout == "right\n", on.stderr
-    off = second_step("Guards().without('pads')")
-    assert off.returncode != 0
-    assert re.search("IndexError: index .* out of bounds|device-side assert", off.stderr), off.stderr
-
-
-@both_ways
-def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: torch.device) -> None:
-    """With min_kv_len 1, as for kernels that divide by the length, the token is the reserved page's, so V is zero."""
-    serving = World.one_layer(device, graphs=graphs, provider="csr_min_1", pad_q=1.0)
-    crowd = serving.admit_all(5)
-    for q_len in ([4, 3, 2, 5, 6], [1] * 5):
-        serving.run(crowd, q_len)
-    serving.run(crowd[:2], [1, 1])
-    assert torch.equal(serving.out[2:8], torch.zeros_like(serving.out[2:8]))
-    assert torch.isfinite(serving.out[:2]).all()
 
 
 @each_way(*PROVIDERS, "csr_min_1")

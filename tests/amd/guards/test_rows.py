@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from tests.amd.guards.ways import in_each_way
@@ -128,19 +125,3 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
     serving, requests = run(Guards().without("length_bounds"))
     # The second one's tokens are treated as the tokens after them.
     assert not is_right(serving, requests, [2, 2])
-
-
-@pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check", "stored_tokens")], ids=["on", "off"])
-def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
-    serving = World.one_layer(device, guards, graphs=False)
-    first, second = neighbours(serving)
-    serving.free(first)
-    batch = StepBatch(np.array([first.row, second.row]), np.array([4, 8]), np.array([1, 1]), NO_TOKEN_IDS)
-    if guards is ALL_ON:
-        with pytest.raises(BadBatch, match="row 1 of sequence 0 is not admitted"):
-            serving.runtime.step(batch)
-    else:
-        serving.runtime.step(batch, serving.runtime.plan(batch, PadTo(8)))
-        serving.runtime.end_step()
-        # Page 0 drops the token and reads as zeros: the output comes from no data.
-        assert serving.runtime.seals.tensors()["slot_of_token"][0] < serving.problem.page_size

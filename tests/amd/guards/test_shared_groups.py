@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.errors import BadBatch
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import StepOps
@@ -107,21 +106,3 @@ def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str
     clean = serve(device, provider, graphs, lambda serving: None)
     poisoned = serve(device, provider, graphs, poison)
     assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
-
-
-@each_provider
-def test_what_rows_do_not_share_is_not_read_for_them(provider: str, device: torch.device) -> None:
-    """With the guard off, groups are not checked, and a sequence gets its neighbour's data."""
-
-    def strangers(guards: Guards) -> tuple[World, list[Request]]:
-        serving = World.one_layer(device, guards, graphs=False, provider=provider)
-        requests = serving.admit_all(2)
-        serving.step(requests, [9, 9])
-        return serving, requests
-
-    serving, requests = strangers(ALL_ON)
-    with pytest.raises(BadBatch, match="sequence 1 does not share"):
-        run_shared(serving, requests, [PrefixGroup(2, 8)])
-    serving, requests = strangers(Guards().without("batch_check"))
-    run_shared(serving, requests, [PrefixGroup(2, 8)])
-    assert not is_right(serving, requests, [1, 1])

@@ -51,36 +51,6 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
 
 
 @in_each_way
-def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: bool, device: torch.device) -> None:
-    def parent_and_heir(guards: Guards) -> tuple[World, Request, Request]:
-        """Two pages are kept, of which the row that stored them removes five tokens."""
-        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit_all(1)
-        serving.step([parent], [7])
-        serving.step([parent], [1])
-        heir = begin_over(serving, parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
-        serving.free(heir)  # kept pages stay, without a row
-        take_back(parent, 5)
-        heir = begin_over(serving, heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
-        return serving, parent, heir
-
-    serving, parent, heir = parent_and_heir(ALL_ON)
-    with pytest.raises(BadBatch, match="would store token 3 of row 1"):
-        serving.run([parent], [1])
-    serving.step([heir], [1])
-    serving.runtime.table.truncate(parent.row, 3)
-    serving.step([parent, heir], [1, 1])
-    serving.free(parent)
-    serving.step([heir], [1])
-
-    serving, parent, heir = parent_and_heir(Guards().without("shared_floor"))
-    serving.run([parent], [1])
-    serving.check_step([parent], [1])
-    serving.run([heir], [1])
-    assert not is_right(serving, [heir], [1])
-
-
-@in_each_way
 def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: torch.device) -> None:
     def dropped(guards: Guards) -> tuple[World, Request, KeptIds]:
         """Two pages were kept and dropped; then others are kept."""

@@ -21,7 +21,6 @@ import triton
 from rocm_lab.cost.static_figures import LayerFigures, StaticFigures
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.offline.code_objects import FORWARD, forward_loop
-from tests.amd.offline.extend_study import STUDIES, study_of
 from tests.amd.offline.figures_of_layers import among, serving_layer
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca
@@ -39,7 +38,6 @@ def main(docs: Path) -> None:
         for layer in pool.map(_served, *zip(*layers(), strict=True)):
             found.append(among(layer, old[layer.key]) if layer.key in old else layer)
             print(title(layer), flush=True)
-        studied = list(pool.map(study_of, *zip(*STUDIES, strict=True)))
     figures = replace(
         known,
         triton=triton.__version__,
@@ -48,7 +46,6 @@ def main(docs: Path) -> None:
         aiter_date=checkout.date(),
         code_objects={arch: forward_loop(checkout.root, arch) for arch in FORWARD},
         layers=tuple(found),
-        studies=tuple(studied),
     )
     figures.write()
     write_pages(docs)

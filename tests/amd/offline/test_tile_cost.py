@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from rocm_lab.cost.static_figures import LayerFigures, StaticFigures
+from rocm_lab.cost.static_figures import StaticFigures
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS
-from tests.amd.offline.extend_study import STUDIES
 from tests.amd.offline.figures_of_layers import layer_key
 from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.kernel_figures import HEADING
@@ -94,21 +93,6 @@ def test_the_figures_are_of_the_rows_that_serve() -> None:
     assert [layer.serving.tiles for layer in figures.layers] == [chosen_tiles(row, kind) for row, kind in layers()]
     assert [sum(each.serves for each in layer.candidates) for layer in figures.layers] == [1] * len(figures.layers)
     assert set(figures.code_objects) == set(AMD_ARCHS)
-
-
-def test_what_was_tried_and_does_not_serve_is_reported() -> None:
-    studies = StaticFigures.read().studies
-    assert [(study.arch, study.rows, study.lazy) for study in studies] == [
-        (row.arch, rows, lazy) for row, rows, lazy in STUDIES
-    ]
-    rows = {layer.arch: layer.serving.figures for layer in StaticFigures.read().layers if is_plain_extend(layer)}
-    for study in studies:
-        serving = rows[study.arch]
-        assert max(study.figures.units, study.figures.waits) > 0.85 * max(serving.units, serving.waits), "build it"
-
-
-def is_plain_extend(layer: LayerFigures) -> bool:
-    return layer.step == "extend" and layer.head_dim == 128
 
 
 def test_every_layer_stands_beside_kernels_of_aiters() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from rocm_lab.cost.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures, Tiles
+from rocm_lab.cost.static_figures import KernelFigures, LayerFigures, StaticFigures, Tiles
 from tests.amd.offline.tile_candidates import KEPT, TOLERANCE
 from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY
 
@@ -51,18 +51,11 @@ With Triton 3.6.0 it is right in the simulator and gains nothing: page numbers a
 _STUDY = """\
 ## Extend in Gluon
 
-The same was tried for extend, and does not serve. A wave has 32 or 64 rows of q (new tokens times four query heads), K
-and V go straight into the operands of products, and no key passes LDS. `tests/amd/offline/gluon_extend.py` is right in
-the simulator. "lazily" rescales results only where a maximum has grown by 2^8; its figures are of blocks in which none
-has. Heads of 128, bfloat16, next to the rows that serve:
-
-"""
-_STUDIED = """\
-It would serve if it cost 15 % less.
-{verdicts}
-Each wave loads all keys for itself: with 32 rows the loads alone take the bound of gfx942, and twice that of gfx950.
-With 64 rows a SIMD has room for one wave, and nothing fills its waits. On gfx950 the vector unit bounds extend, and
-turning V for products without LDS adds to its work.
+The same was tried for extend, for heads of 128 in bfloat16, and does not serve. A wave had 32 or 64 rows of q (new
+tokens times four query heads), K and V went straight into the operands of products, and no key passed LDS. At best it
+cost 1.02 of the row that serves on gfx942, and 1.55 on gfx950. Each wave loads all keys for itself: with 32 rows the
+loads alone take the bound of gfx942, and twice that of gfx950. With 64 rows a SIMD has room for one wave, and nothing
+fills its waits. On gfx950 the vector unit bounds extend, and turning V for products without LDS adds to its work.
 """
 _HEAD = """\
 # Where the AMD tiles come from
@@ -137,7 +130,7 @@ def page(figures: StaticFigures) -> str:
         kept=KEPT,
     )
     ranked = "".join(f"\n## {title(layer)}\n\n{_table(layer)}" for layer in figures.layers)
-    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{_study(figures)}\n"
+    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{_STUDY}\n"
 
 
 def title(layer: LayerFigures) -> str:
@@ -240,43 +233,9 @@ def _kinds(figures: StaticFigures) -> str:
     return "; ".join(said)
 
 
-def _study(figures: StaticFigures) -> str:
-    """Compares extend in Gluon with the rows of heads of 128."""
-    lines = [
-        "| arch | kernel | VGPRs | spilled | LDS | waves | issue | LDS clocks | loads | waits | cost | none |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    verdicts = []
-    for layer in figures.layers:
-        if layer.step == "extend" and layer.head_dim == 128:
-            serving = layer.serving
-            lines.append(_studied(layer.arch, f"**`{words(serving.tiles)}`**", serving.figures, layer.busy))
-            of_arch = [study for study in figures.studies if study.arch == layer.arch]
-            for study in of_arch:
-                name = f"Gluon, {study.rows} rows, {'lazily' if study.lazy else 'in every block'}"
-                lines.append(_studied(study.arch, name, study.figures, study.busy))
-            ratio = min(_cost(study.figures) for study in of_arch) / _cost(serving.figures)
-            verdicts.append(f"On {layer.arch} the best one costs {ratio:.2f} of the row that serves.")
-    return "\n".join([_STUDY + lines[0], *lines[1:], "", _STUDIED.format(verdicts=" ".join(verdicts))])
-
-
 def _cost(found: KernelFigures) -> float:
     """Returns the cost of extend: the larger of its units and its waits."""
     return max(found.units, found.waits)
-
-
-def _studied(arch: str, name: str, found: KernelFigures, busy: Busy) -> str:
-    cells = [
-        arch,
-        name,
-        f"{found.vgprs}",
-        f"{found.spilled}",
-        f"{found.lds_bytes / 1024:.0f} KiB",
-        f"{found.waves}",
-        *(f"{clocks:.1f}" for clocks in (found.issue, found.lds, found.loads, found.waits, _cost(found))),
-        f"{busy.matrix / (busy.matrix + busy.vector):.2f}",
-    ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _change(name: str, ours: KernelFigures, other: KernelFigures) -> str:

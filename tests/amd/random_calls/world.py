@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.capture.check import NO_CHECK, CaptureCheck
@@ -356,7 +355,3 @@ class World:
         self.runtime.table.reserve_all(np.array(rows, np.int32), np.array(kv_len, np.int32))
         for row, length in zip(rows, kv_len, strict=True):
             self.requests[row].reserved = max(self.requests[row].reserved, length)
-
-    def device_tensor(self, values: Sequence[int]) -> Tensor:
-        """int32, on the runtime's device."""
-        return torch.tensor(list(values), dtype=torch.int32, device=self.runtime.device)

@@ -46,9 +46,9 @@ from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
+from tests.amd.simulator.check_cases import check_cases
 from tests.amd.simulator.large_steps import in_large_pools
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
-from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
 from tests.amd.simulator.truth_cases import more_truth_cases, truth_cases
@@ -341,7 +341,7 @@ def _by_name(cases: list[Case]) -> dict[str, Case]:
     return {_named(case): case for case in cases}
 
 
-_METADATA = [case.name for case in metadata_cases("gfx942")]
+_CHECKED = [case.name for case in check_cases("gfx942")]
 # Each run executes these cases on the other arch only: the machine code of the two differs in how it is scheduled, and
 # rarely in its effect. The grid has both. Every second case of the kernels without products runs on one arch.
 ON_THE_OTHER_ARCH = {
@@ -366,7 +366,7 @@ ON_THE_OTHER_ARCH = {
             "merge_states-bfloat16",
             "sparse-coded_latent",
             "sparse-tokens-above",
-            *_METADATA[1::2],
+            *_CHECKED[1::2],
         }
     ),
     "gfx950": frozenset(
@@ -387,7 +387,7 @@ ON_THE_OTHER_ARCH = {
             "merge_states-float16",
             "sparse-split",
             "sparse-latent-above",
-            *_METADATA[0::2],
+            *_CHECKED[0::2],
         }
     ),
 }
@@ -504,7 +504,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
         ),
         *segment_cases(arch),
         *cdna_cases(arch),
-        *metadata_cases(arch),
+        *check_cases(arch),
         *sparse_cases(arch),
         *latent_cases(arch),
         *truth_cases(arch),

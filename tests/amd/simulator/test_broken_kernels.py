@@ -19,9 +19,10 @@ from rocm_attn.kernels.metadata import table_update
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS, Simulation
 from tests.amd.kernels import attention_cases
-from tests.amd.simulator import kernel_cases, metadata_cases
+from tests.amd.mutation import metadata_checks
+from tests.amd.simulator import kernel_cases
+from tests.amd.simulator.check_cases import run_check
 from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
-from tests.amd.simulator.metadata_cases import run_launch
 
 SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(2, 1), dims=(64, 64), dtype=BF16)
 
@@ -122,8 +123,8 @@ MISTAKES = {
         "row = tl.load(updates + WORDS * i, mask=live, other=0)",
         "row = tl.load(updates + WORDS * i)",
         "launch_table_update",
-        metadata_cases,
-        lambda arch: run_launch(arch, "table_update"),
+        metadata_checks,
+        lambda arch: run_check(arch, "metadata/table_update.py"),
         SimulationFault,
         STRAYS,
     ),

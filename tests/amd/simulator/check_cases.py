@@ -1,0 +1,42 @@
+"""The checks that need each mask of a kernel (tests/amd/mutation) as machine code: kernels that multiply nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rocm_lab.simulator.launcher import Simulation, simulated
+from tests.amd.mutation.checks import CHECKS
+from tests.amd.mutation.memory import Memory
+from tests.amd.simulator.case import KernelCase
+
+FOLDERS = ("metadata", "sampling", "speculative")
+# Of other folders, those that no other case runs.
+PATHS = ("attention/pads.py", "cache/move_rows.py", "cache/tails.py")
+
+
+class Alone(Memory):
+    """Each tensor is an allocation: the simulator refuses an access past its end."""
+
+    POISON = 0x7F7F7F7F
+
+    def _arena(self, span: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return torch.empty(span, dtype=dtype), 0
+
+
+def run_check(arch: str, path: str) -> Simulation:
+    """Runs the check of a file of kernels/."""
+    with simulated(arch) as simulation:
+        CHECKS[path](Alone())
+    return simulation
+
+
+def check_cases(arch: str) -> list[KernelCase]:
+    """A case for each file."""
+    return [
+        KernelCase(path.removesuffix(".py"), arch, partial(run_check, arch, path))
+        for path in CHECKS
+        if path.startswith(FOLDERS) or path in PATHS
+    ]

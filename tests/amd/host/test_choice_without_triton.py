@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 from rocm_attn.cli import DONE, FAILED, main
+from tests.amd.forked import run_forked
 from tests.amd.house.source_tree import ROOT
 
 CHOICE = """
@@ -36,7 +36,7 @@ assert "triton" in sys.modules
 
 
 def test_triton_is_imported_by_the_first_launch_and_not_by_the_choice() -> None:
-    done = subprocess.run([sys.executable, "-c", CHOICE], capture_output=True, text=True, check=False)
+    done = run_forked(CHOICE)
     assert done.returncode == 0, done.stderr
 
 
@@ -45,14 +45,13 @@ COMMANDS = """
 import sys
 sys.modules["triton"] = None
 from rocm_attn.cli import main
-sys.exit(main(sys.argv[1:]))
+sys.exit(main({arguments!r}))
 """
 
 
 def without_triton(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Returns the exit code and the output of a command."""
-    command = [sys.executable, "-c", COMMANDS, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_forked(COMMANDS.format(arguments=arguments))
 
 
 def config_of(model: str) -> str:

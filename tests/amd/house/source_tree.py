@@ -90,6 +90,6 @@ def _imports(node: ast.AST, *, at_import: bool) -> Iterator[Import]:
             yield from (Import(f"{child.module}.{name.name}", at_import) for name in child.names)
         elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             yield from _imports(child, at_import=False)
-        else:
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif not isinstance(child, ast.expr):  # an expression holds no statement
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from _imports(child, at_import=at_import and not is_function)

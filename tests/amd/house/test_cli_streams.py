@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli import DONE, FAILED, INTERRUPTED, READER_GONE
+from rocm_attn.cli import DONE, FAILED, INTERRUPTED, READER_GONE, main
+from tests.amd.forked import run_forked
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_cli_families import PROMPT, with_tokenizer
 from tests.amd.runner.families import family_model
@@ -23,13 +25,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_tokenizer(save(family_model("qwen3", eos_token_id=None), tmp_path_factory.mktemp("model")))
 
 
-def in_a_shell(redirected: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def in_a_shell(redirected: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs rocm-attn with its streams redirected by a shell. Its output is read as UTF-8."""
     command = f'"$0" -m rocm_attn.cli "$@" {redirected}'
     return subprocess.run(
         ["bash", "-c", command, sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
@@ -66,9 +68,11 @@ def test_a_stderr_that_is_closed_is_not_the_next_file_that_is_opened() -> None:
     assert (done.returncode, done.stdout) == (0, b"")
 
 
-@pytest.mark.parametrize("json_too", [pytest.param((), marks=pytest.mark.nightly), ("--json",)])
-def test_a_full_stdout_is_a_sentence(json_too: tuple[str, ...], model: Path) -> None:
-    done = in_a_shell(">/dev/full", *generate(model, *json_too, PROMPT))
+@pytest.mark.parametrize(
+    "command", [("--help",), *(pytest.param(one, marks=pytest.mark.nightly) for one in (("guards",), ("env", "--json")))]
+)
+def test_a_full_stdout_is_a_sentence(command: tuple[str, ...]) -> None:
+    done = in_a_shell(">/dev/full", *command)
     assert done.returncode == FAILED
     assert done.stderr.splitlines()[-1] == "rocm-attn: stdout cannot be written (No space left on device)"
     assert "Traceback" not in done.stderr
@@ -89,14 +93,18 @@ def test_with_everything_closed_the_exit_code_says_it() -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    done = in_a_shell("| head -c 0; exit ${PIPESTATUS[0]}", "kernels")
+    done = in_a_shell("| head -c 0; exit ${PIPESTATUS[0]}", "--help")
     assert (done.returncode, done.stderr) == (READER_GONE, "")
 
 
-def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes_and_is_reported(model: Path) -> None:
-    escaped = in_a_shell("", *generate(model, "w5 é東", "w7"), PYTHONIOENCODING="ascii")
-    assert (escaped.returncode, escaped.stdout.splitlines()[0]) == (DONE, ">>> w5 \\xe9\\u6771")
-    assert escaped.stderr.splitlines()[-1].startswith(
+def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes_and_is_reported(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(generate(model, "w5 é東", "w7")) == DONE
+    assert written.getvalue().splitlines()[0] == rb">>> w5 \xe9\u6771"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(
         "rocm-attn: stdout is ascii; characters that it cannot write came out"
     )
 
@@ -134,5 +142,4 @@ def test_a_job_in_the_background_goes_on_ignoring_interrupts() -> None:
         "from rocm_attn.cli import main\nassert main(['guards']) == 0\n"
         "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\nsignal.raise_signal(signal.SIGINT)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == DONE
+    assert run_forked(code).returncode == DONE

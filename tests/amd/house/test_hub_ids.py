@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,22 +16,26 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE
 from rocm_attn.models.hub import is_hub_id
-from tests.amd.house.source_tree import ROOT
+from tests.amd.forked import run_forked
 from tests.amd.server.load.model_folder import write_model
 
 ID = "owner/tiny-model"
 COMMIT = "c" * 40
 EXPLAIN = ("explain", ID, "--arch", "gfx942", "--json")
-BOTH = """
-import json, sys
-from pathlib import Path
-from rocm_attn.cli import main
-explain, generate = json.loads(sys.argv[1])
-assert main(explain) == 0
-print("--", *sorted(path.name for path in Path(sys.argv[2]).glob("hub/models--*/snapshots/*/*")), "--")
-sys.exit(main(generate))
-"""
 GENERATE = ("generate", "--model", ID, "--device", "cpu", "--raw", "--max-new-tokens", "2", "--json", "w1 w2")
+BOTH = f"""
+assert main({EXPLAIN}) == 0
+print("--", *sorted(path.name for path in Path("hub").glob("models--*/snapshots/*/*")), "--")
+sys.exit(main({GENERATE}))
+"""
+# The hub's library reads the environment when it is imported, which is later.
+IN_A_HOME = """
+import os, sys
+from pathlib import Path
+os.environ |= {{"HF_HOME": {home!r}, "HF_ENDPOINT": {url!r}, "HF_HUB_DISABLE_XET": "1"}}
+os.chdir({home!r})
+from rocm_attn.cli import main
+"""
 
 
 @dataclass
@@ -46,22 +48,19 @@ class Hub:
 
     def run(self, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
         """Runs a command in a process whose cache is in `home` and whose hub is this server."""
-        return self._python("-m", "rocm_attn.cli", *arguments, home=home)
+        return self._python(f"sys.exit(main({arguments}))", home)
 
     def described_and_served(self, home: Path) -> list[str]:
         """Runs `explain` and then `generate` in one process. Returns the files in the cache between the two."""
-        done = self._python("-c", BOTH, json.dumps([EXPLAIN, GENERATE]), str(home), home=home)
+        done = self._python(BOTH, home)
         assert done.returncode == DONE, done.stderr
         explained, cached, generated = done.stdout.split("--")
         assert json.loads(explained)["layer_kinds"]
         assert len(json.loads(generated)["results"][0]["token_ids"]) == 2
         return cached.split()
 
-    def _python(self, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1"}
-        environment["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    def _python(self, code: str, home: Path) -> subprocess.CompletedProcess[str]:
+        return run_forked(IN_A_HOME.format(home=str(home), url=self.url) + code)
 
     def reply(self, path: str) -> tuple[int, bytes]:
         """The status and the body for a path."""

@@ -233,8 +233,11 @@ def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["ci/rocm.sh", *(f"ci/rocm.sh {step}" for step in ("before", "build", "test", "after")), "run_tests.sh host"]
-    + ["check_images.sh"],
+    [
+        "run_tests.sh host",
+        "check_images.sh",
+        *(f"ci/rocm.sh{step}" for step in ("", " before", " build", " test", " after")),
+    ],
 )
 def test_without_an_engine_one_sentence_says_what_to_do(command: str, tmp_path: Path) -> None:
     dead = tmp_path / "dead"

@@ -12,6 +12,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 docker=${DOCKER:-docker}
+source docker/needs_docker.sh
+needs_docker "$docker"
 export DOCKER_BUILDKIT=1
 work=$(mktemp -d)
 readonly NAME=rocm-attn-check-$$

@@ -27,6 +27,8 @@ host | device | rocm | build) ;;
 esac
 
 docker=${DOCKER:-docker}
+source docker/needs_docker.sh
+needs_docker "$docker"
 has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null; }
 if [ -z "${PLATFORM:-}" ]; then
     PLATFORM=rocm

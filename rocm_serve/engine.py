@@ -55,8 +55,8 @@ from rocm_serve.scheduler import Scheduler
 from rocm_serve.serving import serve_all
 from rocm_serve.speculation.device_steps import FOLLOWING, DeviceSpeculation, why_no_speculative_steps
 from rocm_serve.speculation.engines import (
+    beside,
     drafter_of,
-    layers_beside,
     read_drafting,
     rejection_of,
     served,
@@ -95,7 +95,7 @@ class Engine:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
         drafting = read_drafting(loaded, options)
-        self.runtime, self._measured = runtime_for(loaded, options, layers_beside(drafting))
+        self.runtime, self._measured = runtime_for(loaded, options, beside(drafting, loaded, options))
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(
             loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
-from rocm_serve.measured_memory import LargestSteps, free_of, measure, memory_of
+from rocm_serve.measured_memory import NO_GRAPHS, GraphMemory, LargestSteps, free_of, measure, memory_of
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
@@ -40,6 +40,21 @@ from rocm_serve.speculation.last_rows import forward_of
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A draft model, which keeps K and V of the same tokens in a pool of its own.
+
+    layers:      that keep K and V
+    make_graphs: makes its largest graphs, over a runtime of the model
+    """
+
+    layers: tuple[AttentionLayer, ...] = ()
+    make_graphs: Callable[[AttentionRuntime], GraphMemory] = lambda runtime: NO_GRAPHS
+
+
+NOTHING_BESIDE = Beside()
+
+
+@dataclass(frozen=True, slots=True)
 class StepForms:
     """The steps of an engine's runtime in addition to those that decode and those that take in prompts.
 
@@ -47,17 +62,17 @@ class StepForms:
     prompt_tokens: likewise
     masks:         whether trees of tokens are verified or drafted
     drafts:        rounds that draft
-    beside:        layers of the draft model, which keeps K and V of the same tokens in a pool of its own
+    beside:        the draft model
     """
 
     verify_tokens: int = 0
     prompt_tokens: tuple[int, ...] = ()
     masks: bool = False
     drafts: tuple[Drafts, ...] = ()
-    beside: tuple[AttentionLayer, ...] = ()
+    beside: Beside = NOTHING_BESIDE
 
     @classmethod
-    def of(cls, loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
+    def of(cls, loaded: LoadedModel, options: EngineOptions, beside: Beside) -> StepForms:
         """The forms of an engine; with speculation, those that verify draft tokens."""
         verify_tokens, has_masks = (options.rows_of_each, options.topk > 1) if options.speculates else (0, False)
         device = loaded.weights.device
@@ -92,7 +107,7 @@ def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
 
 
 def runtime_for(
-    loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
+    loaded: LoadedModel, options: EngineOptions, beside: Beside = NOTHING_BESIDE
 ) -> tuple[AttentionRuntime, MeasuredMemory]:
     """Calls runtime_with for the steps that the options need. beside: see StepForms"""
     return runtime_with(loaded, options, StepForms.of(loaded, options, beside))
@@ -177,7 +192,9 @@ class _Sizing:
     def _beside_bytes(self) -> int:
         """Bytes of the draft model's K and V for the tokens of a page."""
         first = self.problems[0]
-        return page_bytes([layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside])
+        return page_bytes(
+            [layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside.layers]
+        )
 
     def _all_kv_bytes(self) -> tuple[int, MeasuredMemory]:
         options, device = self.options, self.loaded.weights.device
@@ -200,7 +217,13 @@ class _Sizing:
         if is_small(wanted, free):
             return wanted, NOT_MEASURED
         steps = self._largest_steps(free)
-        measured = measure(memory, partial(self._for_measuring, steps), steps, vocabulary=self.loaded.config.vocab_size)
+        measured = measure(
+            memory,
+            partial(self._for_measuring, steps),
+            steps,
+            self.forms.beside.make_graphs,
+            vocabulary=self.loaded.config.vocab_size,
+        )
         # The draft tensors are allocated after the pool.
         measured = replace(measured, step=measured.step + of_drafts)
         return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured

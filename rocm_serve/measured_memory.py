@@ -7,7 +7,7 @@ takes. Peaks are the memory that torch's allocator holds from the device, not th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,10 +146,33 @@ def _one_after_the_other(num_tokens: int, num_seqs: int, most: int) -> list[int]
     return q_len
 
 
+@dataclass(frozen=True, slots=True)
+class GraphMemory:
+    """Memory of the graphs of a model, known from its largest ones, in bytes.
+
+    pool:    of the memory that graphs share, with the largest ones made
+    kept:    of the outputs of those
+    outputs: of the outputs of each graph that will be made
+    """
+
+    pool: int
+    kept: int
+    outputs: Sequence[int]
+
+    def num_bytes(self, of_each: int) -> int:
+        """Memory of all graphs. of_each: the driver's, for each graph"""
+        shared = max(0, self.pool - self.kept)
+        return _GRAPHS_OF_ANY_ORDER * shared + sum(self.outputs) + len(self.outputs) * of_each
+
+
+NO_GRAPHS = GraphMemory(0, 0, ())
+
+
 def measure(
     memory: DeviceMemory,
     build: Callable[[], tuple[AttentionRuntime, StepRunner]],
     largest: LargestSteps,
+    beside: Callable[[AttentionRuntime], GraphMemory],
     *,
     vocabulary: int,
 ) -> MeasuredMemory:
@@ -157,13 +180,14 @@ def measure(
 
     build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a step at
                 its first run or makes none
+    beside:     makes the largest graphs of a model that drafts, over the same runtime
     vocabulary: of the model
     Raises NeverFits if a step does not fit next to the weights.
     """
     free_of(memory)  # before anything is counted
     held = memory.held()
     try:
-        step_bytes, graph_bytes = _run(memory, held, build, largest, vocabulary)
+        step_bytes, graph_bytes = _run(memory, held, build, largest, beside, vocabulary)
     except torch.OutOfMemoryError as full:
         raise NeverFits(
             f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit in memory next to "
@@ -177,6 +201,7 @@ def _run(
     held: int,
     build: Callable[[], tuple[AttentionRuntime, StepRunner]],
     largest: LargestSteps,
+    beside: Callable[[AttentionRuntime], GraphMemory],
     vocabulary: int,
 ) -> tuple[int, int]:
     """Bytes of a step, including those the runtime keeps for it, and of all graphs. held: by the allocator before."""
@@ -211,5 +236,5 @@ def _run(
         row_bytes * shape.num_seqs // (num_each if shape.kind.decodes else 1)
         for shape in capture_shapes(runtime.padding)
     ]
-    shared = max(0, of_largest - max(outputs))
-    return step_bytes, _GRAPHS_OF_ANY_ORDER * shared + sum(outputs) + len(outputs) * of_each
+    of_drafts = beside(runtime)
+    return step_bytes, GraphMemory(of_largest, max(outputs), outputs).num_bytes(of_each) + of_drafts.num_bytes(of_each)

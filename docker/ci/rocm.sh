@@ -72,6 +72,10 @@ print(torch.cuda.get_device_properties(0).gcnArchName)'
         ${EMULATED_TESTS:-tests/amd/rocm/test_errors.py}
 }
 
+source docker/needs_docker.sh
+case ${1:-all} in
+before | build | test | after | all) needs_docker "$DOCKER" ;;
+esac
 case ${1:-all} in
 before | build | after | emulator) "$1" ;;
 test) test_on_gpu ;;

@@ -34,6 +34,7 @@ from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward,
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder
+from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
@@ -254,9 +255,16 @@ class StepRunner(Generic[Outputs]):
         Kernels that bake in a length are captured at their smallest length bucket; others need no second graph.
         progress: called before each bucket and at the end. Raises DeviceFault of earlier steps
         """
-        self._follow_seal()
-        padding, skipped = self._runtime.padding, dict[PaddedShape, str]()
+        padding = self._runtime.padding
         shapes = capture_shapes(padding) + (draft_shapes(padding) if self._draft is not None else ())
+        return self.capture(shapes, progress)
+
+    def capture(
+        self, shapes: Sequence[PaddedShape], progress: Progress = lambda done, total, name: None
+    ) -> CaptureReport:
+        """capture_all() for some of its shapes, in the given order."""
+        self._follow_seal()
+        skipped = dict[PaddedShape, str]()
         for done, shape in enumerate(shapes):
             if self._recorder is None:
                 break
@@ -574,8 +582,10 @@ class StepRunner(Generic[Outputs]):
         if graph.takes_inputs:
             self._input_plans.add(plan)
         self.metrics.captures += 1
-        num_bytes, check = graph.recording.bytes, verdict.summary
-        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, check))
+        num_bytes, output_bytes = graph.recording.bytes, sum(tensor.nbytes for tensor in tensors_in(graph.outputs))
+        self._buckets.append(
+            CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, output_bytes, verdict.summary)
+        )
 
     def _switch_off(self, reason: Reason) -> None:
         """Drops all graphs, and the sealed addresses too unless graphs of another runner read them."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
@@ -28,7 +27,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
 from rocm_serve.server.observed import Observed, Observers
-from rocm_serve.server.parsing import ParsedRoute
+from rocm_serve.server.parsing import ParsedRoute, looks_at
 from rocm_serve.server.record import note_choices, note_error, request_id
 from rocm_serve.server.replies import (
     ChatReplies,
@@ -128,13 +127,7 @@ def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
 
 
 def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:
-    async def refuse_large(request: Request) -> None:
-        # FastAPI calls this before pydantic looks at each item, and parses the body once for both.
-        with suppress(ValueError):  # not JSON, which FastAPI reports
-            content = await request.json()
-            model.refuse_large(content.get("prompt") if isinstance(content, dict) else None)
-
-    @app.post("/v1/completions", dependencies=[Depends(refuse_large)])
+    @app.post("/v1/completions", dependencies=[looks_at("prompt", model.refuse_large)])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         job = _job(request, body, model)

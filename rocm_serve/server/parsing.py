@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
@@ -46,3 +47,17 @@ class ParsedRoute(APIRoute):
             return await handle(ParsedRequest(request.scope, request.receive))
 
         return handle_parsed
+
+
+def looks_at(name: str, check: Callable[[object], None]) -> Any:
+    """Returns a route's dependency: check gets a field of the body before pydantic looks at each item.
+
+    It gets None if there is no such field, and may raise ApiError. The body is parsed once for both.
+    """
+
+    async def look(request: Request) -> None:
+        with suppress(ValueError):  # not JSON, which FastAPI reports
+            content = await request.json()
+            check(content.get(name) if isinstance(content, dict) else None)
+
+    return Depends(look)

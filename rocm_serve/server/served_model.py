@@ -119,6 +119,15 @@ class ServedModel:
             if isinstance(each, list) and len(each) > self._most_prompt_tokens:
                 raise self._too_long("", len(each))
 
+    def refuse_many_tokens(self, tokens: object) -> None:
+        """Refuses to write a text of more tokens than the context holds. tokens: as for refuse_large"""
+        if isinstance(tokens, list) and len(tokens) > self.max_len:
+            raise bad_request(
+                f"the body has {len(tokens)} tokens and this server writes the text of at most {self.max_len} at once, "
+                "as many as its context holds; send them in parts",
+                "tokens",
+            )
+
     async def completion_requests(self, body: CompletionBody, salt: str) -> list[Request]:
         """Returns the requests of a body: n per prompt, those of a prompt in a row. Raises ApiError, BadRequest."""
         prompts = body.prompts

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rocm_attn.machine.distributions import version_of_package
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.generation import Generations
+from rocm_serve.server.parsing import looks_at
 from rocm_serve.server.schema import Messages, TokenIds
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.template_fields import TemplateFields
@@ -67,7 +68,7 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
         answer = await model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
         return Response(answer, media_type="application/json")
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", dependencies=[looks_at("tokens", model.refuse_many_tokens)])
     async def detokenize(body: DetokenizeBody) -> Response:
         """Returns the text of tokens, with the names of special ones."""
         tokenizer = _tokenizer_for(model, body)

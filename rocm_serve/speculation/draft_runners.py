@@ -16,10 +16,11 @@ from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import Int32Array, StepBatch, draft_batch
 from rocm_attn.capture.check import CaptureCheck
-from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part, Series
+from rocm_serve.measured_memory import GraphMemory
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence as DraftedFor
 from rocm_serve.speculation.beams import BeamLevels, Level
@@ -131,6 +132,19 @@ class DraftRunners:
     def capture_all(self, progress: Progress) -> None:
         """Like Drafter.capture_all."""
         self._runner.capture_all(progress)
+
+    def make_largest_graphs(self) -> GraphMemory:
+        """Makes the graph of the largest step, and that of the largest round. Returns the memory of all graphs."""
+        padding = self._runtime.padding
+        steps, rounds = capture_shapes(padding), draft_shapes(padding)
+        made = self._runner.capture([*steps[:1], *rounds[:1]]).buckets
+        outputs = [
+            bucket.output_bytes * shape.num_seqs // bucket.key.shape.num_seqs
+            for bucket in made
+            for shape in (steps if bucket.key.shape.drafts is NO_DRAFTS else rounds)
+        ]
+        pool, kept = (sum(getattr(bucket, name) for bucket in made) for name in ("num_bytes", "output_bytes"))
+        return GraphMemory(pool, kept, outputs)
 
     def take_in(self, batch: StepBatch, whole: Sequence[int], terms: npt.NDArray[np.float32]) -> None:
         """Runs a step over new tokens.

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
-from rocm_serve.engine_runtime import StepForms, captures_all_steps, model_over, runtime_with
+from rocm_serve.engine_runtime import NOTHING_BESIDE, Beside, StepForms, captures_all_steps, model_over, runtime_with
+from rocm_serve.measured_memory import GraphMemory
 from rocm_serve.models.loading import LoadedModel, find_model, load_model
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
@@ -80,12 +80,19 @@ def _read_head(path: str, loaded: LoadedModel) -> EagleWeights:
     return load_head3(path, loaded) if is_eagle3(path) else load_head(path, loaded)
 
 
-def layers_beside(drafting: Drafting) -> tuple[AttentionLayer, ...]:
-    """The drafter's layers that keep K and V."""
+def beside(drafting: Drafting, loaded: LoadedModel, options: EngineOptions) -> Beside:
+    """The model or head that drafts, as it takes memory beside the model."""
     if isinstance(drafting, NoWeights):
-        return ()
-    small = drafting if isinstance(drafting, LoadedModel) else drafting.model
-    return small.config.attention.layers[: small.config.attention.num_storing]
+        return NOTHING_BESIDE
+    attention = (drafting if isinstance(drafting, LoadedModel) else drafting.model).config.attention
+
+    def make_graphs(runtime: AttentionRuntime) -> GraphMemory:
+        model = served(model_over(runtime, loaded, options), drafting, options, runtime)
+        drafter = drafter_of(drafting, loaded, options, runtime, model)
+        assert isinstance(drafter, ModelDrafter | EagleDrafter), "it has weights"
+        return drafter.runners.make_largest_graphs()
+
+    return Beside(attention.layers[: attention.num_storing], make_graphs)
 
 
 def drafter_of(

@@ -231,10 +231,39 @@ def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
         assert f"run_tests.sh {stage}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run_tests.sh host",
+        "check_images.sh",
+        *(f"ci/rocm.sh{step}" for step in ("", " before", " build", " test", " after")),
+    ],
+)
+def test_without_an_engine_one_sentence_says_what_to_do(command: str, tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+    dead.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    dead.chmod(0o755)
+    for docker in (tmp_path / "no-such-command", dead):
+        done = subprocess.run(
+            ["bash", *f"docker/{command}".split()],
+            cwd=ROOT,
+            env={**os.environ, "DOCKER": str(docker)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(
+            f"'{docker} version' fails, so no Docker engine answers on this machine; install or start"
+        )
+        assert line.endswith("run the tests without an image: bash scripts/test.sh")
+
+
 def fake_docker(folder: Path, body: str) -> Path:
-    """Writes a command in Docker's place that records its calls, a line each, in folder/calls."""
+    """Writes a command in Docker's place that answers and records its calls, a line each, in folder/calls."""
     path = folder / "docker"
-    path.write_text(f'#!/bin/sh\necho "$*" >> "{folder}/calls"\n{body}\n')
+    path.write_text(f'#!/bin/sh\n[ "$1" != version ] || exit 0\necho "$*" >> "{folder}/calls"\n{body}\n')
     path.chmod(0o755)
     return path
 

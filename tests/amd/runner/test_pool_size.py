@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.capture.graphs import capture_shapes, draft_shapes
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, CapacityExceeded
+from rocm_attn.hip_graphs import host_pool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -245,6 +247,29 @@ def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
     assert drafting.num_pages == own.num_pages + room_for_drafts
     both = own.num_bytes + own.num_pages * (drafting.num_bytes // drafting.num_pages)
     assert both <= 300_000 < alone.num_bytes * 1.1
+
+
+def test_graphs_of_what_drafts_have_room_beside_the_pool(
+    metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver keeps memory for each of them, and they share a pool of memory of their own."""
+    of_driver = 1_000_000
+    monkeypatch.setattr(MeteredMemory, "of_a_graph", lambda memory: of_driver)
+    monkeypatch.setattr(engine_runtime, "is_small", lambda wanted, free: False)
+    monkeypatch.setattr(host_pool, "CHUNK_BYTES", 100_000)  # a chunk of the graphs' pool is metered whole
+    options = replace(BASE, graphs=True, speculative="eagle:seeded", draft_tokens=2, max_batch_size=2)
+    with metered(40_000_000):
+        engine = Engine(tiny_model(context_len=64), options)
+        measured = engine.report().graph_bytes
+    drafter = engine._speculation._drafter
+    assert isinstance(drafter, EagleDrafter)
+    of_drafts = drafter.runners.make_largest_graphs()
+    padding = drafter.runners._runtime.padding
+    assert len(of_drafts.outputs) == len(capture_shapes(padding)) + len(draft_shapes(padding))
+    assert of_drafts.pool > of_drafts.kept > 0
+    own = len(capture_shapes(engine.runtime.padding))
+    assert measured // of_driver == own + len(of_drafts.outputs)
+    assert measured > own * of_driver + of_drafts.num_bytes(of_driver)
 
 
 @pytest.mark.nightly

@@ -70,3 +70,14 @@ def test_a_prompt_of_the_largest_size_has_each_of_its_ids_read(server: Running) 
         reply = post(server, requested(prompt=prompt), COMPLETIONS)
         assert (reply.status, reply.error["param"]) == (400, "prompt")
         assert "prompt must be" in reply.error["message"]
+
+
+def test_more_tokens_than_the_context_holds_are_refused_before_the_first_is_read(server: Running) -> None:
+    most = post(server, {"prompt": "w1"}, "/tokenize").json["max_model_len"]
+    reply = post(server, {"tokens": [-1] * (most + 1)}, "/detokenize")
+    assert (reply.status, reply.error["param"]) == (400, "tokens")
+    assert reply.error["message"].startswith(
+        f"the body has {most + 1} tokens and this server writes the text of at most {most}"
+    )
+    assert "tokens.0: Input" in post(server, {"tokens": [-1] * most}, "/detokenize").error["message"]
+    assert post(server, {"tokens": [1] * most}, "/detokenize").json == {"prompt": " ".join(["w1"] * most)}

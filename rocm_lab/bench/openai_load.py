@@ -14,8 +14,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +25,8 @@ from rocm_lab.bench.load import LoadOptions, RequestRecord, ServingResult, promp
 from rocm_lab.bench.request_trace import RequestTrace
 
 _CONNECT_S = 30.0
-# Time for processes to begin before they send their first request.
-_START_S = 3.0
+# Time for processes to make their requests' tasks before they send the first one.
+_START_S = 0.2
 _OK = 200
 
 
@@ -163,28 +163,41 @@ async def run_load(
     """
     target = OpenAITarget(url, model or await asyncio.to_thread(first_model, url, api_key), api_key)
     prompts, num = prompts_of(trace, options), min(options.processes, len(trace.requests))
-    joules, begin = meter.joules(), time.perf_counter() + (_START_S if num > 1 else 0.0)
+    joules, begin = meter.joules(), time.perf_counter()
     if num == 1:
         outcomes = await send_all(target, trace.requests, prompts, options, begin)
     else:
+        workers = [_Worker() for _ in range(num)]
+        for worker in workers:
+            await worker.heard()
+        # Linux's clock is the same in all processes.
+        joules, begin = meter.joules(), time.perf_counter() + _START_S
         of_each = replace(options, concurrency=-(-options.concurrency // num))
-        loop = asyncio.get_running_loop()
-        with ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn")) as pool:
-            shares = [
-                loop.run_in_executor(
-                    pool, _share, target, trace.requests[place::num], prompts[place::num], of_each, begin
-                )
-                for place in range(num)
-            ]
-            outcomes = [outcome for share in await asyncio.gather(*shares) for outcome in share]
-    # Processes take some time to end.
-    seconds = max(each.ended for each in outcomes) - begin
-    return result_of(trace, outcomes, seconds, meter.joules() - joules)
+        for place, worker in enumerate(workers):
+            worker.pipe.send((target, trace.requests[place::num], prompts[place::num], of_each, begin))
+        outcomes = [outcome for worker in workers for outcome in await worker.heard()]
+    return result_of(trace, outcomes, max(each.ended for each in outcomes) - begin, meter.joules() - joules)
 
 
-def _share(*share: Any) -> list[RequestRecord]:
-    """Sends one process's part of the requests. Linux's clock is the same in all processes."""
-    return asyncio.run(send_all(*share))
+class _Worker:
+    """A process that sends a part of the requests. It ends with this one."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        context.Process(target=_send_share, args=(theirs,), daemon=True).start()
+        theirs.close()
+
+    async def heard(self) -> list[RequestRecord]:
+        """Returns what it says next: nothing once it has begun, and the records of its requests. Raises EOFError."""
+        said: list[RequestRecord] = await asyncio.to_thread(self.pipe.recv)
+        return said
+
+
+def _send_share(pipe: Connection) -> None:
+    """Runs in a process of its own."""
+    pipe.send([])
+    pipe.send(asyncio.run(send_all(*pipe.recv())))
 
 
 def first_model(url: str, api_key: str) -> str:

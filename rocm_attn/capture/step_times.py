@@ -1,4 +1,4 @@
-"""StepTimes: how long a model's steps take at least, by a device's rates; known before anything is loaded.
+"""StepTimes: how long a model's steps take at least, by a device's rates; and the budget of steps that follows.
 
 A step reads the weights once, whatever its tokens, or multiplies them with each token; the longer one counts. Each
 sequence's keys are read too. Launches, norms and collectives take nothing here.
@@ -15,20 +15,19 @@ from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Problem
 
 # The parts of a device's rates that steps are expected to reach.
-REACHED_BYTES, REACHED_FLOPS = 2 / 3, 0.6
-# The longest prompt whose chunks are bounded exactly; those of longer ones are bounded by going on like it.
-LONG_PROMPT = 32768
+_REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
 # The tokens of the sequences, and of the prompt, for which times are told.
 USUAL_LEN, PROMPT_LEN = 512, 2048
+# Attention to a prompt's earlier tokens is bounded exactly at this length.
+_LONG_PROMPT = 32768
 # A step without sequences that decode has a long prompt's tokens for this time: a prompt that comes later waits for it.
 _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
 # Nobody sees tokens come later by less, and the host takes some of it for a step with prompts.
 _LEAST_LATENCY_MS = 5.0
-UNBOUNDED = math.inf
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64
-# Stands for a prompt whose later tokens take no longer than its first ones.
-NEVER = 1 << 62
+# Stands for a time between tokens that nothing bounds, and for a prompt whose later tokens take no longer.
+UNBOUNDED, NEVER = math.inf, 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +79,29 @@ class StepTimes:
     @property
     def expected(self) -> StepTimes:
         """The times by the parts of the rates that steps are expected to reach."""
-        of = self.rates
-        reached = Rates(of.bytes_per_s * REACHED_BYTES, of.flops_per_s * REACHED_FLOPS, of.source)
-        return replace(self, rates=reached)
+        bytes_per_s, flops_per_s = self.rates.bytes_per_s * _REACHED_BYTES, self.rates.flops_per_s * _REACHED_FLOPS
+        return replace(self, rates=replace(self.rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
 
     def decode(self, num_seqs: int, kv_len: int) -> float:
         """A step of sequences of kv_len tokens that get one more each."""
         return self._matrices(num_seqs) + num_seqs * self._keys(kv_len)
 
+    def decode_ms(self, most: int) -> dict[int, float]:
+        """Sequences of USUAL_LEN tokens -> milliseconds of their step: 1, 32 and 256, and the most."""
+        return {
+            num: 1e3 * self.decode(num, USUAL_LEN) for num in sorted({min(num, most) for num in (1, 32, 256, most)})
+        }
+
     def prompt(self, num_tokens: int) -> float:
         """A step of one prompt."""
         attention = num_tokens * self._attention_flops(num_tokens // 2) / self.rates.flops_per_s
         return self._matrices(num_tokens) + attention
+
+    def as_json(self, most: int) -> dict[str, object]:
+        """The expected times, and the lower bounds. most: sequences that run at a time"""
+        usual = self.expected
+        of_steps = {"decode_ms": usual.decode_ms(most), "lower_bound_ms": self.decode_ms(most)}
+        return {**of_steps, "first_token_ms": 1e3 * usual.prompt(PROMPT_LEN)}
 
     def prompt_tokens(self, seconds: float, num_seqs: int, kv_len: int) -> int:
         """The most tokens of prompts, at their beginning, in a step that decodes too and takes this time.
@@ -99,14 +109,31 @@ class StepTimes:
         As many as take no time of their own, while the weights are read, are always among them; so are a few more.
         num_seqs, kv_len: of sequences that decode
         """
-        left = max(seconds - num_seqs * self._keys(kv_len), self.matrices.read(LONG_PROMPT) / self.rates.bytes_per_s)
+        reading = (self.matrices.shared + self.matrices.experts) / self.rates.bytes_per_s
+        left = max(seconds - num_seqs * self._keys(kv_len), reading)
         return max(_FEWEST_TOKENS, int(left * self.rates.flops_per_s / self.matrices.flops) - num_seqs)
 
     @property
     def doubles_after(self) -> int:
         """Tokens of a prompt after which a further one takes twice the time of the first, for its attention."""
-        attention = self._attention_flops(LONG_PROMPT)
-        return max(1, int(LONG_PROMPT * self.matrices.flops / attention)) if attention else NEVER
+        attention = self._attention_flops(_LONG_PROMPT)
+        return max(1, int(_LONG_PROMPT * self.matrices.flops / attention)) if attention else NEVER
+
+    def lines(self, most: int) -> list[str]:
+        """The expected times in words, next to the lower bounds. most: sequences that run at a time"""
+        rates, bounds = self.rates, self.decode_ms(most)
+        lines = [
+            f"  {num:>4} sequences of {USUAL_LEN} tokens decode in {ms:.3g} ms, {1e3 * num / ms:,.0f} tokens/s "
+            f"(lower bound {bounds[num]:.3g} ms)"
+            for num, ms in self.expected.decode_ms(most).items()
+        ]
+        of = f"{rates.bytes_per_s / 1e12:.3g} TB/s and {rates.flops_per_s / 1e12:.4g} TFLOP/s ({rates.source})"
+        first = 1e3 * self.expected.prompt(PROMPT_LEN)
+        return [
+            f"expected of {of}:",
+            *lines,
+            f"  a prompt of {PROMPT_LEN} tokens has its first token in {first:.3g} ms",
+        ]
 
     def _matrices(self, num_tokens: int) -> float:
         read = self.matrices.read(num_tokens) / self.rates.bytes_per_s
@@ -114,13 +141,9 @@ class StepTimes:
 
     def _keys(self, kv_len: int) -> float:
         """Reading the keys of one sequence, and attending to them."""
+        read = ((layer, page_bytes([layer]) / layer.page_size / self.rates.bytes_per_s) for layer in self.layers)
         return sum(
-            _seen(layer, kv_len)
-            * max(
-                page_bytes([layer]) / layer.page_size / self.rates.bytes_per_s,
-                _flops_of_key(layer) / self.rates.flops_per_s,
-            )
-            for layer in self.layers
+            _seen(layer, kv_len) * max(of_key, _flops_of_key(layer) / self.rates.flops_per_s) for layer, of_key in read
         )
 
     def _attention_flops(self, kv_len: int) -> int:
@@ -177,40 +200,3 @@ class StepBudget:
             f"{sizes}, of which prompts get up to {self.beside} while others decode: the next token is expected within "
             f"{self.latency_ms:.3g} ms (--latency)"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedStep:
-    """The expected time of a step of sequences that decode, each of USUAL_LEN tokens, next to its lower bound."""
-
-    sequences: int
-    ms: float
-    lower_bound_ms: float
-    tokens_per_s: float
-
-
-def expected_steps(times: StepTimes, most: int) -> list[ExpectedStep]:
-    """The steps of 1, 32 and 256 sequences, and of the most."""
-    found = []
-    for size in sorted({min(size, most) for size in (1, 32, 256, most)}):
-        bound, usual = (each.decode(size, USUAL_LEN) for each in (times, times.expected))
-        found.append(ExpectedStep(size, 1e3 * usual, 1e3 * bound, size / usual))
-    return found
-
-
-def first_token_ms(times: StepTimes) -> float:
-    """The expected time to first token of a prompt of PROMPT_LEN tokens, alone."""
-    return 1e3 * times.expected.prompt(PROMPT_LEN)
-
-
-def expected_lines(times: StepTimes, most: int) -> list[str]:
-    """All of it in words. most: sequences that run at a time"""
-    return [
-        f"expected of {times.rates.describe()}:",
-        *(
-            f"  {step.sequences:>4} sequences of {USUAL_LEN} tokens decode in {step.ms:.3g} ms, "
-            f"{step.tokens_per_s:,.0f} tokens/s (lower bound {step.lower_bound_ms:.3g} ms)"
-            for step in expected_steps(times, most)
-        ),
-        f"  a prompt of {PROMPT_LEN} tokens has its first token after {first_token_ms(times):.3g} ms",
-    ]

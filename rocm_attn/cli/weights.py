@@ -46,7 +46,7 @@ def weights_of(options: argparse.Namespace) -> Weights:
         return Weights(NOT_KNOWN, f"rocm-serve counts them, and is not installed; {installing('rocm_serve')}")
     count: Callable[[ModelConfig, torch.dtype, int], Matrices]
     count = importlib.import_module(options.weights_counted_in).matrices_of
-    matrices = count(config, getattr(torch, options.dtype), options.tp)
+    matrices = count(config.on_one_of(options.tp), getattr(torch, options.dtype), options.tp)
     return Weights(matrices.num_bytes, f"counted from {path.name} in {options.dtype}", matrices)
 
 

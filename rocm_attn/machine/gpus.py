@@ -28,10 +28,6 @@ class Rates:
     flops_per_s: float
     source: str = "data sheet"
 
-    def describe(self) -> str:
-        """The rates in words."""
-        return f"{self.bytes_per_s / 1e12:.3g} TB/s and {self.flops_per_s / 1e12:.4g} TFLOP/s, {self.source}"
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:

@@ -16,17 +16,12 @@ _TABLES = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
 _HEAD = "lm_head.weight"
 
 
-def matrices_of(config: ModelConfig, dtype: torch.dtype, num_ranks: int) -> Matrices:
+def matrices_of(part: ModelConfig, dtype: torch.dtype, num_ranks: int) -> Matrices:
     """One rank's weights in dtype. Routers and norms that are kept in float32 count in dtype: below 1 %.
 
-    config: of the whole model
+    part: the config of the rank's part
     Raises BadModel for more tensors than any model has.
     """
-    return matrices_of_part(config.on_one_of(num_ranks), dtype, num_ranks)
-
-
-def matrices_of_part(part: ModelConfig, dtype: torch.dtype, num_ranks: int) -> Matrices:
-    """Does the same for the config of one rank's part."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(part).items()}
     rows = Shard(0, num_ranks).span(part.vocab_size).size * part.hidden_size
     if part.tied_embeddings:  # each rank holds all of it, padded so that its rows divide

@@ -64,7 +64,7 @@ class OpenAITarget:
         secured = ssl.create_default_context() if place.scheme == "https" else None
         port = place.port or (443 if secured else 80)
         connecting = asyncio.get_running_loop().create_connection(
-            lambda: _Answer(request, outcome), place.hostname, port, ssl=secured
+            lambda: _Answer(request, outcome), place.hostname or "", port, ssl=secured
         )
         try:
             connection, answer = await asyncio.wait_for(connecting, _CONNECT_S)

@@ -145,8 +145,8 @@ def gap_of(streams: Sequence[RequestRecord], late: RequestRecord, prompt: int) -
     worst = max((end - start for start, end in gaps if end > late.sent and start < arrived), default=math.nan)
     median, _, p99 = usual.percentiles
     failures = tuple(each.failure for each in (*streams, late) if each.failure)
-    times = [1e3 * seconds for seconds in (median, p99, worst)]
-    return LongPromptGap(len(streams), prompt, *times, worst / median, 1e3 * (arrived - late.sent), failures)
+    usual_ms, p99_ms, worst_ms, first_ms = (1e3 * seconds for seconds in (median, p99, worst, arrived - late.sent))
+    return LongPromptGap(len(streams), prompt, usual_ms, p99_ms, worst_ms, worst / median, first_ms, failures)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ def matrices_of(part: ModelConfig, dtype: torch.dtype, num_ranks: int) -> Matric
     sizes[_HEAD] = rows
     tables = sum(sizes.get(name, 0) for name in _TABLES)
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    shared = sum(sizes.values()) - tables - experts
-    return Matrices(*(count * dtype.itemsize for count in (tables, shared, experts)), _chosen(part), dtype.itemsize)
+    shared, size = sum(sizes.values()) - tables - experts, dtype.itemsize
+    return Matrices(tables * size, shared * size, experts * size, _chosen(part), size)
 
 
 def _chosen(config: ModelConfig) -> float:

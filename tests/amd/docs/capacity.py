@@ -81,8 +81,8 @@ rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x
 rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x --tp 8 --max-batch-size 64 --kv-dtype fp8
 ```
 
-Its last lines say whether the plan fits, how many tokens would, and [how fast](#how-fast) steps should be. `--gpu` knows
-MI300X, MI325X, MI350X, MI355X and others; `--gpu-memory-share` is the share of the memory that may be in use.
+Its last lines say whether the plan fits, how many tokens would, and [how fast](#how-fast) steps should be. `--gpu`
+takes MI300X, MI325X, MI350X, MI355X and others; `--gpu-memory-share` is the share of the memory that may be in use.
 
 ## One MI300X, and eight
 

@@ -345,9 +345,11 @@ def running(served: World) -> list[int]:
     return [sequence.number for sequence in served.steps[-1].sequences]
 
 
-def q_len_of_steps(prompt_lens: Many[int], first: int, steps: int, **budget: int) -> list[list[int]]:
+def q_len_of_steps(
+    prompt_lens: Many[int], first: int, steps: int, *, chunk: int, beside: int, doubles_after: int = NEVER
+) -> list[list[int]]:
     """The new tokens of each sequence in some steps. The first request runs alone in the `first` ones."""
-    served = World(page_size=4, num_pages=257, max_batch_size=4, max_kv_len=256, **budget)
+    served = World(4, 257, max_batch_size=4, chunk=chunk, max_kv_len=256, beside=beside, doubles_after=doubles_after)
     for number, prompt_len in enumerate(prompt_lens):
         served.add(number, request(prompt_len, max_new_tokens=20))
         while number == 0 and len(served.steps) < first:

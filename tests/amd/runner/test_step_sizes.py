@@ -155,9 +155,10 @@ def test_as_many_sequences_run_as_k_and_v_have_room_for(monkeypatch: pytest.Monk
     token_bytes = 2 * 2 * 2 * 8 * 4  # K and V, two layers, two heads of 8 elements in float32
     monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: RATES)
 
-    def most(room: int, **options: float) -> int:
+    def most(room: int, kv_bytes: int | None = None) -> int:
         monkeypatch.setattr(step_sizes, "memory_of", lambda device: MeteredMemory(room))
-        return StepSizes.of(loaded, EngineOptions(latency=1.0, gpu_memory_share=1.0, **options)).budget.max_batch_size
+        options = EngineOptions(latency=1.0, gpu_memory_share=1.0, kv_bytes=kv_bytes)
+        return StepSizes.of(loaded, options).budget.max_batch_size
 
     assert [most(seqs * 1024 * token_bytes) for seqs in (1, 100, 1000)] == [8, 100, 256]
     assert most(0, kv_bytes=40 * 1024 * token_bytes) == 40

@@ -31,7 +31,7 @@ from rocm_serve.measured_memory import LargestSteps, free_of, measure, memory_of
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
-from rocm_serve.models.weight_bytes import matrices_of_part
+from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
 from rocm_serve.pool_size import CPU_BYTES, NOT_MEASURED, MeasuredMemory, PoolPages, is_small, most_kv_bytes, pool_pages
 from rocm_serve.speculation.device_steps import speculative_bytes
@@ -63,7 +63,7 @@ class StepForms:
         device, config = loaded.weights.device, loaded.config
         if not captures_all_steps(options, device) or (device.type == "cpu" and not options.speculates):
             return cls(masks=has_masks, beside=beside)
-        matrices = matrices_of_part(config, loaded.weights.dtype, loaded.ranks.shard.num_ranks)
+        matrices = matrices_of(config, loaded.weights.dtype, loaded.ranks.shard.num_ranks)
         sizes = prompt_sizes(options.chunk, matrices.flops / 2 / config.num_layers)
         return cls(verify_tokens, sizes, has_masks, beside=beside)
 

@@ -23,7 +23,7 @@ from rocm_serve import step_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
-from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.step_sizes import StepSizes, rates_of
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.serving import engine, short_requests

@@ -65,6 +65,7 @@ from rocm_serve.speculation.last_rows import forward_of
 from rocm_serve.speculation.reading import MOST_AHEAD, Pace
 from rocm_serve.speculation.speculation import Speculation, StepPicks
 from rocm_serve.speculation.speculative_steps import SpeculativeSteps
+from rocm_serve.step_sizes import StepSizes
 from rocm_serve.text.constraint import library
 from rocm_serve.text.matching import matching_of
 from rocm_serve.watched import watched_steps
@@ -93,7 +94,8 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
-        self.options = options = options if options is not None else EngineOptions()
+        self._sizes = StepSizes.of(loaded, options if options is not None else EngineOptions())
+        self.options = options = self._sizes.options
         drafting = read_drafting(loaded, options)
         self.runtime, self._measured = runtime_for(loaded, options, beside(drafting, loaded, options))
         self.max_kv_len = self.runtime.max_kv_len
@@ -143,8 +145,7 @@ class Engine:
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
-            max_batch_size=options.max_batch_size,
-            chunk=options.chunk_on(self.runtime.device.type),
+            self._sizes.budget,
             max_kv_len=self.max_kv_len,
             steps_until_known=self.runtime.faults.steps_until_known,
             priority_aging=options.priority_aging,
@@ -202,8 +203,7 @@ class Engine:
         """
         self.forget_prefixes()
         rows = self.options.max_batch_size * self.options.rows_of_each
-        most_tokens = max(self.options.chunk_on(self.runtime.device.type), rows)
-        run_every_kernel(self.runtime, most_tokens, self._runner.run_eagerly, progress)
+        run_every_kernel(self.runtime, max(self.options.chunk, rows), self._runner.run_eagerly, progress)
         self._must_check = True
         self._check_device()
         self._num_compiled = compile_watch().num_compiled
@@ -365,8 +365,7 @@ class Engine:
             self._check_device()
         except DeviceFault as fault:
             self._take_in(fault)
-        chunk = self.options.chunk_on(self.runtime.device.type)
-        return LiveTruth(self.runtime, self._scheduler.make_room, chunk).run(seed)
+        return LiveTruth(self.runtime, self._scheduler.make_room, self.options.chunk).run(seed)
 
     def completion(self, number: int) -> Completion:
         """Returns the completion of a finished request; the engine forgets it."""
@@ -390,7 +389,7 @@ class Engine:
             compiles_after_start=compile_watch().num_compiled - self._num_compiled,
             compile_seconds=compile_watch().seconds,
         )
-        return report_of(self.runtime, self._loaded, self.options, self._measured, self._speculative_in_words, metrics)
+        return report_of(self.runtime, self._loaded, self._sizes, self._measured, self._speculative_in_words, metrics)
 
     def _require_whole(self) -> None:
         if self._is_in_step:

@@ -31,7 +31,7 @@ from rocm_serve.measured_memory import NO_GRAPHS, GraphMemory, LargestSteps, fre
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
-from rocm_serve.models.weight_bytes import elements_of_a_layer
+from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
 from rocm_serve.pool_size import CPU_BYTES, NOT_MEASURED, MeasuredMemory, PoolPages, is_small, most_kv_bytes, pool_pages
 from rocm_serve.speculation.device_steps import speculative_bytes
@@ -75,12 +75,11 @@ class StepForms:
     def of(cls, loaded: LoadedModel, options: EngineOptions, beside: Beside) -> StepForms:
         """The forms of an engine; with speculation, those that verify draft tokens."""
         verify_tokens, has_masks = (options.rows_of_each, options.topk > 1) if options.speculates else (0, False)
-        device = loaded.weights.device
+        device, config = loaded.weights.device, loaded.config
         if not captures_all_steps(options, device) or (device.type == "cpu" and not options.speculates):
             return cls(masks=has_masks, beside=beside)
-        sizes = prompt_sizes(
-            options.chunk_on(device.type), elements_of_a_layer(loaded.config.on_one_of(loaded.ranks.shard.num_ranks))
-        )
+        matrices = matrices_of(config, loaded.weights.dtype, loaded.ranks.shard.num_ranks)
+        sizes = prompt_sizes(options.chunk, matrices.flops / 2 / config.num_layers)
         return cls(verify_tokens, sizes, has_masks, beside=beside)
 
 
@@ -89,7 +88,7 @@ class StepForms:
 _PRODUCTS_OF_A_LAUNCHED_LAYER = 7e10
 
 
-def prompt_sizes(chunk: int, elements: int) -> tuple[int, ...]:
+def prompt_sizes(chunk: int, elements: float) -> tuple[int, ...]:
     """Token counts that steps with prompts are padded to: the chunk, up to a bound, and shares of that.
 
     elements: of a layer's matrices that a token is multiplied with
@@ -123,17 +122,7 @@ def runtime_with(
     this at the same time.
     Raises BadSetting, Unsupported, CapacityExceeded.
     """
-    config, weights = loaded.config, loaded.weights
-    max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
-    if max_kv_len > config.context_len:
-        raise BadSetting(f"max_kv_len is {max_kv_len}; it must be at most the model's context, {config.context_len}")
-    geometry = config.attention.without_idle_windows(max_kv_len)
-    target, has_scales = (
-        detect_target(weights.device),
-        all(layer.kv_scale_values is not None for layer in weights.layers),
-    )
-    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_scales=has_scales)
-    over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
+    over, max_kv_len = problems_of(loaded, options), _max_kv_len(loaded, options)
     if forms.masks:
         over = tuple(replace(problem, custom_mask=True) for problem in over)
     problems = _page_choice(over, loaded, options).problems(over)
@@ -147,6 +136,23 @@ def runtime_with(
     pages = sizing.pages(kv_bytes)
     # a sequence cannot outgrow the pool
     return sizing.runtime(pages, min(max_kv_len, (pages.full - 1) * problems[0].page_size)), measured
+
+
+def problems_of(loaded: LoadedModel, options: EngineOptions) -> tuple[Problem, ...]:
+    """One problem for each layer that keeps K and V, over pages of one token. Raises BadSetting, Unsupported."""
+    config, weights = loaded.config, loaded.weights
+    geometry = config.attention.without_idle_windows(_max_kv_len(loaded, options))
+    has_scales = all(layer.kv_scale_values is not None for layer in weights.layers)
+    kv = KVFormat.named(options.kv_dtype, options.kv_scales, detect_target(weights.device), has_scales=has_scales)
+    return geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
+
+
+def _max_kv_len(loaded: LoadedModel, options: EngineOptions) -> int:
+    context_len = loaded.config.context_len
+    max_kv_len = context_len if options.max_kv_len is None else options.max_kv_len
+    if max_kv_len > context_len:
+        raise BadSetting(f"max_kv_len is {max_kv_len}; it must be at most the model's context, {context_len}")
+    return max_kv_len
 
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
@@ -185,10 +191,6 @@ class _Sizing:
         return num_bytes * own // (own + self._beside_bytes), measured
 
     @property
-    def _chunk(self) -> int:
-        return self.options.chunk_on(self.loaded.weights.device.type)
-
-    @property
     def _beside_bytes(self) -> int:
         """Bytes of the draft model's K and V for the tokens of a page."""
         first = self.problems[0]
@@ -209,7 +211,7 @@ class _Sizing:
         of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + speculative_bytes(options, self.max_kv_len)
         free = max(0, ranks.least(free_of(memory)) - of_drafts)
         wanted = most_kv_bytes(
-            self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=self._chunk
+            self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=self.options.chunk
         )
         wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
             self._beside_bytes
@@ -235,7 +237,7 @@ class _Sizing:
             self.problems,
             max_num_seqs=options.max_batch_size,
             max_kv_len=self.max_kv_len,
-            chunk=self._chunk,
+            chunk=self.options.chunk,
             kv_bytes=kv_bytes,
         )
         full = pages.full if options.num_pages is None else options.num_pages
@@ -268,7 +270,7 @@ class _Sizing:
         # Steps with prompts are captured at a size of all sequences, whatever each one's part of it is.
         most_captured = max(1, -(-max(self.forms.prompt_tokens, default=0) // num_seqs))
         captured = max(self.forms.verify_tokens, most_captured)
-        num_tokens = max(num_seqs * captured, self._chunk)
+        num_tokens = max(num_seqs * captured, self.options.chunk)
         steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
         return replace(steps, longest=min(steps.longest, max(most, page_size)))

@@ -14,9 +14,6 @@ from rocm_attn.machine.choices import USED_SHARE
 from rocm_attn.machine.option_texts import AttentionOptions, option, option_texts
 from rocm_serve.speculation.methods import NGRAM, OFF, require_method
 
-# Tokens of a step. A GPU reads all weights in each step, and few tokens do not keep it busy.
-CHUNK_ON_GPU, CHUNK_ON_CPU = 8192, 512
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions(AttentionOptions):
@@ -25,13 +22,20 @@ class EngineOptions(AttentionOptions):
     Raises BadSetting.
     """
 
-    chunk: int | None = option(
-        None,
+    latency: float = option(
+        0.0,
+        "expected time within which a sequence gets its next token while prompts come in, which get fewer tokens of a "
+        "step the shorter it is",
+        unit="MILLISECONDS",
+        least=0,
+        default_is="three steps that decode a full batch, at least 5; not bounded on a CPU",
+    )
+    chunk: int = option(
+        0,
         "most tokens per step; a longer prompt takes several steps",
-        kind=int,
         unit="TOKENS",
-        least=1,
-        default_is=f"{CHUNK_ON_GPU} on a GPU, {CHUNK_ON_CPU} on a CPU",
+        least=0,
+        default_is="a quarter of a second's, 2048 to 8192; 512 on a CPU",
     )
     graphs: bool = option(
         True,
@@ -130,7 +134,7 @@ class EngineOptions(AttentionOptions):
                 continue
             if text.kind is str and text.choices:
                 raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
-            if text.least is not None and value < text.least:
+            if text.least is not None and not value >= text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
         if not 0 < self.gpu_memory_share <= 1:
             raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
@@ -160,12 +164,6 @@ class EngineOptions(AttentionOptions):
     def rows_of_each(self) -> int:
         """Tokens of a sequence and step that a token may be picked after."""
         return 1 + self.draft_tokens if self.speculates else 1
-
-    def chunk_on(self, device_type: str) -> int:
-        """chunk, or its default for a device."""
-        if self.chunk is not None:
-            return self.chunk
-        return CHUNK_ON_CPU if device_type == "cpu" else CHUNK_ON_GPU
 
     def steps_ahead_on(self, device_type: str) -> int:
         """steps_ahead, or its default for a device."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.pool_size import MeasuredMemory
+from rocm_serve.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Report:
     graph_bytes:     likewise, of graphs
     kv_bytes:        of the pools
     max_kv_len:      tokens of the longest sequence
+    steps:           the sizes of steps, and their expected times, in words
     graphs:          "on", "off", or "off: " and why they were switched off
     speculative_steps: how rounds of draft tokens follow from each other, or why the host plans each; empty: there are
                      no draft tokens
@@ -55,6 +56,7 @@ class Report:
     max_kv_len: int
     max_batch_size: int
     chunk: int
+    steps: tuple[str, ...]
     graphs: str
     speculative_steps: str
     deterministic: bool
@@ -90,12 +92,13 @@ class Report:
 def report_of(
     runtime: AttentionRuntime,
     loaded: LoadedModel,
-    options: EngineOptions,
+    sizes: StepSizes,
     measured: MeasuredMemory,
     speculative_steps: str,
     metrics: Metrics,
 ) -> Report:
     """The report of an engine over a runtime."""
+    options = sizes.options
     return Report(
         provider=runtime.selections[0].provider,
         kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
@@ -113,7 +116,8 @@ def report_of(
         kv_bytes=runtime.pool.num_bytes,
         max_kv_len=runtime.max_kv_len,
         max_batch_size=options.max_batch_size,
-        chunk=options.chunk_on(runtime.device.type),
+        chunk=options.chunk,
+        steps=sizes.lines,
         graphs=f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if options.graphs else "off",
         speculative_steps=speculative_steps,
         deterministic=options.deterministic,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.step_times import NEVER, StepBudget
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.speculation.drafts import DraftTree
 
@@ -69,6 +70,41 @@ Verified = Mapping[int, DraftTree]
 def pending(place: int) -> int:
     """The id that stands for an unread token: the one in this place among the picks of the step before."""
     return -1 - place
+
+
+@dataclass(slots=True, eq=False)
+class PromptRoom:
+    """The room for prompts in a step, while they get their tokens in order.
+
+    tokens:        of the step that are left
+    prompt_tokens: of prompts at their beginning that are left
+    doubles_after: see StepBudget
+    """
+
+    tokens: int
+    prompt_tokens: int
+    doubles_after: int
+
+    @classmethod
+    def beside(cls, num_decoding: int, budget: StepBudget) -> PromptRoom:
+        """The room next to sequences that decode; without any, nobody waits for a token and the step is a whole one."""
+        tokens = max(budget.chunk - num_decoding, 1)
+        return cls(tokens, budget.beside, budget.doubles_after) if num_decoding else cls(tokens, tokens, NEVER)
+
+    @property
+    def is_open(self) -> bool:
+        """True if another prompt gets tokens."""
+        return self.tokens > 0 and self.prompt_tokens > 0
+
+    def take(self, num_left: int, stored: int) -> int:
+        """The tokens that a prompt gets: at least one. The room is closed by a prompt that does not end here."""
+        most = -(-self.prompt_tokens * self.doubles_after // (self.doubles_after + stored + self.prompt_tokens))
+        q_len = min(num_left, self.tokens, max(most, 1))
+        self.tokens -= q_len
+        self.prompt_tokens -= q_len + q_len * (stored + q_len) // self.doubles_after
+        if q_len < num_left:
+            self.prompt_tokens = 0
+        return q_len
 
 
 def step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: Lengths) -> ScheduledStep:

@@ -1,9 +1,10 @@
 """Scheduler: chooses the sequences of the next step, and their numbers of tokens. Host values only.
 
 Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
-their requests' priorities and then of their age. The rest of the chunk goes to draft tokens of sequences that decode,
-which the step verifies. They are stored after their sequence's last token; rejected ones are overwritten. Drafts take
-free pages, and never those of another sequence.
+their requests' priorities and then of their age. While sequences decode, prompts get fewer tokens, so that the step is
+short (StepBudget). The rest of the chunk goes to draft tokens of sequences that decode, which the step verifies. They
+are stored after their sequence's last token; rejected ones are overwritten. Drafts take free pages, and never those of
+another sequence.
 
 A sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a chunk. It
 begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run out, those
@@ -34,6 +35,7 @@ from operator import attrgetter
 import numpy as np
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
+from rocm_attn.capture.step_times import StepBudget
 from rocm_attn.errors import NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
@@ -43,7 +45,7 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
-from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, ScheduledStep, Verified, step_of
+from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, PromptRoom, ScheduledStep, Verified, step_of
 from rocm_serve.speculation.drafts import DraftTree
 
 _by_urgency = attrgetter("urgency")
@@ -68,8 +70,7 @@ class Scheduler:
     decide the same.
 
     metrics:           receive counts of preemptions and of the use of the prefix cache
-    max_batch_size:    sequences that run at a time
-    chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token per step
+    budget:            tokens of a step; decodes always run, and a prompt gets at least one token per step
     max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
     steps_until_known: FaultReports.steps_until_known
     priority_aging:    steps in which a sequence that waits gains one priority on new ones; 0: never
@@ -81,9 +82,8 @@ class Scheduler:
         self,
         table: RequestTable,
         metrics: Metrics,
+        budget: StepBudget,
         *,
-        max_batch_size: int,
-        chunk: int,
         max_kv_len: int,
         steps_until_known: int,
         priority_aging: int = 0,
@@ -92,8 +92,7 @@ class Scheduler:
         self._metrics = metrics
         self._table = table
         self._cache = PrefixCache(table, steps_until_known)
-        self._max_batch_size = max_batch_size
-        self._chunk = chunk
+        self._budget, self._max_batch_size, self._chunk = budget, budget.max_batch_size, budget.chunk
         self._max_kv_len = max_kv_len
         # All three in the order of urgency.
         self._waiting: list[Sequence] = []
@@ -103,10 +102,10 @@ class Scheduler:
         self._num_pending = 0  # steps that were launched and not finished
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
-            needed = self._most_pages(max_kv_len, chunk, pages)
+            needed = self._most_pages(max_kv_len, budget.chunk, pages)
             if needed > pages.num_usable_pages:
                 raise NeverFits(
-                    f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} "
+                    f"one sequence of {max_kv_len} tokens, in steps of up to {budget.chunk}, needs {needed} "
                     f"pages{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or "
                     "lower max_kv_len or chunk"
                 )
@@ -175,14 +174,16 @@ class Scheduler:
             return step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
         self._give_back_ahead()
         self._admit_urgent()
-        scheduled, verified, lengths, budget = self._continue(self._running, drafts)
-        while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
+        scheduled, verified, lengths, room = self._continue(self._running, drafts)
+        while room.is_open and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if not self._has_room(newcomer, found):
                 break
-            self._admit(newcomer, found, budget)
-            budget -= self._add_prompt(scheduled, newcomer, budget)
+            stored = len(found) * self._table.page_size
+            q_len = room.take(len(newcomer.token_ids) - stored, stored)
+            self._admit(newcomer, found, q_len)
+            scheduled.append((newcomer, q_len))
         if not scheduled:  # all that run have their last token
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
@@ -374,21 +375,21 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, DraftTree]
-    ) -> tuple[list[tuple[Sequence, int]], Verified, Lengths, int]:
-        """The new tokens of some running sequences, with room for them, and how many more tokens the step takes.
+    ) -> tuple[list[tuple[Sequence, int]], Verified, Lengths, PromptRoom]:
+        """The new tokens of some running sequences, with pages for them, and the room for more tokens in the step.
 
         If pages run out, drafts are left out, then room that was taken ahead or for rejected drafts is given back, and
         then the last sequence that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
-            scheduled, verified, budget = self._assigned(running, drafts)
+            scheduled, verified, room = self._assigned(running, drafts)
             lengths = rows, stored, new = Lengths.of(scheduled)
             if self._cache.has_windows:
                 self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
             if self._table.is_reserved(rows, kv_len):
-                return scheduled, verified, lengths, budget
+                return scheduled, verified, lengths, room
             # An upper bound: usually as many are free, and nothing has to be counted.
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
@@ -400,7 +401,7 @@ class Scheduler:
                 elif not self._give_back_room():
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, verified, lengths, budget
+                return scheduled, verified, lengths, room
 
     def _reserve(self, rows: Int32Array, stored: Int32Array, kv_len: Int32Array) -> None:
         """Makes room for the tokens of a step, and for some after them if pages are plentiful and no sequence waits.
@@ -418,8 +419,8 @@ class Scheduler:
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, DraftTree]
-    ) -> tuple[list[tuple[Sequence, int]], Verified, int]:
-        """The new tokens of some running sequences, those that decode first, and how many more the step takes."""
+    ) -> tuple[list[tuple[Sequence, int]], Verified, PromptRoom]:
+        """The new tokens of some running sequences, those that decode first, and the room for more."""
         scheduled: list[tuple[Sequence, int]] = []
         verified: dict[int, DraftTree] = {}
         prompts: list[Sequence] = []
@@ -431,21 +432,21 @@ class Scheduler:
             elif is_read or num_read + 1 < sequence.most_tokens:
                 scheduled.append((sequence, 1))
         num_decoding = len(scheduled)
-        budget = max(self._chunk - num_decoding, 1)
+        room = PromptRoom.beside(num_decoding, self._budget)
         for sequence in prompts:
-            if budget > 0:
-                budget -= self._add_prompt(scheduled, sequence, budget)
+            if room.is_open:
+                scheduled.append((sequence, room.take(sequence.num_left, sequence.num_stored)))
         if drafts and num_decoding < self._chunk:
             # Waiting sequences get their share: drafts only speed up sequences that go on without them.
-            room = budget // 2 if self._waiting else budget
+            left = room.tokens // 2 if self._waiting else room.tokens
             for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
                 of_it = drafts.get(sequence.number)
-                num_drafts = min(len(of_it.token_ids), room) if of_it is not None else 0
+                num_drafts = min(len(of_it.token_ids), left) if of_it is not None else 0
                 if of_it is not None and num_drafts > 0:
                     scheduled[seq], verified[seq] = (sequence, q_len + num_drafts), of_it.first(num_drafts)
-                    room -= num_drafts
-                    budget -= num_drafts
-        return scheduled, verified, budget
+                    left -= num_drafts
+                    room.tokens -= num_drafts
+        return scheduled, verified, room
 
     def _give_back_room(self) -> bool:
         """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
@@ -491,9 +492,11 @@ class Scheduler:
 
     def _gets_tokens(self, newcomer: Sequence) -> bool:
         """True if the sequences before a new one leave it any of the next step's tokens."""
-        decodes = sum(sequence.num_left == 1 for sequence in self._running)
-        before = (sequence.num_left for sequence in self._running if sequence.urgency < newcomer.urgency)
-        return sum(num_left for num_left in before if num_left > 1) < max(self._chunk - decodes, 1)
+        room = PromptRoom.beside(sum(sequence.num_left == 1 for sequence in self._running), self._budget)
+        for sequence in self._running:
+            if sequence.num_left > 1 and sequence.urgency < newcomer.urgency and room.is_open:
+                room.take(sequence.num_left, sequence.num_stored)
+        return room.is_open
 
     def _fits_beside_better(self, newcomer: Sequence) -> bool:
         """True if a sequence has room once all running ones with a worse priority have given way."""
@@ -571,11 +574,11 @@ class Scheduler:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 
-    def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
+    def _admit(self, sequence: Sequence, found: Many[CachedPage], q_len: int) -> None:
         """Makes a waiting sequence run.
 
         found:  the cached pages that it begins with
-        budget: tokens of its next step
+        q_len:  tokens of its next step
         """
         page_size = self._table.page_size
         self._waiting.remove(sequence)
@@ -585,7 +588,7 @@ class Scheduler:
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)
-        kv_len = min(len(sequence.token_ids), sequence.num_stored + budget)
+        kv_len = min(len(sequence.token_ids), sequence.num_stored + q_len)
         self._make_room(num_pages(kv_len, page_size) - len(found))
         self._table.reserve(sequence.row, kv_len)
         if sequence.cached_row.is_cached and not sequence.is_suspect:
@@ -594,9 +597,3 @@ class Scheduler:
 
     def _count_cached_pages(self) -> None:
         self._metrics.cached_pages = self._cache.num_idle(0)
-
-    @staticmethod
-    def _add_prompt(scheduled: list[tuple[Sequence, int]], sequence: Sequence, budget: int) -> int:
-        q_len = min(sequence.num_left, budget)
-        scheduled.append((sequence, q_len))
-        return q_len

@@ -13,6 +13,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graphs import shape_name
+from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
 from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
 from rocm_attn.errors import BadSetting
@@ -56,12 +57,18 @@ def run(options: argparse.Namespace) -> None:
             budget=int(options.gpu_memory_share * gpu.memory_bytes),
             weight_bytes=weights.num_bytes,
         )
+    times = budget = None
+    most = options.max_batch_size
+    if gpu is not None and weights.matrices != NOT_COUNTED and problems[0].dtype.itemsize == 2:
+        times = StepTimes(weights.matrices, [problems[read] for read in geometry.reads], gpu.rates)
+        budget = StepBudget.chosen(times, most)
     if options.json:
         described = {"arch": target.arch, "ranks": options.tp, **pages_as_json(pages), "max_kv_len": max_kv_len}
         of_weights = {"weights_bytes": None if weights.num_bytes == NOT_KNOWN else weights.num_bytes}
         of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
         states = {"state_bytes_per_request": state_bytes}
-        print(json.dumps({**described, **_as_json(plan), **of_weights, **of_fit, **states}, indent=2))
+        expected = {} if times is None or budget is None else {"budget": asdict(budget), **times.as_json(most)}
+        print(json.dumps({**described, **_as_json(plan), **of_weights, **of_fit, **states, **expected}, indent=2))
     else:
         ranks = "" if options.tp == 1 else f", one of {options.tp} ranks"
         print(
@@ -73,6 +80,8 @@ def run(options: argparse.Namespace) -> None:
             print(f"{pages.describe()} were chosen")
         print("\n".join(_lines(plan)))
         print("\n".join(_fit_lines(options, weights, gpu, fit)))
+        if times is not None and budget is not None:
+            print("\n".join(["", budget.line(), *times.lines(most)]))
         if state_bytes:
             print(f"recurrent states take {_size(state_bytes)} a request too; rocm_attn keeps none")
 

@@ -139,6 +139,7 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ATTENTION[name]
     for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
+MAX_BATCH_SIZE = MAX_BATCH_SIZE.but(type=positive, default=256, help="sequences that run at a time (256)")
 PAGES = (OF_ATTENTION["page_size"], OF_ATTENTION["pool"])
 PAGE_SIZE_FOUND = PAGES[0].but(
     default=None,

@@ -170,11 +170,10 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_CAPTURE_PLAN_EXAMPLES,
     )
     swa_pages = o.SWA_PAGES.but(default=0, help="pages of a separate pool for layers with a window (none)")
-    max_batch_size = o.MAX_BATCH_SIZE.but(required=True, default=None, help="sequences that run at a time")
     # The module that counts a model's weights is rocm-serve's, which sets it.
     parser.set_defaults(weights_counted_in=None)
     gpu = (o.ARCH, o.GPU, o.GPU_MEMORY_SHARE, o.WEIGHTS_GIB, o.RANKS)
-    options = (o.CONFIG, *gpu, max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
+    options = (o.CONFIG, *gpu, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES, o.DRAFTS)
     add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, *o.RELEASES, o.JSON))
 

@@ -1,4 +1,4 @@
-"""The bytes of a model's weights on one rank, and where the number is from, for a model that is not loaded."""
+"""A model's weights on one rank, and where the number is from, for a model that is not loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from rocm_attn.capture.step_times import NOT_COUNTED, Matrices
 from rocm_attn.cli.arguments import config_at
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.machine.distributions import installing
@@ -22,10 +23,11 @@ NOT_KNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """num_bytes: on one rank, or NOT_KNOWN; source: where they are from, or why they are not known"""
+    """num_bytes: on one rank, or NOT_KNOWN; source: where they are from, or why not; matrices: or NOT_COUNTED"""
 
     num_bytes: int
     source: str
+    matrices: Matrices = NOT_COUNTED
 
 
 def weights_of(options: argparse.Namespace) -> Weights:
@@ -42,10 +44,10 @@ def weights_of(options: argparse.Namespace) -> Weights:
         return Weights(NOT_KNOWN, f"{refused}; give --weights-gib")
     if options.weights_counted_in is None:
         return Weights(NOT_KNOWN, f"rocm-serve counts them, and is not installed; {installing('rocm_serve')}")
-    count: Callable[[ModelConfig, torch.dtype, int], int]
-    count = importlib.import_module(options.weights_counted_in).weight_bytes
-    num_bytes = count(config, getattr(torch, options.dtype), options.tp)
-    return Weights(num_bytes, f"counted from {path.name} in {options.dtype}")
+    count: Callable[[ModelConfig, torch.dtype, int], Matrices]
+    count = importlib.import_module(options.weights_counted_in).matrices_of
+    matrices = count(config.on_one_of(options.tp), getattr(torch, options.dtype), options.tp)
+    return Weights(matrices.num_bytes, f"counted from {path.name} in {options.dtype}", matrices)
 
 
 def runner_config(path: Path) -> ModelConfig:

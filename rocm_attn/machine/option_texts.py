@@ -115,7 +115,13 @@ class AttentionOptions:
         choices=KV_SCALES,
         default_is="auto: token, or layer if the model has scales",
     )
-    max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
+    max_batch_size: int = option(
+        0,
+        "sequences that run at a time",
+        unit="SEQS",
+        least=0,
+        default_is="as many of 1024 tokens as K and V have room for, 8 to 256; 64 on a CPU",
+    )
     max_kv_len: int | None = option(
         None,
         "tokens of the longest sequence",

@@ -53,12 +53,14 @@ class LoadOptions:
     vocabulary:  prompts are made of token ids from FIRST_TOKEN_ID up to this one, excluded
     seed:        of the prompts
     max_seconds: the time after which requests in flight are given up, and counted as failed
+    processes:   that share the requests to a server
     """
 
     concurrency: int = 256
     vocabulary: int = 1000
     seed: int = 0
     max_seconds: float = 3600.0
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.vocabulary <= FIRST_TOKEN_ID:
@@ -154,8 +156,20 @@ async def put_load(
     target: RequestServer, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter
 ) -> ServingResult:
     """Sends each request when it arrives, and waits for all of them, at most options.max_seconds."""
-    room = asyncio.Semaphore(options.concurrency)
     joules, begin = meter.joules(), time.perf_counter()
+    outcomes = await send_all(target, trace.requests, prompts_of(trace, options), options, begin)
+    return result_of(trace, outcomes, time.perf_counter() - begin, meter.joules() - joules)
+
+
+async def send_all(
+    target: RequestServer,
+    requests: Sequence[TracedRequest],
+    prompts: Sequence[Sequence[int]],
+    options: LoadOptions,
+    begin: float,
+) -> list[RequestRecord]:
+    """Sends each request when it arrives after `begin`, a time of time.perf_counter(), and waits for all of them."""
+    room = asyncio.Semaphore(options.concurrency)
     outcomes: list[RequestRecord] = []
 
     async def one(request: TracedRequest, prompt: Sequence[int]) -> None:
@@ -171,8 +185,7 @@ async def put_load(
             finally:
                 outcome.ended = time.perf_counter()
 
-    prompts = _prompts(trace, options)
-    tasks = [asyncio.ensure_future(one(*each)) for each in zip(trace.requests, prompts, strict=True)]
+    tasks = [asyncio.ensure_future(one(*each)) for each in zip(requests, prompts, strict=True)]
     done, late = await asyncio.wait(tasks, timeout=options.max_seconds)
     for task in late:
         task.cancel()
@@ -182,10 +195,11 @@ async def put_load(
     never_sent = len(tasks) - len(outcomes)
     for _ in range(never_sent):
         outcomes.append(RequestRecord(time.perf_counter(), failure=f"not sent within {options.max_seconds:g} s"))
-    return _result(trace, outcomes, time.perf_counter() - begin, meter.joules() - joules)
+    return outcomes
 
 
-def _result(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: float, joules: float) -> ServingResult:
+def result_of(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: float, joules: float) -> ServingResult:
+    """The results of a trace by the records of its requests."""
     served = [outcome for outcome in outcomes if not outcome.failure]
     gaps = [after - before for each in served for before, after in zip(each.pieces, each.pieces[1:], strict=False)]
     return ServingResult(
@@ -209,7 +223,7 @@ def _result(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: flo
     )
 
 
-def _prompts(trace: RequestTrace, options: LoadOptions) -> list[list[int]]:
+def prompts_of(trace: RequestTrace, options: LoadOptions) -> list[list[int]]:
     """Returns random token ids. Blocks of a prefix with the same id are the same in all prompts."""
     return [
         _prompt(request, options, lambda key: random.Random(f"{options.seed}/{key}"), number)

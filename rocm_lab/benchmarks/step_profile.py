@@ -62,7 +62,7 @@ def prompt_of(length: int, seed: int, vocabulary: int) -> tuple[int, ...]:
     return tuple(torch.randint(vocabulary, (length,), generator=random).tolist())
 
 
-def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int | None) -> Engine:
+def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int) -> Engine:
     """Returns an engine with all its graphs."""
     options = EngineOptions(
         max_batch_size=num_seqs,
@@ -79,7 +79,7 @@ def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int | None) -> Engine:
 
 def decode(loaded: LoadedModel, num_seqs: int) -> Row:
     """Returns the figures of steps in which each of num_seqs requests gets one token."""
-    engine = engine_of(loaded, num_seqs, None)
+    engine = engine_of(loaded, num_seqs, 0)
     for number in range(num_seqs):
         prompt = prompt_of(PROMPT, number, loaded.config.vocab_size)
         engine.submit(Request(prompt, 2 * STEPS + 4 * PROFILED, ignore_eos=True))
@@ -94,7 +94,7 @@ def decode(loaded: LoadedModel, num_seqs: int) -> Row:
 
 def prompts(loaded: LoadedModel) -> Row:
     """Returns the figures of steps that each hold one whole long prompt."""
-    engine = engine_of(loaded, 2, None)  # the second prompt is launched while the first one runs
+    engine = engine_of(loaded, 2, 0)  # the second prompt is launched while the first one runs
     for number in range(16 + PROFILED):
         engine.submit(Request(prompt_of(LONG_PROMPT, number, loaded.config.vocab_size), 1, ignore_eos=True))
     for _ in range(4):

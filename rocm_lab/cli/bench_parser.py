@@ -87,6 +87,9 @@ ENERGY = o.option(
     help="seconds of work per provider for counting joules (none)",
 )
 PROCESSES = o.option("--processes", type=o.natural, metavar="N", help="processes that compile ahead (one per core)")
+LOAD_PROCESSES = o.option(
+    "--load-processes", type=o.positive, default=1, metavar="N", help="processes that send the requests (1)"
+)
 OUT = o.option("--out", metavar="FILE", help="write everything as JSON, with each sample")
 CSV = o.option("--csv", metavar="FILE", help="write medians as CSV")
 
@@ -169,7 +172,7 @@ def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Adds the subcommands that send requests to a server or to an engine, and the one that makes traces."""
     put = (TRACE, REQUESTS, SPEED, AT_ONCE, CONCURRENCY, MAX_SECONDS, o.SEED.but(help="of prompts (0)"))
     serve = what.add_parser("serve", help="send a trace of requests to any server with OpenAI's API")
-    _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, OUT, o.JSON))
+    _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, LOAD_PROCESSES, OUT, o.JSON))
     runner = what.add_parser("runner", help="send a trace of requests to an engine in this process")
     _add(runner.add_argument_group("model"), (s.MODEL, o.DEVICE, o.DTYPE.but(default=None)))
     _add(runner.add_argument_group("serving"), [s.OF_ENGINE[name] for name in s.ON_GENERATE])

@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
     url = options.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise BadSetting(f"--url is {options.url!r}; give it in the form http://127.0.0.1:8000")
-    trace, how = trace_of(options), load_options(options, options.vocabulary)
+    trace, how = trace_of(options), load_options(options, options.vocabulary, options.load_processes)
     # The server runs on this machine only if its name says so.
     local = any(name in url for name in ("//127.", "//localhost", "//[::1]"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

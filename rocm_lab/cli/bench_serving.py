@@ -25,9 +25,9 @@ def trace_of(options: argparse.Namespace) -> RequestTrace:
     return trace.faster(float("inf") if options.at_once else options.speed)
 
 
-def load_options(options: argparse.Namespace, vocabulary: int) -> LoadOptions:
+def load_options(options: argparse.Namespace, vocabulary: int, processes: int = 1) -> LoadOptions:
     """The options for sending the trace. Raises BadSetting."""
-    return LoadOptions(options.concurrency, vocabulary, options.seed, options.max_seconds)
+    return LoadOptions(options.concurrency, vocabulary, options.seed, options.max_seconds, processes)
 
 
 def show(options: argparse.Namespace, result: ServingResult, device: torch.device, target: str, energy: str) -> None:

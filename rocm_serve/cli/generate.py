@@ -38,6 +38,7 @@ from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_serve.speculation.engines import require_drafter
+from rocm_serve.step_sizes import MOST_SEQS
 
 _HEADER_COLUMNS = 76
 
@@ -204,7 +205,7 @@ def _engine_options(
     """Options of an engine with room for these requests, so that a short prompt does not take all of the memory."""
     longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
     given = {name: getattr(options, name) for name in ON_GENERATE}
-    given["max_batch_size"] = min(options.max_batch_size, len(requests))
+    given["max_batch_size"] = min(options.max_batch_size or MOST_SEQS, len(requests))
     return EngineOptions(**given, max_kv_len=min(longest, model.config.context_len))
 
 
@@ -268,6 +269,7 @@ def _lines(report: Report) -> list[str]:
         *(f"  {sentence}" for sentence in report.cost_of_ranks),
         report.memory_line(),
         report.start_line(),
+        *report.steps,
         *(["deterministic: a prompt's tokens do not depend on other prompts"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         *([f"rounds of draft tokens {report.speculative_steps}"] if report.speculative_steps else []),

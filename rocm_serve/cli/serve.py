@@ -103,4 +103,7 @@ def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
         if verdict.word == "wrong":
             say(verdict.sentence)
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
-    say(engine.report().start_line())
+    report = engine.report()
+    say(report.start_line())
+    for line in report.steps:
+        say(line)

@@ -34,8 +34,7 @@ def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: At
     """The model that steps run. If a head drafts, it hands its rows over."""
     if not isinstance(drafting, EagleWeights):
         return model
-    chunk = options.chunk_on(runtime.device.type)
-    most = max(chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
+    most = max(options.chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
     return HandingOver(model, most, drafting.layers)
 
 
@@ -138,7 +137,7 @@ def model_drafter(
     drafting, its_own = _runtime_of(small, options, runtime, few)
     model = SmallModel(model_over(drafting, small, its_own))
     runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)
-    return ModelDrafter(runners, drafting.table, chunk=options.chunk_on(runtime.device.type), few=few)
+    return ModelDrafter(runners, drafting.table, chunk=options.chunk, few=few)
 
 
 def eagle_drafter(

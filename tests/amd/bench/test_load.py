@@ -16,8 +16,8 @@ import rocm_lab.cli.bench_runner as runner_command
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Quantiles, ServingResult
-from rocm_lab.bench.openai_load import run_load
+from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, ServingResult
+from rocm_lab.bench.openai_load import _Answer, run_load
 from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
 from rocm_lab.bench.runner_load import run_on_engine
 from rocm_lab.bench.traffic import Traffic
@@ -54,6 +54,37 @@ def test_every_request_is_sent_as_the_trace_has_it_and_counted() -> None:
     assert result.first_token.count == result.whole.count == 6
     assert result.token_mean.count == 6
     assert 0 < result.first_token.percentiles[0] <= result.whole.percentiles[2]
+
+
+def test_several_processes_send_each_request_once_and_their_times_are_of_one_clock() -> None:
+    server = StandIn()
+    result = put(server, LoadOptions(processes=2, concurrency=2))
+    assert (result.requests, result.num_failed, result.output_tokens) == (6, 0, 18)
+    assert sorted(len(body["prompt"]) for body in server.bodies) == [4, 5, 6, 7, 8, 9]
+    assert server.most_at_once <= 2
+    assert 0 < result.first_token.percentiles[0] <= result.whole.percentiles[2] <= result.seconds
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_an_answer_is_read_however_its_bytes_are_cut(size: int) -> None:
+    """In chunks of HTTP that hold parts of a line, and in reads that hold parts of a chunk."""
+    events = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]}, {"usage": {"completion_tokens": 2}}]
+    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    cut = [lines[at : at + 11].encode() for at in range(0, len(lines), 11)]
+    chunks = b"".join(b"%x;more=1\r\n%s\r\n" % (len(each), each) for each in cut) + b"0\r\n\r\n"
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+
+    async def read() -> RequestRecord:
+        outcome = RequestRecord(0.0)
+        reading = _Answer(b"", outcome)
+        for at in range(0, len(answer), size):
+            reading.data_received(answer[at : at + size])
+        assert reading.ended.done()
+        reading.connection_lost(None)
+        return outcome
+
+    outcome = asyncio.run(read())
+    assert (len(outcome.pieces), outcome.tokens, outcome.failure) == (2, 2, "")
 
 
 def test_no_more_requests_are_out_than_allowed() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
-from rocm_lab.bench.load import FIRST_TOKEN_ID, LoadOptions, _prompts
+from rocm_lab.bench.load import FIRST_TOKEN_ID, LoadOptions, prompts_of
 from rocm_lab.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest, read_trace
 from rocm_lab.bench.traffic import Traffic
 
@@ -51,7 +51,7 @@ def test_mooncakes_schema_has_milliseconds_and_shared_blocks(tmp_path: Path) -> 
     assert first.arrival_s == 0.0
     assert second.arrival_s == pytest.approx(3.053)
     assert (first.prompt_tokens, first.output_tokens, first.prefix) == (6955, 52, (46, 47, 48))
-    one, two = _prompts(trace, LoadOptions())
+    one, two = prompts_of(trace, LoadOptions())
     assert (len(one), len(two)) == (6955, 6472)
     shared = next(place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
     assert 2 * PREFIX_BLOCK <= shared < 2 * PREFIX_BLOCK + 5
@@ -104,7 +104,7 @@ def test_made_up_requests_have_the_rate_and_the_lengths_that_are_asked_for() -> 
 
 def test_made_up_requests_share_the_prefix_that_is_asked_for() -> None:
     trace = Traffic(5, 8.0, 3 * PREFIX_BLOCK, 10, spread=0.0, shared_tokens=2 * PREFIX_BLOCK).trace(seed=1)
-    prompts = _prompts(trace, LoadOptions(vocabulary=64))
+    prompts = prompts_of(trace, LoadOptions(vocabulary=64))
     assert len({tuple(prompt[: 2 * PREFIX_BLOCK]) for prompt in prompts}) == 1
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
     assert min(map(min, prompts)) >= FIRST_TOKEN_ID

@@ -14,7 +14,10 @@ from rocm_attn.cli import main
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "capacity.md"
-GPU, MAX_BATCH_SIZE, MAX_KV_LEN = "mi300x", 64, 8192
+GPU, MAX_BATCH_SIZE, MAX_KV_LEN = "mi300x", 256, 8192
+# Models, GPUs, and ranks for which times are told.
+TIMED = (("Llama-3.1-8B", 1), ("Llama-3.3-70B", 8), ("Qwen3-32B", 1), ("Qwen3-30B-A3B", 1))
+TIMED_GPUS = ("mi300x", "mi355x", "h200")
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, object]:
@@ -74,12 +77,12 @@ _HEAD = f"""# Capacity
 How many tokens fit? `rocm-attn capture-plan` answers before anything is bought or downloaded, from a config.json:
 
 ```bash
-rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x --max-batch-size 64
-rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x --tp 8 --max-batch-size 256 --kv-dtype fp8
+rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x
+rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x --tp 8 --max-batch-size 64 --kv-dtype fp8
 ```
 
-Its last lines say whether the plan fits, and how many tokens would. `--gpu` knows the memory of MI300X, MI325X, MI350X,
-MI355X and others; `--gpu-memory-share` is the share that may be in use.
+Its last lines say whether the plan fits, how many tokens would, and [how fast](#how-fast) steps should be. `--gpu`
+takes MI300X, MI325X, MI350X, MI355X and others; `--gpu-memory-share` is the share of the memory that may be in use.
 
 ## One MI300X, and eight
 
@@ -89,6 +92,23 @@ memory for activations is taken from them too, some GiB at most (`--chunk` bound
 
 | model | GPUs | weights on each | K and V of a token, on each | tokens | sequences of 8,192 |
 |---|---|---|---|---|---|
+"""
+
+_TIMES = """
+## How fast
+
+The same command tells the time of a step before anything runs. A step reads the weights once, and the keys of each
+sequence: that takes at least the bytes over the GPU's published bandwidth, which is the lower bound here in brackets.
+Steps are expected to reach two thirds of the bandwidth, and prompts 0.6 of the published rate of bfloat16 matrices.
+Sums over ranks are left out. None of it was measured on an AMD GPU; [one command](rocm.md) measures it.
+
+The columns: milliseconds of a step that decodes 1, 32 and 256 sequences of 512 tokens; tokens per second of 256;
+milliseconds to the first token of a prompt of 2,048 tokens; and the [sizes of
+steps](server.md#the-sizes-of-steps) that `serve` chooses: the tokens that prompts get while others decode, and the
+milliseconds within which the next token is expected.
+
+| model | GPUs | 1 | 32 | 256 | tokens/s | first token | prompts' tokens | next token |
+|---|---|---|---|---|---|---|---|---|
 """
 
 _TAIL = """
@@ -111,12 +131,12 @@ The server prints at its start how many pages it made, and refuses a request tha
 """
 
 
-def plan(config: Mapping[str, object], num_gpus: int) -> dict[str, Any]:
+def plan(config: Mapping[str, object], num_gpus: int, gpu: str = GPU) -> dict[str, Any]:
     """Returns the JSON of capture-plan, for a model on that many GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(config))
-        words = ["capture-plan", str(file), "--gpu", GPU, "--tp", str(num_gpus), "--json"]
+        words = ["capture-plan", str(file), "--gpu", gpu, "--tp", str(num_gpus), "--json"]
         words += ["--max-batch-size", str(MAX_BATCH_SIZE), "--max-kv-len", str(MAX_KV_LEN)]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             assert main(words) == 0
@@ -136,9 +156,21 @@ def row(name: str, num_gpus: int) -> str:
     return f"| {name} | {num_gpus} | " + " | ".join(cells) + " |"
 
 
+def times_row(name: str, num_gpus: int, gpu: str) -> str:
+    """Returns the row of times of a model on that many GPUs of a name."""
+    told = plan(MODELS[name], num_gpus, gpu)
+    decode, bound, budget = told["decode_ms"], told["lower_bound_ms"], told["budget"]
+    steps = [f"{decode[size]:.3g} ({bound[size]:.3g})" for size in ("1", "32", "256")]
+    rest = [f"{256e3 / decode['256']:,.0f}", f"{told['first_token_ms']:.3g}"]
+    cells = [*steps, *rest, str(budget["beside"]), f"{budget['latency_ms']:.3g}"]
+    return f"| {name} | {num_gpus} {gpu.upper()} | " + " | ".join(cells) + " |"
+
+
 def page() -> str:
     """Returns the text of docs/capacity.md."""
-    return _HEAD + "\n".join(row(name, num_gpus) for name in MODELS for num_gpus in (1, 8)) + "\n" + _TAIL
+    rooms = "\n".join(row(name, num_gpus) for name in MODELS for num_gpus in (1, 8))
+    times = "\n".join(times_row(*timed, gpu) for timed in TIMED for gpu in TIMED_GPUS)
+    return f"{_HEAD}{rooms}\n{_TIMES}{times}\n{_TAIL}"
 
 
 if __name__ == "__main__":

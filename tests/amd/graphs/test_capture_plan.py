@@ -214,6 +214,29 @@ def test_the_command_says_whether_it_fits_a_gpu_and_how_many_tokens_would(
             assert json.loads(capsys.readouterr().out)["fit"]["fits"] == fits
 
 
+def test_the_command_says_how_fast_a_gpu_should_be_and_how_steps_are_sized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-kv-len", "8192"]
+    assert main([*command, "--json"]) == DONE
+    plan = json.loads(capsys.readouterr().out)
+    assert list(plan["decode_ms"]) == list(plan["lower_bound_ms"]) == ["1", "32", "256"]
+    # All weights but the embedding, and 512 tokens of 128 KiB, at 5.3 TB/s.
+    read = plan["weights_bytes"] - 2 * 128256 * 4096 + 512 * (128 << 10)
+    assert plan["lower_bound_ms"]["1"] == pytest.approx(1e3 * read / 5.3e12, rel=1e-3)
+    assert plan["decode_ms"]["1"] == pytest.approx(1.5 * plan["lower_bound_ms"]["1"])
+    assert plan["budget"]["latency_ms"] == pytest.approx(3 * plan["decode_ms"]["256"])
+    assert main(command) == DONE
+    printed = capsys.readouterr().out
+    assert f"prompts get up to {plan['budget']['beside']} while others decode" in printed
+    assert f"   1 sequences of 512 tokens decode in {plan['decode_ms']['1']:.3g} ms" in printed
+    assert f"has its first token in {plan['first_token_ms']:.3g} ms" in printed
+    # Published rates are of 16-bit matrices, and weights of another size are not those that were counted.
+    for others in (["--dtype", "float32"], ["--weights-gib", "8"]):
+        assert main([*command, *others]) == DONE
+        assert "expected of" not in capsys.readouterr().out
+
+
 def test_ranks_share_heads_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """8 KV heads over 8 ranks: an eighth of the pool, and of all weights but the embedding and the norms."""
     command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-batch-size", "4", "--json"]

@@ -69,7 +69,8 @@ def test_a_stderr_that_is_closed_is_not_the_next_file_that_is_opened() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("--help",), *(pytest.param(one, marks=pytest.mark.nightly) for one in (("guards",), ("env", "--json")))]
+    "command",
+    [("--help",), *(pytest.param(one, marks=pytest.mark.nightly) for one in (("guards",), ("env", "--json")))],
 )
 def test_a_full_stdout_is_a_sentence(command: tuple[str, ...]) -> None:
     done = in_a_shell(">/dev/full", *command)
@@ -104,8 +105,10 @@ def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes_and_is_reported(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main(generate(model, "w5 é東", "w7")) == DONE
     assert written.getvalue().splitlines()[0] == rb">>> w5 \xe9\u6771"
-    assert capsys.readouterr().err.splitlines()[-1].startswith(
-        "rocm-attn: stdout is ascii; characters that it cannot write came out"
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("rocm-attn: stdout is ascii; characters that it cannot write came out")
     )
 
 

@@ -54,7 +54,7 @@ LIBRARIES = {
     "rocm_attn.models": {"gguf", "numpy", "torch"},
     SERVER: {"fastapi", "h11", "opentelemetry", "pydantic", "starlette", "uvicorn"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
-    "rocm_lab.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
+    "rocm_lab.bench": {"matplotlib", "numpy", "safetensors", "torch"},
     "rocm_lab.simulator": {"numpy", "torch", "triton"},
     "rocm_lab": {"numpy", "torch"},
     VLLM: {"torch", "vllm"},

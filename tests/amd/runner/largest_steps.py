@@ -23,7 +23,7 @@ def run_largest_steps(served: Engine) -> None:
     kv_len = np.array([longest] + [each] * (num_seqs - 1), np.int32)
     table.reserve_all(rows, kv_len)
     table.mark_stored(rows, kv_len)
-    chunk = options.chunk_on(runtime.device.type)
+    chunk = options.chunk
     share = chunk // num_seqs
     for q_len in ([max(1, chunk - num_seqs + 1)] + [1] * (num_seqs - 1), [share] * num_seqs, [1] * num_seqs):
         batch = StepBatch(rows, kv_len, q_len, token_ids=[1] * sum(q_len))

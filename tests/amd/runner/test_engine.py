@@ -18,7 +18,6 @@ from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
-from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.serving import engine, some_requests, tokens_of
@@ -229,7 +228,8 @@ def test_a_prompt_as_long_as_the_pool_gets_one_token(loaded: LoadedModel) -> Non
     ("changes", "error", "sentence"),
     [
         ({"page_size": 0}, BadSetting, "page_size is 0; it must be at least 1"),
-        ({"max_batch_size": 0}, BadSetting, "max_batch_size is 0"),
+        ({"max_batch_size": -1}, BadSetting, "max_batch_size is -1; it must be at least 0"),
+        ({"latency": float("nan")}, BadSetting, "latency is nan; it must be at least 0"),
         ({"chunk": -3}, BadSetting, "chunk is -3"),
         ({"num_pages": 1}, BadSetting, "num_pages is 1; it must be at least 2"),
         ({"max_kv_len": 97}, BadSetting, "max_kv_len is 97; it must be at most the model's context, 96"),
@@ -288,13 +288,6 @@ def test_the_report_says_what_runs_and_what_waits(loaded: LoadedModel) -> None:
     metrics = served.report().metrics
     assert (metrics.running, metrics.waiting) == (2, 3)
     assert 0 < metrics.pages_in_use < metrics.usable_pages == served.runtime.table.full.num_usable_pages
-
-
-def test_a_step_has_8192_tokens_on_a_gpu_and_512_on_a_cpu(loaded: LoadedModel) -> None:
-    assert [EngineOptions().chunk_on(kind) for kind in ("cpu", "cuda")] == [512, 8192]
-    assert [EngineOptions(chunk=7).chunk_on(kind) for kind in ("cpu", "cuda")] == [7, 7]
-    kind = loaded.weights.device.type
-    assert engine(loaded, chunk=None).report().chunk == EngineOptions().chunk_on(kind)
 
 
 def test_steps_with_many_new_tokens_are_no_graphs() -> None:

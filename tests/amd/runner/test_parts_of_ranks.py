@@ -17,7 +17,7 @@ from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import load_model, open_model
-from rocm_serve.models.weight_bytes import elements_of_a_layer, weight_bytes
+from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.models.weights import expected_shapes, load_weights
 from rocm_serve.ranks import RanksOfGroup
 from tests.amd.runner.families import FAMILIES, family_model
@@ -141,7 +141,9 @@ def test_the_bytes_of_a_ranks_weights_are_known_before_they_are_read(family: str
         shard = Shard(0, num_ranks)
         read = load_weights(files.source, files.config, dtype=torch.float32, device=CPU, shard=shard).num_bytes
         # Factors of Gemma 4's router are folded into its matrix.
-        assert weight_bytes(files.config, torch.float32, num_ranks) == pytest.approx(read, rel=0.003)
+        assert matrices_of(files.config.on_one_of(num_ranks), torch.float32, num_ranks).num_bytes == pytest.approx(
+            read, rel=0.003
+        )
 
 
 class Counted:
@@ -201,4 +203,5 @@ def test_a_token_is_multiplied_with_its_own_experts_alone(tmp_path: Path) -> Non
     routing, of_an_expert = layer.mlp.routing, 3 * config.hidden_size * layer.mlp.intermediate_size
     one_less = replace(layer.mlp, routing=replace(routing, num_chosen=routing.num_chosen - 1))
     cut = replace(config, layers=tuple(replace(each, mlp=one_less) for each in config.layers))
-    assert elements_of_a_layer(config) - elements_of_a_layer(cut) == of_an_expert
+    flops = [matrices_of(each, torch.float32, 1).flops for each in (config, cut)]
+    assert flops[0] - flops[1] == pytest.approx(2 * of_an_expert * config.num_layers)

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_attn.capture.step_times import NEVER, StepBudget
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -119,6 +120,7 @@ class World:
 
     draft: the drafts of a sequence with these tokens, up to a limit; None if there are none
     ahead: true if a step is scheduled and run before the tokens of the one before it are read
+    beside, doubles_after: see StepBudget
     """
 
     page_size: int
@@ -130,6 +132,8 @@ class World:
     draft: Drafter = no_drafts
     ahead: bool = False
     priority_aging: int = 0
+    beside: int = NEVER
+    doubles_after: int = NEVER
     pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -149,8 +153,7 @@ class World:
         self.scheduler = Scheduler(
             self.table,
             self.metrics,
-            max_batch_size=self.max_batch_size,
-            chunk=self.chunk,
+            StepBudget(self.max_batch_size, self.chunk, min(self.chunk, self.beside), self.doubles_after),
             max_kv_len=self.max_kv_len,
             steps_until_known=STEPS_UNTIL_ECHO,
             priority_aging=self.priority_aging,
@@ -265,6 +268,8 @@ worlds = given(
     window_left=st.sampled_from([None, 0, 4, 7]),
     draft=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(draft_tokens)),
     ahead=st.booleans(),
+    beside=st.integers(1, 40),
+    doubles_after=st.sampled_from([1, 10, NEVER]),
 )
 
 
@@ -280,12 +285,18 @@ def test_every_request_comes_to_what_it_would_alone(
     window_left: int | None,
     draft: Drafter,
     ahead: bool,
+    beside: int,
+    doubles_after: int,
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
     max_kv_len = 40
     num_pages = 1 + -(-max_kv_len // page_size) + spare_pages
     windows = () if window_left is None else (SpacePages(Space.SWA, num_pages, window_left=window_left),)
-    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows, draft, ahead)
+    world = World(
+        *(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows, draft, ahead),
+        beside=beside,
+        doubles_after=doubles_after,
+    )
     late = [(sum(steps for steps, _ in arrivals[: n + 1]), n, request) for n, (_, request) in enumerate(arrivals)]
     for now in itertools.count():
         for _, number, request in (one for one in late if one[0] == now):
@@ -332,6 +343,39 @@ def world(*, num_pages: int = 65, chunk: int = 8, max_kv_len: int = 64) -> World
 def running(served: World) -> list[int]:
     """Numbers of the sequences in the last step."""
     return [sequence.number for sequence in served.steps[-1].sequences]
+
+
+def q_len_of_steps(
+    prompt_lens: Many[int], first: int, steps: int, *, chunk: int, beside: int, doubles_after: int = NEVER
+) -> list[list[int]]:
+    """The new tokens of each sequence in some steps. The first request runs alone in the `first` ones."""
+    served = World(4, 257, max_batch_size=4, chunk=chunk, max_kv_len=256, beside=beside, doubles_after=doubles_after)
+    for number, prompt_len in enumerate(prompt_lens):
+        served.add(number, request(prompt_len, max_new_tokens=20))
+        while number == 0 and len(served.steps) < first:
+            served.step()
+    while len(served.steps) < steps:
+        served.step()
+    return [step.batch.q_len.tolist() for step in served.steps]
+
+
+def test_a_step_is_whole_until_a_sequence_decodes_and_then_prompts_get_what_they_may() -> None:
+    assert q_len_of_steps([100], 0, 3, chunk=64, beside=6) == [[64], [36], [1]]
+    assert q_len_of_steps([3, 20], 1, 5, chunk=64, beside=6) == [[3], [1, 6], [1, 6], [1, 6], [1, 2]]
+    assert q_len_of_steps([3, 4, 20], 1, 3, chunk=64, beside=6) == [[3], [1, 4, 2], [1, 1, 6]]
+    assert q_len_of_steps([3, 20], 1, 2, chunk=5, beside=6) == [[3], [1, 4]]
+
+
+def test_a_prompt_gets_fewer_tokens_the_more_it_has_before_them() -> None:
+    # after 0, 10, 19, 27 and 35: 12 x 60 / (60 + before + 12), rounded up
+    steps = q_len_of_steps([3, 60], 1, 6, chunk=64, beside=12, doubles_after=60)
+    assert steps[1:] == [[1, 10], [1, 9], [1, 8], [1, 8], [1, 7]]
+    # a prompt that ends leaves less to the next one
+    assert q_len_of_steps([3, 6, 30], 1, 2, chunk=64, beside=12, doubles_after=6)[1:] == [[1, 4]]
+
+
+def test_a_prompt_goes_on_by_a_token_however_far_it_is() -> None:
+    assert q_len_of_steps([3, 200], 1, 9, chunk=64, beside=1, doubles_after=1)[1:] == [[1, 1]] * 8
 
 
 def test_prompts_are_cut_into_chunks_and_mixed_with_decodes() -> None:

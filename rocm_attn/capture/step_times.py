@@ -1,0 +1,202 @@
+"""StepTimes: how long a model's steps take at least, by a device's rates; and the budget of steps that follows.
+
+A step reads the weights once, whatever its tokens, or multiplies them with each token; the longer one counts. Each
+sequence's keys are read too. Launches, norms and collectives take nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rocm_attn.machine.gpus import Rates
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Problem
+
+# The parts of a device's rates that steps are expected to reach.
+_REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
+# The tokens of the sequences, and of the prompt, for which times are told.
+USUAL_LEN, PROMPT_LEN = 512, 2048
+# Attention to a prompt's earlier tokens is bounded exactly at this length.
+_LONG_PROMPT = 32768
+# A step without sequences that decode has a long prompt's tokens for this time: a prompt that comes later waits for it.
+_CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
+# Nobody sees tokens come later by less, and the host takes some of it for a step with prompts.
+_LEAST_LATENCY_MS = 5.0
+# Prompts go on however many sequences decode.
+_FEWEST_TOKENS = 64
+# Stands for a time between tokens that nothing bounds, and for a prompt whose later tokens take no longer.
+UNBOUNDED, NEVER = math.inf, 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """A model's weights on one rank, in bytes.
+
+    tables:   rows that are looked up
+    shared:   multiplied with every token
+    experts:  of all experts, of which a token takes the part `chosen`
+    itemsize: of an element
+    """
+
+    tables: int
+    shared: int
+    experts: int
+    chosen: float
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them."""
+        return self.tables + self.shared + self.experts
+
+    def read(self, num_tokens: int) -> float:
+        """Bytes that a step reads. Each token chooses its experts by itself."""
+        return self.shared + self.experts * (1 - (1 - self.chosen) ** num_tokens)
+
+    @property
+    def flops(self) -> float:
+        """Operations of a token."""
+        return 2 * (self.shared + self.experts * self.chosen) / self.itemsize
+
+
+NOT_COUNTED = Matrices(0, 0, 0, 0.0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The times of one rank's steps, in seconds.
+
+    layers: one for each layer that attends; several may read the same K and V
+    rates:  of the device
+    """
+
+    matrices: Matrices
+    layers: Sequence[Problem]
+    rates: Rates
+
+    @property
+    def expected(self) -> StepTimes:
+        """The times by the parts of the rates that steps are expected to reach."""
+        bytes_per_s, flops_per_s = self.rates.bytes_per_s * _REACHED_BYTES, self.rates.flops_per_s * _REACHED_FLOPS
+        return replace(self, rates=replace(self.rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
+
+    def decode(self, num_seqs: int, kv_len: int) -> float:
+        """A step of sequences of kv_len tokens that get one more each."""
+        return self._matrices(num_seqs) + num_seqs * self._keys(kv_len)
+
+    def decode_ms(self, most: int) -> dict[int, float]:
+        """Sequences of USUAL_LEN tokens -> milliseconds of their step: 1, 32 and 256, and the most."""
+        return {
+            num: 1e3 * self.decode(num, USUAL_LEN) for num in sorted({min(num, most) for num in (1, 32, 256, most)})
+        }
+
+    def prompt(self, num_tokens: int) -> float:
+        """A step of one prompt."""
+        attention = num_tokens * self._attention_flops(num_tokens // 2) / self.rates.flops_per_s
+        return self._matrices(num_tokens) + attention
+
+    def as_json(self, most: int) -> dict[str, object]:
+        """The expected times, and the lower bounds. most: sequences that run at a time"""
+        usual = self.expected
+        of_steps = {"decode_ms": usual.decode_ms(most), "lower_bound_ms": self.decode_ms(most)}
+        return {**of_steps, "first_token_ms": 1e3 * usual.prompt(PROMPT_LEN)}
+
+    def prompt_tokens(self, seconds: float, num_seqs: int, kv_len: int) -> int:
+        """The most tokens of prompts, at their beginning, in a step that decodes too and takes this time.
+
+        As many as take no time of their own, while the weights are read, are always among them; so are a few more.
+        num_seqs, kv_len: of sequences that decode
+        """
+        reading = (self.matrices.shared + self.matrices.experts) / self.rates.bytes_per_s
+        left = max(seconds - num_seqs * self._keys(kv_len), reading)
+        return max(_FEWEST_TOKENS, int(left * self.rates.flops_per_s / self.matrices.flops) - num_seqs)
+
+    @property
+    def doubles_after(self) -> int:
+        """Tokens of a prompt after which a further one takes twice the time of the first, for its attention."""
+        attention = self._attention_flops(_LONG_PROMPT)
+        return max(1, int(_LONG_PROMPT * self.matrices.flops / attention)) if attention else NEVER
+
+    def lines(self, most: int) -> list[str]:
+        """The expected times in words, next to the lower bounds. most: sequences that run at a time"""
+        rates, bounds = self.rates, self.decode_ms(most)
+        lines = [
+            f"  {num:>4} sequences of {USUAL_LEN} tokens decode in {ms:.3g} ms, {1e3 * num / ms:,.0f} tokens/s "
+            f"(lower bound {bounds[num]:.3g} ms)"
+            for num, ms in self.expected.decode_ms(most).items()
+        ]
+        of = f"{rates.bytes_per_s / 1e12:.3g} TB/s and {rates.flops_per_s / 1e12:.4g} TFLOP/s ({rates.source})"
+        first = 1e3 * self.expected.prompt(PROMPT_LEN)
+        return [
+            f"expected of {of}:",
+            *lines,
+            f"  a prompt of {PROMPT_LEN} tokens has its first token in {first:.3g} ms",
+        ]
+
+    def _matrices(self, num_tokens: int) -> float:
+        read = self.matrices.read(num_tokens) / self.rates.bytes_per_s
+        return max(read, num_tokens * self.matrices.flops / self.rates.flops_per_s)
+
+    def _keys(self, kv_len: int) -> float:
+        """Reading the keys of one sequence, and attending to them."""
+        read = ((layer, page_bytes([layer]) / layer.page_size / self.rates.bytes_per_s) for layer in self.layers)
+        return sum(
+            _seen(layer, kv_len) * max(of_key, _flops_of_key(layer) / self.rates.flops_per_s) for layer, of_key in read
+        )
+
+    def _attention_flops(self, kv_len: int) -> int:
+        """Operations of a token that attends to kv_len keys."""
+        return sum(_seen(layer, kv_len) * _flops_of_key(layer) for layer in self.layers)
+
+
+def _seen(layer: Problem, kv_len: int) -> int:
+    """The keys of kv_len that a token attends to."""
+    most = kv_len if layer.window_left == UNLIMITED_WINDOW else layer.window_left + 1
+    if isinstance(layer.indexer, Indexer):
+        indexing = layer.indexer.indexing
+        most = min(most, indexing.top * indexing.unit_keys * indexing.key_tokens)
+    return min(kv_len, most)
+
+
+def _flops_of_key(layer: Problem) -> int:
+    return 2 * layer.num_q_heads * (layer.head_dim + layer.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """The sequences that run at a time, and the most tokens of a step.
+
+    max_batch_size: sequences that run at a time
+    chunk:         tokens of a step
+    beside:        those of prompts at their beginning, in a step with sequences that decode
+    doubles_after: see StepTimes; a prompt gets fewer tokens the further it is
+    latency_ms:    the time in which a sequence that decodes is expected to get its next token, or UNBOUNDED
+    """
+
+    max_batch_size: int
+    chunk: int
+    beside: int
+    doubles_after: int = NEVER
+    latency_ms: float = UNBOUNDED
+
+    @classmethod
+    def chosen(cls, times: StepTimes, max_batch_size: int, chunk: int = 0, latency_ms: float = 0.0) -> StepBudget:
+        """The budget for these times. chunk, latency_ms: those that are requested; 0: chosen"""
+        usual = times.expected
+        in_time = int(_CHUNK_SECONDS * usual.rates.flops_per_s / times.matrices.flops)
+        chunk = chunk or min(MOST_CHUNK, max(_LEAST_CHUNK, in_time))
+        latency_ms = latency_ms or max(_LEAST_LATENCY_MS, 3e3 * usual.decode(max_batch_size, USUAL_LEN))
+        beside = usual.prompt_tokens(latency_ms / 1e3, max_batch_size, USUAL_LEN)
+        return cls(max_batch_size, chunk, min(chunk, beside), times.doubles_after, latency_ms)
+
+    def line(self) -> str:
+        """The budget in words."""
+        sizes = f"up to {self.max_batch_size} sequences at a time, in steps of up to {self.chunk} tokens"
+        if self.latency_ms == UNBOUNDED:
+            return f"{sizes}; the time between tokens is not bounded (--latency)"
+        return (
+            f"{sizes}, of which prompts get up to {self.beside} while others decode: the next token is expected within "
+            f"{self.latency_ms:.3g} ms (--latency)"
+        )

@@ -1,0 +1,92 @@
+"""StepSizes: an engine's options with the sizes of its steps, which follow from the model and the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.capture.step_times import StepBudget, StepTimes
+from rocm_attn.machine.gpus import Rates, published_rates
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_serve.engine_runtime import problems_of
+from rocm_serve.measured_memory import free_of, memory_of
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.weight_bytes import matrices_of
+from rocm_serve.options import EngineOptions
+
+# Sequences that run at a time: as many as have room with so many tokens each.
+_FEWEST_SEQS, MOST_SEQS, _TOKENS_OF_EACH = 8, 256, 1024
+_SEQS_ON_CPU, _CHUNK_ON_CPU = 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The sizes of an engine's steps.
+
+    options: those that were given, with max_batch_size and chunk
+    budget:  of the scheduler
+    lines:   the sizes and the expected times, in words
+    """
+
+    options: EngineOptions
+    budget: StepBudget
+    lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, options: EngineOptions) -> StepSizes:
+        """Chooses the sizes that the options leave open. Ranks that share a model call this at the same time.
+
+        Raises BadSetting, Unsupported.
+        """
+        weights, ranks = loaded.weights, loaded.ranks
+        if weights.device.type == "cpu" and not options.latency:
+            chunk, expected = options.chunk or _CHUNK_ON_CPU, []
+            budget = StepBudget(options.max_batch_size or _SEQS_ON_CPU, chunk, chunk)
+        else:
+            stored = problems_of(loaded, options)
+            layers = [stored[read] for read in loaded.config.attention.reads]
+            matrices = matrices_of(loaded.config, weights.dtype, ranks.shard.num_ranks)
+            times = StepTimes(matrices, layers, rates_of(weights.device, weights.dtype))
+            most = options.max_batch_size or ranks.least(_fitting(loaded, options, page_bytes(stored)))
+            budget = StepBudget.chosen(times, most, options.chunk, options.latency)
+            # Ranks may have measured different rates, and have to schedule the same steps.
+            chunk, beside = ranks.least(budget.chunk), ranks.least(budget.beside)
+            budget, expected = replace(budget, chunk=chunk, beside=beside), times.lines(most)
+        sizes = replace(options, max_batch_size=budget.max_batch_size, chunk=budget.chunk)
+        return cls(sizes, budget, (budget.line(), *expected))
+
+
+def _fitting(loaded: LoadedModel, options: EngineOptions, token_bytes: int) -> int:
+    """The sequences that K and V have room for. token_bytes: of a token's K and V"""
+    memory = memory_of(loaded.weights.device)
+    if options.kv_bytes is not None:
+        room = options.kv_bytes
+    elif memory is None:
+        return _SEQS_ON_CPU
+    else:
+        room = free_of(memory) - int((1 - options.gpu_memory_share) * memory.total())
+    return min(MOST_SEQS, max(_FEWEST_SEQS, room // (token_bytes * _TOKENS_OF_EACH)))
+
+
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The published rates of a device, or if there are none those of a product and a copy, measured now."""
+    on_gpu = device.type == "cuda"
+    if on_gpu and dtype.itemsize == 2 and (published := published_rates(torch.cuda.get_device_name(device))):
+        return published
+    size, num_bytes = (4096, 1 << 28) if on_gpu else (512, 1 << 24)
+    a, source = torch.ones(size, size, dtype=dtype, device=device), torch.ones(num_bytes // 4, device=device)
+    product, target = torch.empty_like(a), torch.empty_like(source)
+
+    def seconds(work: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    of_copy = min(seconds(lambda: target.copy_(source)) for _ in range(3))  # the first one is slower
+    of_product = min(seconds(lambda: torch.mm(a, a, out=product)) for _ in range(3))
+    return Rates(2 * num_bytes / of_copy, 2 * size**3 / of_product, "measured")

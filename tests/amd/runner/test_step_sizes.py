@@ -1,0 +1,199 @@
+"""The sizes of steps follow from the model and the device: the arithmetic by hand, and an engine that keeps to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_attn.capture.step_times import (
+    NEVER,
+    UNBOUNDED,
+    Matrices,
+    StepBudget,
+    StepTimes,
+)
+from rocm_attn.machine.gpus import GPUS, Rates, published_rates
+from rocm_attn.problem import Problem
+from rocm_serve import step_sizes
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.weight_bytes import matrices_of
+from rocm_serve.options import EngineOptions
+from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.step_sizes import StepSizes, rates_of
+from tests.amd.runner.metered_memory import MeteredMemory
+from tests.amd.runner.serving import engine, short_requests
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+# A key takes 2 x 2 x 64 x 2 = 512 bytes and 2 x 4 x (64 + 64) = 1024 operations.
+LAYER = Problem(
+    num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.bfloat16, page_size=16, scale=1.0
+)
+WINDOW = replace(LAYER, window_left=99)
+# 10^9 parameters: 2 x 10^9 operations a token.
+DENSE = Matrices(tables=10**8, shared=2 * 10**9, experts=0, chosen=1.0, itemsize=2)
+RATES = Rates(bytes_per_s=1e12, flops_per_s=1e15)
+TIMES = StepTimes(DENSE, [LAYER, WINDOW], RATES)
+
+
+def test_a_decode_step_reads_the_weights_once_and_the_keys_of_each_sequence() -> None:
+    keys = 512 * (1000 + 100) / 1e12  # a window of 100
+    assert TIMES.decode(1, 1000) == pytest.approx(2e-3 + keys)
+    assert TIMES.decode(64, 1000) == pytest.approx(2e-3 + 64 * keys)
+    # From 1000 tokens on, multiplying takes longer than reading.
+    assert TIMES.decode(2000, 1000) == pytest.approx(2000 * 2e9 / 1e15 + 2000 * keys)
+    slow = replace(TIMES, rates=Rates(1e12, 1e12))
+    assert slow.decode(1, 1000) == pytest.approx(2e-3 + 1024 * 1100 / 1e12)
+
+
+def test_a_prompts_step_multiplies_and_attends_to_half_of_its_keys_on_average() -> None:
+    assert TIMES.prompt(10) == pytest.approx(2e-3 + 10 * 1024 * (5 + 5) / 1e15)
+    assert TIMES.prompt(4096) == pytest.approx(4096 * 2e9 / 1e15 + 4096 * 1024 * (2048 + 100) / 1e15)
+
+
+def test_of_experts_a_step_reads_those_that_its_tokens_choose() -> None:
+    experts = Matrices(tables=5, shared=10, experts=80, chosen=0.25, itemsize=2)
+    assert [experts.read(tokens) for tokens in (0, 1, 2)] == [10, 30, 10 + 80 * (1 - 0.75**2)]
+    assert experts.read(10**6) == 90
+    assert (experts.num_bytes, experts.flops) == (95, 30)
+
+
+def test_prompts_get_the_time_that_decoding_leaves() -> None:
+    keys = 8 * 512 * (512 + 100) / 1e12
+    assert TIMES.prompt_tokens(10e-3, 8, 512) == int((10e-3 - keys) * 1e15 / 2e9) - 8
+    # The weights are read in 2 ms: 1000 tokens are multiplied meanwhile.
+    assert TIMES.prompt_tokens(0.0, 8, 512) == 1000 - 8
+    assert TIMES.prompt_tokens(0.0, 2000, 512) == 64
+    half = StepTimes(DENSE, [LAYER], RATES).doubles_after
+    assert half * 1024 == pytest.approx(2e9, rel=1e-3)
+    assert StepTimes(DENSE, [], RATES).doubles_after == NEVER
+
+
+@given(
+    latencies=st.tuples(st.floats(0.01, 1e4), st.floats(0.01, 1e4)),
+    most=st.integers(1, 512),
+    chunk=st.sampled_from([0, 1, 300, 8192]),
+    matrices=st.builds(
+        Matrices,
+        tables=st.just(0),
+        shared=st.integers(1, 10**12),
+        experts=st.integers(0, 10**12),
+        chosen=st.floats(0.01, 1.0),
+        itemsize=st.sampled_from([1, 2, 4]),
+    ),
+    rates=st.sampled_from([gpu.rates for gpu in GPUS.values()]),
+)
+def test_a_shorter_latency_never_gives_prompts_more_tokens(
+    latencies: tuple[float, float], most: int, chunk: int, matrices: Matrices, rates: Rates
+) -> None:
+    times = StepTimes(matrices, [LAYER, WINDOW], rates)
+    short, long = (StepBudget.chosen(times, most, chunk, latency) for latency in sorted(latencies))
+    assert 1 <= short.beside <= long.beside <= long.chunk
+    assert short.chunk == long.chunk == (chunk or short.chunk)
+    assert 2048 <= StepBudget.chosen(times, most).chunk <= 8192
+
+
+def test_without_a_latency_it_is_three_steps_of_a_full_batch_and_at_least_5_ms() -> None:
+    full = TIMES.expected.decode(256, 512)
+    assert StepBudget.chosen(TIMES, 256).latency_ms == pytest.approx(3e3 * full)
+    assert full == pytest.approx(1.5 * (2e-3 + 256 * 512 * 612 / 1e12))
+    fast = replace(TIMES, rates=Rates(1e14, 1e17))
+    assert StepBudget.chosen(fast, 256).latency_ms == 5.0
+    assert StepBudget.chosen(TIMES, 256, latency_ms=0.5).latency_ms == 0.5
+
+
+def test_the_step_with_the_most_prompt_tokens_takes_no_longer_than_the_latency() -> None:
+    budget = StepBudget.chosen(TIMES, 64)
+    usual = TIMES.expected
+    matrices = (64 + budget.beside) * DENSE.flops / usual.rates.flops_per_s
+    keys = usual.decode(64, 512) - usual.decode(64, 0)
+    assert 0.99 * budget.latency_ms < 1e3 * (matrices + keys) <= budget.latency_ms
+
+
+def test_a_gpu_is_known_by_its_drivers_name_and_its_relatives_are_not() -> None:
+    for said, name in (("AMD Instinct MI300X", "mi300x"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")):
+        assert published_rates(said) == GPUS[name].rates
+    for said in ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 NVL", "AMD Radeon Graphics", ""):
+        assert published_rates(said) is None
+
+
+def test_what_has_no_published_rates_is_measured() -> None:
+    measured = rates_of(torch.device("cpu"), torch.float32)
+    assert measured.source == "measured"
+    assert measured.bytes_per_s > 0 < measured.flops_per_s
+    assert "measured" in replace(TIMES, rates=measured).lines(1)[0]
+
+
+def test_on_a_cpu_steps_are_bounded_by_tokens_alone_unless_a_latency_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_model()
+    free = StepSizes.of(loaded, EngineOptions())
+    assert free.budget == StepBudget(64, 512, 512, NEVER, UNBOUNDED)
+    assert (free.options.max_batch_size, free.options.chunk) == (64, 512)
+    assert free.lines == (
+        "up to 64 sequences at a time, in steps of up to 512 tokens; "
+        "the time between tokens is not bounded (--latency)",
+    )
+    monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: Rates(1e9, 1e9))
+    bounded = StepSizes.of(loaded, EngineOptions(latency=5.0)).budget
+    assert bounded.latency_ms == 5.0
+    assert bounded.beside < bounded.chunk
+
+
+def test_options_that_are_given_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: RATES)
+    given_sizes = StepSizes.of(tiny_model(), EngineOptions(latency=7.0, chunk=33, max_batch_size=3))
+    assert given_sizes.budget == replace(given_sizes.budget, max_batch_size=3, chunk=33, beside=33, latency_ms=7.0)
+    assert (given_sizes.options.max_batch_size, given_sizes.options.chunk) == (3, 33)
+
+
+def test_as_many_sequences_run_as_k_and_v_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_model()
+    token_bytes = 2 * 2 * 2 * 8 * 4  # K and V, two layers, two heads of 8 elements in float32
+    monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: RATES)
+
+    def most(room: int, kv_bytes: int | None = None) -> int:
+        monkeypatch.setattr(step_sizes, "memory_of", lambda device: MeteredMemory(room))
+        options = EngineOptions(latency=1.0, gpu_memory_share=1.0, kv_bytes=kv_bytes)
+        return StepSizes.of(loaded, options).budget.max_batch_size
+
+    assert [most(seqs * 1024 * token_bytes) for seqs in (1, 100, 1000)] == [8, 100, 256]
+    assert most(0, kv_bytes=40 * 1024 * token_bytes) == 40
+
+
+def test_an_engine_prints_the_sizes_that_it_keeps_to(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: Rates(1e6, 3e6))
+    served = engine(loaded, latency=40.0, chunk=0, max_batch_size=2, max_kv_len=96)
+    report, budget = served.report(), served._scheduler._budget
+    assert (report.max_batch_size, report.chunk) == (budget.max_batch_size, budget.chunk) == (2, 2048)
+    assert report.steps[0] == budget.line()
+    assert f"prompts get up to {budget.beside} while others decode" in report.steps[0]
+    assert "within 40 ms" in report.steps[0]
+    assert budget.beside == 64
+    scheduled: list[list[int]] = []
+    next_step = served._scheduler.next_step
+
+    def noted(*drafts: Any) -> ScheduledStep | None:
+        step = next_step(*drafts)
+        scheduled.append(step.batch.q_len.tolist() if step is not None else [])
+        return step
+
+    monkeypatch.setattr(served._scheduler, "next_step", noted)
+    first, late = short_requests(2, new_tokens=20)
+    served.submit(first)
+    served.step()
+    served.submit(replace(late, prompt_token_ids=(9,) * 70))
+    served.step()
+    doubles_after = budget.doubles_after
+    assert scheduled == [[len(first.prompt_token_ids)], [1, -(-64 * doubles_after // (doubles_after + 64))]]
+
+
+def test_the_matrices_of_a_config_are_counted_by_what_reads_them() -> None:
+    counted = matrices_of(CONFIG, torch.float32, 1)
+    assert counted.tables == 64 * 24 * 4
+    assert counted.num_bytes == tiny_model().weights.num_bytes
+    tied = matrices_of(replace(CONFIG, tied_embeddings=True), torch.float32, 1)
+    assert (tied.tables, tied.shared) == (0, counted.shared)

@@ -174,6 +174,7 @@ WRONG_VECTORISED_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize(
     ("problem", "function", "change"),
     [

@@ -40,11 +40,12 @@ def test_torch_serves_a_latent_pool(page_size: int) -> None:
 LAUNCHES = {1: 1, 8: 1, 16: 1, 24: 2, 64: 4, 128: 1}
 
 
+@pytest.mark.fast(2)
 def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: StandIn) -> None:
     serve_every_kind_of_step(16, 1, release)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("num_q_heads", "launches"),
     [pytest.param(*item, marks=[pytest.mark.nightly] * (item[0] > 24)) for item in LAUNCHES.items()],

@@ -73,7 +73,7 @@ WRONG: Mapping[str, tuple[str, Callable[[Body], Body], StepKind, str]] = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("function", "damage", "kind", "instead"), WRONG.values(), ids=WRONG)
 def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
     function: str, damage: Callable[[Body], Body], kind: StepKind, instead: str, aiter: StandIn

@@ -90,7 +90,7 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(3, interpreted=0)
+@pytest.mark.fast(2, interpreted=0)
 @pytest.mark.parametrize(
     ("layout", "page_size"),
     [

@@ -383,7 +383,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.fast(7)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("page_size", "dim", "coding"), FORMS, ids=str)
 def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(
     page_size: int, dim: int, coding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -409,7 +409,7 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(
         assert described.layout.swizzle_byte_width == columns * pages.element_size()
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("dim", [128, 72])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 12, 24])
 def test_pages_without_boxes_of_enough_keys_are_gathered(

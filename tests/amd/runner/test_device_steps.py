@@ -474,7 +474,7 @@ def test_rounds_with_a_request_that_asks_for_more_than_the_likeliest_token_are_p
 ) -> None:
     """They have the texts of plain decoding; rounds go on without the host when that request has ended."""
     kind = KINDS["greedy"]
-    requests = [kind.request(0, 120), kind.request(1, 40, **options)]
+    requests = [kind.request(0, 70), kind.request(1, 24, **options)]
     engine = kind.engine()
     launched, numbers = counted(engine), [engine.submit(request) for request in requests]
     while numbers[1] in engine._outputs:

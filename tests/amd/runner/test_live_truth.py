@@ -82,7 +82,7 @@ def in_last_page(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArg
     "changes",
     [
         pytest.param({}, marks=pytest.mark.nightly),
-        {"chunk": 32, "steps_ahead": 1},
+        pytest.param({"chunk": 32, "steps_ahead": 1}, marks=pytest.mark.nightly),
         pytest.param({"speculative": "ngram", "draft_tokens": 3}, marks=pytest.mark.nightly),
         {"speculative": "ngram", "draft_tokens": 3, "graphs": True, "capture_after": 0},
         pytest.param({"prefix_caching": False}, marks=pytest.mark.nightly),

@@ -82,6 +82,7 @@ ALPHABET = st.sampled_from(
 )
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("backend", BOUNDED.values(), ids=BOUNDED)
 @given(text=st.one_of(st.text(), st.lists(ALPHABET).map("".join)))
 @example(text=LONGEST * 50)

@@ -27,6 +27,8 @@ class Arithmetic:
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension, in the dtype of the weight if that is the wider one."""
+        if x.dtype == weight.dtype:  # F.rms_norm() and conversions to the same dtype are calls of every layer
+            return torch.rms_norm(x, weight.shape, weight, self.eps)
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
 
     def plain_norm(self, x: Tensor) -> Tensor:
@@ -39,10 +41,7 @@ class Arithmetic:
         return product if norm is None else self.norm(product, norm)
 
     def sum_and_norm(self, residual: Tensor, output: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """residual + factor * output, and its RMS norm: on a GPU in one pass."""
-        if residual.device.type == "cpu":
-            summed = self.sum(residual, output)
-            return summed, self.norm(summed, weight)
+        """residual + factor * output, and its RMS norm, in one pass of a GPU."""
         from rocm_attn.kernels.model.add_norm import launch_add_norm
 
         summed, normed = torch.empty_like(residual), torch.empty_like(residual)
@@ -71,7 +70,9 @@ class Residual:
 
     def add(self, output: Tensor) -> None:
         """Adds factor * output, [tokens, hidden]."""
-        self._rows, self._coming = self.rows, output
+        if self._coming is not None:
+            self._rows = self._arithmetic.sum(self._rows, self._coming)
+        self._coming = output
 
     @property
     def rows(self) -> Tensor:
@@ -82,7 +83,10 @@ class Residual:
 
     def normed(self, weight: Tensor) -> Tensor:
         """The RMS norm of the sum."""
-        if self._coming is None:
-            return self._arithmetic.norm(self._rows, weight)
-        (self._rows, normed), self._coming = self._arithmetic.sum_and_norm(self._rows, self._coming, weight), None
-        return normed
+        arithmetic, output, self._coming = self._arithmetic, self._coming, None
+        if output is not None and output.device.type != "cpu":
+            self._rows, normed = arithmetic.sum_and_norm(self._rows, output, weight)
+            return normed
+        if output is not None:
+            self._rows = torch.add(self._rows, output, alpha=arithmetic.residual_factor)
+        return arithmetic.norm(self._rows, weight)

@@ -145,7 +145,7 @@ class Engine:
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
-            self._sizes.budget,
+            replace(self._sizes.budget, sizes=self.runtime.padding.prompts),
             max_kv_len=self.max_kv_len,
             steps_until_known=self.runtime.faults.steps_until_known,
             priority_aging=options.priority_aging,

@@ -79,17 +79,23 @@ class PromptRoom:
     tokens:        of the step that are left
     prompt_tokens: of prompts at their beginning that are left
     doubles_after: see StepBudget
+    taken:         tokens of the step that have gone to sequences
+    sizes:         see StepBudget
     """
 
     tokens: int
     prompt_tokens: int
     doubles_after: int
+    taken: int = 0
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def beside(cls, num_decoding: int, budget: StepBudget) -> PromptRoom:
         """The room next to sequences that decode; without any, nobody waits for a token and the step is a whole one."""
         tokens = max(budget.chunk - num_decoding, 1)
-        return cls(tokens, budget.beside, budget.doubles_after) if num_decoding else cls(tokens, tokens, NEVER)
+        if not num_decoding:
+            return cls(tokens, tokens, NEVER)
+        return cls(tokens, budget.beside, budget.doubles_after, num_decoding, budget.sizes)
 
     @property
     def is_open(self) -> bool:
@@ -100,7 +106,13 @@ class PromptRoom:
         """The tokens that a prompt gets: at least one. The room is closed by a prompt that does not end here."""
         most = -(-self.prompt_tokens * self.doubles_after // (self.doubles_after + stored + self.prompt_tokens))
         q_len = min(num_left, self.tokens, max(most, 1))
+        if q_len < num_left:
+            # Its other tokens come later, so no pads are computed in their place now.
+            filled = [size for size in self.sizes if self.taken < size <= self.taken + q_len]
+            if filled and self.taken + q_len <= self.sizes[-1]:
+                q_len = filled[-1] - self.taken
         self.tokens -= q_len
+        self.taken += q_len
         self.prompt_tokens -= q_len + q_len * (stored + q_len) // self.doubles_after
         if q_len < num_left:
             self.prompt_tokens = 0

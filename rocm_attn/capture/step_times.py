@@ -173,6 +173,7 @@ class StepBudget:
     beside:        those of prompts at their beginning, in a step with sequences that decode
     doubles_after: see StepTimes; a prompt gets fewer tokens the further it is
     latency_ms:    the time in which a sequence that decodes is expected to get its next token, or UNBOUNDED
+    sizes:         token counts that steps of prompts and sequences that decode are padded to, ascending
     """
 
     max_batch_size: int
@@ -180,6 +181,7 @@ class StepBudget:
     beside: int
     doubles_after: int = NEVER
     latency_ms: float = UNBOUNDED
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def chosen(cls, times: StepTimes, max_batch_size: int, chunk: int = 0, latency_ms: float = 0.0) -> StepBudget:

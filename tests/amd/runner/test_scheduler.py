@@ -120,7 +120,7 @@ class World:
 
     draft: the drafts of a sequence with these tokens, up to a limit; None if there are none
     ahead: true if a step is scheduled and run before the tokens of the one before it are read
-    beside, doubles_after: see StepBudget
+    beside, doubles_after, sizes: see StepBudget
     """
 
     page_size: int
@@ -134,6 +134,7 @@ class World:
     priority_aging: int = 0
     beside: int = NEVER
     doubles_after: int = NEVER
+    sizes: tuple[int, ...] = ()
     pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -153,7 +154,9 @@ class World:
         self.scheduler = Scheduler(
             self.table,
             self.metrics,
-            StepBudget(self.max_batch_size, self.chunk, min(self.chunk, self.beside), self.doubles_after),
+            StepBudget(
+                self.max_batch_size, self.chunk, min(self.chunk, self.beside), self.doubles_after, sizes=self.sizes
+            ),
             max_kv_len=self.max_kv_len,
             steps_until_known=STEPS_UNTIL_ECHO,
             priority_aging=self.priority_aging,
@@ -270,6 +273,7 @@ worlds = given(
     ahead=st.booleans(),
     beside=st.integers(1, 40),
     doubles_after=st.sampled_from([1, 10, NEVER]),
+    sizes=st.sampled_from([(), (3, 8, 13)]),
 )
 
 
@@ -287,6 +291,7 @@ def test_every_request_comes_to_what_it_would_alone(
     ahead: bool,
     beside: int,
     doubles_after: int,
+    sizes: tuple[int, ...],
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
     max_kv_len = 40
@@ -296,6 +301,7 @@ def test_every_request_comes_to_what_it_would_alone(
         *(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows, draft, ahead),
         beside=beside,
         doubles_after=doubles_after,
+        sizes=sizes,
     )
     late = [(sum(steps for steps, _ in arrivals[: n + 1]), n, request) for n, (_, request) in enumerate(arrivals)]
     for now in itertools.count():
@@ -346,10 +352,10 @@ def running(served: World) -> list[int]:
 
 
 def q_len_of_steps(
-    prompt_lens: Many[int], first: int, steps: int, *, chunk: int, beside: int, doubles_after: int = NEVER
+    prompt_lens: Many[int], first: int, steps: int, *, chunk: int, beside: int, **more: Any
 ) -> list[list[int]]:
     """The new tokens of each sequence in some steps. The first request runs alone in the `first` ones."""
-    served = World(4, 257, max_batch_size=4, chunk=chunk, max_kv_len=256, beside=beside, doubles_after=doubles_after)
+    served = World(4, 257, max_batch_size=4, chunk=chunk, max_kv_len=256, beside=beside, **more)
     for number, prompt_len in enumerate(prompt_lens):
         served.add(number, request(prompt_len, max_new_tokens=20))
         while number == 0 and len(served.steps) < first:
@@ -372,6 +378,13 @@ def test_a_prompt_gets_fewer_tokens_the_more_it_has_before_them() -> None:
     assert steps[1:] == [[1, 10], [1, 9], [1, 8], [1, 8], [1, 7]]
     # a prompt that ends leaves less to the next one
     assert q_len_of_steps([3, 6, 30], 1, 2, chunk=64, beside=12, doubles_after=6)[1:] == [[1, 4]]
+
+
+def test_a_prompt_that_goes_on_leaves_no_room_for_pads() -> None:
+    steps = q_len_of_steps([3, 24], 1, 4, chunk=64, beside=15, sizes=(4, 8, 12, 20))
+    assert steps[1:] == [[1, 11], [1, 13], [1, 1]]  # the step in which it ends has pads
+    # a step beyond the largest size is not padded
+    assert q_len_of_steps([3, 24], 1, 2, chunk=64, beside=15, sizes=(4, 8, 12))[1:] == [[1, 15]]
 
 
 def test_a_prompt_goes_on_by_a_token_however_far_it_is() -> None:

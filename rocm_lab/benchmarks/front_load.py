@@ -36,7 +36,10 @@ from rocm_serve.server.served_model import ServedModel
 NUM_STREAMS, FEW_TOKENS, MORE_TOKENS = 256, 20, 200
 # Tokens a second of all streams; 0: as fast as they are taken.
 PACES = (10_000, 20_000, 40_000, 0)
-_MODEL, _TEXT = "smollm2", "The history of computing is long and full of surprises, and it began with people who counted. "
+_MODEL, _TEXT = (
+    "smollm2",
+    "The history of computing is long and full of surprises, and it began with people who counted. ",
+)
 
 
 class FreeEngine:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import math
+import os
 import signal
 import socket
 import urllib.error
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.cli import BAD_INPUT, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.cli.serve import _make_ready
@@ -31,7 +32,7 @@ from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.runner.with_parameters import PROMPT, character_model
 from tests.amd.server.load.model_folder import write_model
 from tests.amd.server.load.served import Served, served
-from tests.amd.server.ports import DerivedPorts
+from tests.amd.server.ports import DerivedPorts, family
 
 LONG = {"model": "tiny", "prompt": "w9 w12", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
@@ -106,6 +107,19 @@ def test_a_signal_lets_what_was_taken_end_and_a_second_one_does_not(number: sign
         server.wait_for("shutting down")
         server.send(number)
         assert server.end() == 128 + number
+
+
+def test_an_engine_that_is_killed_ends_every_answer_with_one_error_and_then_the_server(model: Path) -> None:
+    server = Served(model, "--max-kv-len", "500", "--num-pages", "3000")
+    with ask(server, stream=True, n=16, max_tokens=480) as answer:
+        assert answer.readline().startswith(b"data: ")
+        for pid in family(server.pid)[1:]:
+            os.kill(pid, signal.SIGKILL)
+        rest = answer.read()
+    assert rest.count(b'"code":"engine_ended"') == 1
+    assert b"was killed by SIGKILL" in rest
+    assert b"[DONE]" not in rest
+    assert server.end() == FAILED
 
 
 @pytest.mark.parametrize("flags", [(), ("--access-log",)], ids=["without", "with"])

@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
 from rocm_attn.step.metrics import Metrics
@@ -21,20 +20,20 @@ from rocm_attn.truth.live import TruthVerdict
 from rocm_serve.engine_thread import (
     Answer,
     EngineThread,
-    Forgotten,
+    Left,
     Message,
     Owner,
     OwnerGone,
-    Refused,
     ServingEngine,
     StepOutput,
 )
 from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
-from rocm_serve.request import Completion, FinishReason, Request
+from rocm_serve.request import Completion, Request
 from rocm_serve.request_stream import Inbox, RequestStream
 
 T = TypeVar("T")
+P = ParamSpec("P")
 C = TypeVar("C", bound="EngineClient")
 
 
@@ -47,21 +46,14 @@ class TooManyRequests(FitsLater):
 
 
 class RunningEngine(Protocol):
-    """An engine that runs elsewhere: the methods that EngineThread and EngineProcess have in common.
-
-    None of them waits, except join(). Results come as messages to the owner.
-    """
+    """An engine that runs elsewhere: what EngineThread and EngineProcess have in common."""
 
     @property
     def limits(self) -> RequestLimits: ...
-    def check(self, request: Request) -> None: ...
     def start(self, owner: Owner) -> None: ...
-    def submit(self, ticket: int, request: Request) -> None: ...
-    def abort(self, ticket: int, reason: FinishReason = "abort") -> None: ...
-    def forget(self, ticket: int) -> None: ...
-    def ask(self, method: str, arguments: tuple[Any, ...], asked: Any) -> None: ...
-    def report(self, asked: Any) -> None: ...
-    def stop(self) -> None: ...
+    def tell(
+        self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs
+    ) -> None: ...
     def join(self) -> None: ...
 
 
@@ -103,7 +95,7 @@ class EngineClient:
         """Does the same as stream(), for several requests: all are queued when this returns, none if it raises."""
         self.check()
         for request in requests:
-            self._engine.check(request)
+            self._engine.limits.check(request)
         if self._is_draining:
             raise EngineEnded("the engine accepts no more requests: drain() was called")
         if len(self._books.inboxes) + len(requests) > self._max_requests:
@@ -119,8 +111,8 @@ class EngineClient:
         tokenizer = self._engine.limits.tokenizer if request.detokenise else None
         number, inbox = next(self._numbers), Inbox(request, tokenizer)
         self._books.add(number, inbox)
-        self._engine.submit(number, replace(request, stop=(), detokenise=False))
-        return RequestStream(number, inbox, self._engine.forget)
+        self._engine.tell(EngineThread.submit, number, replace(request, stop=(), detokenise=False))
+        return RequestStream(number, inbox, lambda number: self._engine.tell(EngineThread.forget, number))
 
     async def complete(self, request: Request) -> Completion:
         """Serves a request to its end. Raises RequestFailed as well. If the task is cancelled, the request ends."""
@@ -143,13 +135,13 @@ class EngineClient:
 
     async def report(self) -> Report:
         """Like Engine.report, read while steps run: the report may hold only some counts of the last step."""
-        report: Report = await self._answer(self._engine.report)
+        report: Report = await self._answer(EngineThread.report)
         return report
 
     async def truth(self, seed: int) -> TruthVerdict:
         """Like Engine.probe_truth, between two steps. Raises EngineEnded."""
         self.check()
-        verdict: TruthVerdict = await self._answer(partial(self._engine.ask, "probe_truth", (seed,)))
+        verdict: TruthVerdict = await self._answer(EngineThread.probe_truth, seed)
         return verdict
 
     async def metrics(self) -> Metrics:
@@ -169,19 +161,23 @@ class EngineClient:
         """
         self._books.require_start()
         self._books.close("it was stopped")
-        self._engine.stop()
+        self._engine.tell(EngineThread.stop)
         await self._books.has_ended.wait()
         self._engine.join()
 
-    async def _answer(self, ask: Callable[[asyncio.Future[Any]], None]) -> Any:
-        """Waits for an answer of the engine. ask: asks for it, by this future"""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._books.calls.add(answer)
-        ask(answer)
+    async def _answer(
+        self, command: Callable[Concatenate[EngineThread, int, P], None], *arguments: P.args, **named: P.kwargs
+    ) -> Any:
+        """Gives a command whose first argument is the number of a question, and waits for the Answer."""
+        if self._books.has_ended.is_set():
+            self._books.check()
+        number = next(self._numbers)
+        answer = self._books.questions[number] = asyncio.get_running_loop().create_future()
+        self._engine.tell(command, number, *arguments, **named)
         try:
             return await answer
         finally:
-            self._books.calls.discard(answer)
+            self._books.questions.pop(number, None)
 
 
 class AsyncEngine(EngineClient):
@@ -205,8 +201,12 @@ class AsyncEngine(EngineClient):
     """
 
     def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
-        self._thread = EngineThread(engine)
+        self._thread, self._of_thread = EngineThread(engine), engine
         super().__init__(self._thread, max_requests=max_requests)
+
+    async def report(self) -> Report:
+        """Like EngineClient.report, also after the engine has ended."""
+        return await asyncio.to_thread(self._of_thread.report)
 
     async def abort(self, number: int) -> None:
         """Ends a request with the finish reason "abort". Its pages are free when this returns.
@@ -214,7 +214,7 @@ class AsyncEngine(EngineClient):
         number: RequestStream.number; nothing happens if that request has ended
         """
         self.check()
-        self._thread.abort(number)
+        self._thread.tell(EngineThread.abort, number)
         await self.between_steps(_nothing)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
@@ -223,7 +223,7 @@ class AsyncEngine(EngineClient):
         Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
         """
         self.check()
-        result: T = await self._answer(partial(self._thread.call, function))
+        result: T = await self._answer(EngineThread.call, function)
         return result
 
     @asynccontextmanager
@@ -233,19 +233,19 @@ class AsyncEngine(EngineClient):
         Requests are accepted, and wait for its end. So does the last piece of a request that is aborted.
         """
         self.check()
-        self._thread.pause()
+        self._thread.tell(EngineThread.pause, 1)
         try:
             await self.between_steps(_nothing)
             yield
         finally:
-            self._thread.resume()
+            self._thread.tell(EngineThread.pause, -1)
 
 
 class _Books:
     """The tasks that wait, and what they wait for: the owner of a running engine.
 
     inboxes:   number of a request that is in the engine -> where its pieces go
-    calls:     futures of what the engine was asked
+    questions: number of what the engine was asked -> the future of its answer
     num_refusals: requests that were not taken because there were too many
     is_empty:  set if no request is in the engine
     has_ended: set if the engine runs no more step
@@ -254,7 +254,7 @@ class _Books:
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
         self.inboxes: dict[int, Inbox] = {}
-        self.calls: set[asyncio.Future[Any]] = set()
+        self.questions: dict[int, asyncio.Future[Any]] = {}
         self.num_refusals = 0
         self.is_empty, self.has_ended = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -301,13 +301,10 @@ class _Books:
     def _take(self, message: Message) -> None:
         if isinstance(message, StepOutput):
             self._take_output(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Left):
             self.num_refusals += isinstance(message.error, FitsLater)
-            inbox = self.inboxes.get(message.ticket)
-            if inbox is not None:
-                inbox.fail(message.error)
-                self._forget(message.ticket)
-        elif isinstance(message, Forgotten):
+            if message.error is not None and message.ticket in self.inboxes:
+                self.inboxes[message.ticket].fail(message.error)
             self._forget(message.ticket)
         elif isinstance(message, Answer):
             self._take_answer(message)
@@ -325,7 +322,7 @@ class _Books:
             if inbox.has_ended:
                 self._forget(ticket)
             elif inbox.has_stopped and not had_stopped:
-                self._engine.abort(ticket, "stop")
+                self._engine.tell(EngineThread.abort, ticket, "stop")
 
     def _forget(self, ticket: int) -> None:
         self.inboxes.pop(ticket, None)
@@ -333,8 +330,8 @@ class _Books:
             self.is_empty.set()
 
     def _take_answer(self, answer: Answer) -> None:
-        waiting = answer.asked
-        if waiting.done():
+        waiting = self.questions.get(answer.number)
+        if waiting is None or waiting.done():
             return  # its task was cancelled
         if answer.error is not None:
             waiting.set_exception(answer.error)
@@ -347,7 +344,7 @@ class _Books:
         self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         for inbox in self.inboxes.values():
             inbox.fail(self._ending())
-        for waiting in self.calls:
+        for waiting in self.questions.values():
             if not waiting.done():
                 waiting.set_exception(self._ending())
         self.inboxes.clear()

@@ -16,34 +16,33 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.engine_thread import (
     Answer,
     Ended,
     EngineThread,
+    Left,
     Message,
     Owner,
     OwnerGone,
-    Refused,
     ServingEngine,
     StepOutput,
 )
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.messages import sendable
 from rocm_serve.parallel.rank_process import end_with_parent
-from rocm_serve.request import FinishReason, Request
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
 # Messages that are taken in a row, before the event loop does something else.
 _MOST_AT_ONCE = 32
 
+P = ParamSpec("P")
 EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
 
 
@@ -68,10 +67,7 @@ class EngineProcess:
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
-        self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._asked: dict[int, Any] = {}
-        self._numbers = count()
-        self._has_ended = False
+        self._commands: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         with ExitStack() as unless_made:
             unless_made.callback(self.close)
             made = self._hear()
@@ -102,69 +98,31 @@ class EngineProcess:
     def start(self, owner: Owner) -> None:
         """Starts serving. Messages are read in the current event loop."""
         self._owner, self._loop = owner, asyncio.get_running_loop()
-        self._loop.add_reader(self._pipe.fileno(), self._take_all)
+        self._loop.add_reader(self._pipe.fileno(), self._take)
         # A thread: a long prompt, or a process that hangs, would hold up the event loop.
         threading.Thread(target=self._write, name="commands", daemon=True).start()
 
-    def check(self, request: Request) -> None:
-        """Like EngineThread.check."""
-        self.limits.check(request)
-
-    def submit(self, ticket: int, request: Request) -> None:
-        """Like EngineThread.submit."""
-        self._commands.put(("submit", (ticket, request)))
-
-    def abort(self, ticket: int, reason: FinishReason = "abort") -> None:
-        """Like EngineThread.abort."""
-        self._commands.put(("abort", (ticket, reason)))
-
-    def forget(self, ticket: int) -> None:
-        """Like EngineThread.forget."""
-        self._commands.put(("forget", (ticket,)))
-
-    def ask(self, method: str, arguments: tuple[Any, ...], asked: Any) -> None:
-        """Like EngineThread.ask."""
-        self._commands.put(("ask", (method, arguments, self._number_of(asked))))
-
-    def report(self, asked: Any) -> None:
-        """Like EngineThread.report."""
-        self._commands.put(("report", (self._number_of(asked),)))
-
-    def stop(self) -> None:
-        """Like EngineThread.stop. A process that does not end is killed after a while."""
-        self._commands.put(("stop", ()))
-        self._loop.call_later(_END_SECONDS, self._process.kill)
+    def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
+        """Like EngineThread.tell. A process that does not end after stop() is killed after a while."""
+        self._commands.put((command, arguments))
+        if command is EngineThread.stop:
+            self._loop.call_later(_END_SECONDS, self._process.kill)
 
     def join(self) -> None:
         """Waits for the end of a process that has sent Ended, which is near."""
         self._process.join(_END_SECONDS)
         self.close()
 
-    def _number_of(self, asked: Any) -> int:
-        if self._has_ended:
-            self._owner(Answer(asked, None, EngineDied("the engine's process has ended")))
-        number = next(self._numbers)
-        self._asked[number] = asked
-        return number
-
-    def _take_all(self) -> None:
-        """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step."""
-        self._take()
-        for _ in range(_MOST_AT_ONCE):
-            if self._has_ended or not self._pipe.poll():
-                break
-            self._take()
-
     def _take(self) -> None:
-        message = self._hear()
-        if isinstance(message, Answer):
-            message = replace(message, asked=self._asked.pop(message.asked))
-        elif isinstance(message, Ended):
-            self._has_ended = True
-            self._loop.remove_reader(self._pipe.fileno())
-            for asked in self._asked.values():
-                self._owner(Answer(asked, None, EngineDied("the engine's process has ended")))
-        self._owner(message)
+        """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step."""
+        for _ in range(_MOST_AT_ONCE):
+            message = self._hear()
+            self._owner(message)
+            if isinstance(message, Ended):
+                self._loop.remove_reader(self._pipe.fileno())
+                return
+            if not self._pipe.poll():
+                return
 
     def _hear(self) -> Any:
         """Returns the next message of the process, which is its limits when it is made."""
@@ -184,8 +142,6 @@ class EngineProcess:
             try:
                 self._pipe.send(command)
             except (OSError, ValueError):  # the process has ended, or close() was called
-                return
-            if command[0] == "stop":
                 return
 
 
@@ -225,14 +181,11 @@ def _serve(make: EngineMaker, pipe: Connection) -> None:
 
 
 def _read(pipe: Connection, thread: EngineThread) -> None:
-    """Gives the engine's thread its commands; they are methods of EngineThread."""
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except (EOFError, OSError):
-            thread.stop()
-            return
-        getattr(thread, method)(*arguments)
+    """Passes on the commands, until the other process ends and this one with it."""
+    with suppress(EOFError, OSError):
+        while True:
+            command, arguments = pipe.recv()
+            thread.tell(command, *arguments)
 
 
 def _sendable(message: Message) -> Message:
@@ -242,6 +195,6 @@ def _sendable(message: Message) -> Message:
         return replace(message, completions=done)
     if isinstance(message, Ended) and message.error is not None:
         return Ended(sendable(message.error))
-    if isinstance(message, Refused | Answer) and message.error is not None:
+    if isinstance(message, Left | Answer) and message.error is not None:
         return replace(message, error=sendable(message.error))
     return message

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Concatenate, ParamSpec, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError
 from rocm_attn.truth.live import TruthVerdict
@@ -32,20 +32,19 @@ _LOOK_AT_PREPARED_SECONDS = 0.005
 # Most seconds for preparing a request, which is compiling its constraint.
 MOST_PREPARING_SECONDS = 20.0
 
-Command = Callable[[], None]
+P = ParamSpec("P")
 
 
 class ServingEngine(Protocol):
     """The methods of an engine that an EngineThread calls; see Engine and RankedEngine.
 
-    One thread calls them, except check() and report(), which are also called while that thread is in step().
+    One thread calls them, except report(), which is also called while that thread is in step().
     """
 
     @property
     def limits(self) -> RequestLimits: ...
     @property
     def has_work(self) -> bool: ...
-    def check(self, request: Request) -> None: ...
     def can_prepare(self, request: Request) -> bool: ...
     def is_prepared(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> int: ...
@@ -73,30 +72,20 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine refused a request."""
+class Left:
+    """A request is not in the engine any more, and gets no more results. error: why it was refused, or None"""
 
     ticket: int
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """A request is not in the engine any more, and gets no more results."""
-
-    ticket: int
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A function or a method has returned, or raised.
+    """A function has returned, or raised. number: of the question"""
 
-    asked: what call(), ask() or report() was given
-    """
-
-    asked: Any
+    number: int
     result: object
-    error: Exception | None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +95,7 @@ class Ended:
     error: BaseException | None
 
 
-Message = StepOutput | Refused | Forgotten | Answer | Ended
+Message = StepOutput | Left | Answer | Ended
 # Takes what an engine tells its owner, in any thread. Raises OwnerGone.
 Owner = Callable[[Message], None]
 
@@ -116,7 +105,9 @@ class OwnerGone(Exception):
 
 
 class EngineThread:
-    """Runs an engine's steps while there is work. Its methods may be called from any thread, and never wait.
+    """Runs an engine's steps while there is work, and commands between them.
+
+    A command is a method from submit() to stop(), and is given by tell(), in any thread.
 
     A DeviceFault ends the requests that the engine names. Any other exception of the engine ends the thread, and every
     request is given up. An owner that is gone does the same.
@@ -125,7 +116,7 @@ class EngineThread:
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._number_of: dict[int, int] = {}  # ticket -> the engine's number
         self._ticket_of: dict[int, int] = {}
         self._preparing: dict[int, tuple[Request, float]] = {}  # ticket -> request, and when it came
@@ -147,48 +138,15 @@ class EngineThread:
         """The limits of the engine."""
         return self._engine.limits
 
-    def check(self, request: Request) -> None:
-        """Raises BadRequest for a request that the engine can never serve."""
-        self._engine.check(request)
-
-    def submit(self, ticket: int, request: Request) -> None:
-        """Queues a request of the owner."""
-        self._commands.put(partial(self._submit, ticket, request))
-
-    def abort(self, ticket: int, reason: FinishReason = "abort") -> None:
-        """Ends a request; its completion comes with a step's results. A request that has ended is left unchanged."""
-        self._commands.put(partial(self._abort, ticket, reason))
-
-    def forget(self, ticket: int) -> None:
-        """Ends a request whose results are not wanted any more."""
-        self._commands.put(partial(self._forget, ticket))
-
-    def call(self, function: Callable[[], object], asked: Any) -> None:
-        """Calls a function between two steps, while none runs on the device. asked: names the call in its Answer"""
-        self._commands.put(partial(self._call, function, asked))
-
-    def ask(self, method: str, arguments: tuple[Any, ...], asked: Any) -> None:
-        """Does the same with a method of the engine."""
-        self.call(lambda: getattr(self._engine, method)(*arguments), asked)
-
-    def report(self, asked: Any) -> None:
-        """Calls the engine's report() in another thread, while steps run."""
-        threading.Thread(target=self._answer, args=(self._engine.report, asked), daemon=True).start()
-
-    def pause(self) -> None:
-        """Runs no further step, and waits for the one that runs; commands still run. Pauses are counted."""
-        self._commands.put(partial(self._add_pauses, 1))
-
-    def resume(self) -> None:
-        """Takes one pause() back."""
-        self._commands.put(partial(self._add_pauses, -1))
-
-    def stop(self) -> None:
-        """Gives up all requests and ends, after the step that runs."""
-        self._commands.put(self._stop)
+    def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
+        """Gives a command, and does not wait for it."""
+        if command is EngineThread.report:  # it does not wait for a step that hangs
+            threading.Thread(target=command, args=(self, *arguments), daemon=True).start()
+        else:
+            self._commands.put(partial(command, self, *arguments))
 
     def run(self, owner: Owner) -> None:
-        """Serves in the current thread, until stop() is called or nothing more can be served."""
+        """Serves in the current thread, until stop() or until nothing more can be served."""
         self._owner = owner
         error: BaseException | None = None
         try:
@@ -205,6 +163,65 @@ class EngineThread:
                 self._engine.cancel(number)
         except Exception as error:  # the exception that ended the engine may have broken its state
             logging.getLogger(__name__).error("requests could not be aborted: %s", error)
+
+    def submit(self, ticket: int, request: Request) -> None:
+        """Queues a request of the owner."""
+        try:
+            if not self._engine.can_prepare(request):
+                raise FitsLater(
+                    f"{MOST_COMPILING} constraints are being compiled or wait for it, which is the limit; send "
+                    "this one again later"
+                )
+        except RocmAttnError as error:
+            self._owner(Left(ticket, error))
+            return
+        self._preparing[ticket] = request, time.monotonic()
+        self._submit_prepared()
+
+    def abort(self, ticket: int, reason: FinishReason = "abort") -> None:
+        """Ends a request; its completion comes with a step's results. A request that has ended is left unchanged."""
+        if ticket in self._preparing:
+            request, _ = self._preparing.pop(ticket)
+            completion = Completion(request.prompt_token_ids, (), "", reason)
+            self._owner(StepOutput({ticket: []}, completions={ticket: completion}))
+        number = self._number_of.get(ticket)
+        if number is not None:
+            self._engine.abort(number, reason)
+
+    def forget(self, ticket: int) -> None:
+        """Ends a request whose results are not wanted any more."""
+        self._preparing.pop(ticket, None)
+        number = self._number_of.get(ticket)
+        if number is not None:
+            self._drop(number)
+            self._engine.cancel(number)
+        self._owner(Left(ticket))
+
+    def call(self, number: int, function: Callable[[], object]) -> None:
+        """Calls a function while nothing runs on the device. number: of the question, which its Answer has"""
+        self._engine.settle()
+        self._answer(number, function)
+
+    def probe_truth(self, number: int, seed: int) -> None:
+        """Calls the engine's probe_truth()."""
+        self.call(number, partial(self._engine.probe_truth, seed))
+
+    def report(self, number: int) -> None:
+        """Calls the engine's report(), in another thread and while steps run."""
+        self._answer(number, self._engine.report)
+
+    def pause(self, pauses: int) -> None:
+        """Waits for the step that runs, and runs no further one; commands still run.
+
+        pauses: 1, or -1 to take one back
+        """
+        self._num_pauses += pauses
+        if self._num_pauses:
+            self._engine.settle()
+
+    def stop(self) -> None:
+        """Gives up all requests and ends."""
+        self._is_stopping = True
 
     def _serve(self) -> None:
         while not self._is_stopping:
@@ -266,19 +283,6 @@ class EngineThread:
         if ticket is not None:
             del self._number_of[ticket]
 
-    def _submit(self, ticket: int, request: Request) -> None:
-        try:
-            if not self._engine.can_prepare(request):
-                raise FitsLater(
-                    f"{MOST_COMPILING} constraints are being compiled or wait for it, which is the limit; send "
-                    "this one again later"
-                )
-        except RocmAttnError as error:
-            self._owner(Refused(ticket, error))
-            return
-        self._preparing[ticket] = request, time.monotonic()
-        self._submit_prepared()
-
     def _submit_prepared(self) -> None:
         """Submits requests that are prepared: their tokens do not wait for the constraints of others."""
         for ticket, (request, came) in tuple(self._preparing.items()):
@@ -294,44 +298,13 @@ class EngineThread:
                 else:
                     continue
             except RocmAttnError as error:
-                self._owner(Refused(ticket, error))
+                self._owner(Left(ticket, error))
             del self._preparing[ticket]
 
-    def _abort(self, ticket: int, reason: FinishReason) -> None:
-        if ticket in self._preparing:
-            request, _ = self._preparing.pop(ticket)
-            completion = Completion(request.prompt_token_ids, (), "", reason)
-            self._owner(StepOutput({ticket: []}, completions={ticket: completion}))
-        number = self._number_of.get(ticket)
-        if number is not None:
-            self._engine.abort(number, reason)
-
-    def _forget(self, ticket: int) -> None:
-        if ticket in self._preparing:
-            del self._preparing[ticket]
-        number = self._number_of.get(ticket)
-        if number is not None:
-            self._drop(number)
-            self._engine.cancel(number)
-        self._owner(Forgotten(ticket))
-
-    def _call(self, function: Callable[[], object], asked: Any) -> None:
-        self._engine.settle()
-        self._answer(function, asked)
-
-    def _answer(self, function: Callable[[], object], asked: Any) -> None:
-        result: object = None
-        error: Exception | None = None
+    def _answer(self, number: int, function: Callable[[], object]) -> None:
         try:
             result = function()
-        except Exception as raised:  # the caller's own
-            error = raised
-        self._owner(Answer(asked, result, error))
-
-    def _add_pauses(self, pauses: int) -> None:
-        self._num_pauses += pauses
-        if self._num_pauses:
-            self._engine.settle()
-
-    def _stop(self) -> None:
-        self._is_stopping = True
+        except Exception as error:  # the caller's own
+            self._owner(Answer(number, None, error))
+        else:
+            self._owner(Answer(number, result))

@@ -1,7 +1,7 @@
 """AsyncEngine: an engine that the tasks of an event loop share, for example the handlers of a server.
 
-The engine runs in a thread of its own, which detokenises too, so no step blocks the event loop. All code here runs in
-the event loop; runner/engine_thread.py is the other side.
+The engine runs elsewhere, in a thread or in a process of its own, so no step blocks the event loop. It computes token
+ids; texts are made of them here, and a stop text ends its request from here. engine_thread.py is the other side.
 """
 
 from __future__ import annotations
@@ -9,20 +9,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.truth.live import TruthVerdict
-from rocm_serve.engine_thread import EngineThread, ServingEngine, Update
+from rocm_serve.engine_thread import (
+    Answer,
+    EngineThread,
+    Left,
+    Message,
+    Owner,
+    OwnerGone,
+    ServingEngine,
+    StepOutput,
+)
+from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Request
 from rocm_serve.request_stream import Inbox, RequestStream
 
 T = TypeVar("T")
+P = ParamSpec("P")
+C = TypeVar("C", bound="EngineClient")
 
 
 class EngineEnded(RocmAttnError, RuntimeError):
@@ -33,39 +45,36 @@ class TooManyRequests(FitsLater):
     """The engine holds as many requests as it may. Another one can be submitted when one of them is done."""
 
 
-class AsyncEngine:
-    """Serves requests of many tasks with one engine.
+class RunningEngine(Protocol):
+    """An engine that runs elsewhere: what EngineThread and EngineProcess have in common."""
 
-        async with AsyncEngine(engine) as front:
-            async for piece in front.stream(request):
-                print(piece.text, end="")
+    @property
+    def limits(self) -> RequestLimits: ...
+    def start(self, owner: Owner) -> None: ...
+    def tell(
+        self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs
+    ) -> None: ...
+    def join(self) -> None: ...
 
-    Leaving the `async with` waits for the requests that are served. If an exception or a cancellation leaves it, those
-    requests are given up. In both cases its thread has ended afterwards. Until then only the front may use the engine:
-    other work with it goes through between_steps().
 
-    engine:       an Engine, or an object with its methods
-    max_requests: most requests that are served or wait at a time, at least 1; more are refused
+class EngineClient:
+    """Serves requests of many tasks with an engine that runs elsewhere; AsyncEngine has it in a thread.
 
-    It is used in the event loop that it was started in. Methods that take a request raise BadRequest if the engine can
-    never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
-
-    Raises BadSetting.
+    engine, max_requests: see AsyncEngine
     """
 
-    def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
+    def __init__(self, engine: RunningEngine, *, max_requests: int = 1024) -> None:
         if max_requests < 1:
             raise BadSetting(f"max_requests is {max_requests}; it must be at least 1")
         self._engine = engine
         self._max_requests = max_requests
-        self._books = _Books()
+        self._books = _Books(engine)
         self._numbers = count()
         self._is_draining = False
 
-    async def __aenter__(self) -> AsyncEngine:
+    async def __aenter__(self: C) -> C:
         self._books.open()
-        self._thread = EngineThread(self._engine, self._books, asyncio.get_running_loop())
-        self._thread.start()
+        self._engine.start(self._books.post)
         return self
 
     async def __aexit__(
@@ -86,7 +95,7 @@ class AsyncEngine:
         """Does the same as stream(), for several requests: all are queued when this returns, none if it raises."""
         self.check()
         for request in requests:
-            self._engine.check(request)
+            self._engine.limits.check(request)
         if self._is_draining:
             raise EngineEnded("the engine accepts no more requests: drain() was called")
         if len(self._books.inboxes) + len(requests) > self._max_requests:
@@ -99,52 +108,16 @@ class AsyncEngine:
         return [self._begin(request) for request in requests]
 
     def _begin(self, request: Request) -> RequestStream:
-        number, inbox = next(self._numbers), Inbox()
+        tokenizer = self._engine.limits.tokenizer if request.detokenise else None
+        number, inbox = next(self._numbers), Inbox(request, tokenizer)
         self._books.add(number, inbox)
-        self._thread.submit(number, request)
-        return RequestStream(number, inbox, self._thread.forget)
+        self._engine.tell(EngineThread.submit, number, replace(request, stop=(), detokenise=False))
+        return RequestStream(number, inbox, lambda number: self._engine.tell(EngineThread.forget, number))
 
     async def complete(self, request: Request) -> Completion:
         """Serves a request to its end. Raises RequestFailed as well. If the task is cancelled, the request ends."""
         async with self.stream(request) as stream:
             return await stream.completion()
-
-    async def abort(self, number: int) -> None:
-        """Ends a request with the finish reason "abort". Its pages are free when this returns.
-
-        number: RequestStream.number; nothing happens if that request has ended
-        """
-        self.check()
-        self._thread.abort(number)
-        await self.between_steps(_nothing)
-
-    async def between_steps(self, function: Callable[[], T]) -> T:
-        """Calls a function in the engine's thread while no step runs, and returns or raises what it does.
-
-        Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
-        """
-        self.check()
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._books.calls.add(answer)
-        self._thread.call(function, answer)
-        try:
-            return await answer
-        finally:
-            self._books.calls.discard(answer)
-
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """No step runs inside this context, so weights can be changed in place.
-
-        Requests are accepted, and wait for its end. So does the last piece of a request that is aborted.
-        """
-        self.check()
-        self._thread.pause()
-        try:
-            await self.between_steps(_nothing)
-            yield
-        finally:
-            self._thread.resume()
 
     def check(self) -> None:
         """Raises EngineEnded if the engine does not serve, and WrongState outside its event loop."""
@@ -162,11 +135,14 @@ class AsyncEngine:
 
     async def report(self) -> Report:
         """Like Engine.report, read while steps run: the report may hold only some counts of the last step."""
-        return await asyncio.to_thread(self._engine.report)
+        report: Report = await self._answer(EngineThread.report)
+        return report
 
     async def truth(self, seed: int) -> TruthVerdict:
         """Like Engine.probe_truth, between two steps. Raises EngineEnded."""
-        return await self.between_steps(partial(self._engine.probe_truth, seed))
+        self.check()
+        verdict: TruthVerdict = await self._answer(EngineThread.probe_truth, seed)
+        return verdict
 
     async def metrics(self) -> Metrics:
         """The metrics of report(), and the number of requests that were refused."""
@@ -185,24 +161,100 @@ class AsyncEngine:
         """
         self._books.require_start()
         self._books.close("it was stopped")
-        self._thread.stop()
+        self._engine.tell(EngineThread.stop)
         await self._books.has_ended.wait()
-        self._thread.join()
+        self._engine.join()
+
+    async def _answer(
+        self, command: Callable[Concatenate[EngineThread, int, P], None], *arguments: P.args, **named: P.kwargs
+    ) -> Any:
+        """Gives a command whose first argument is the number of a question, and waits for the Answer."""
+        if self._books.has_ended.is_set():
+            self._books.check()
+        number = next(self._numbers)
+        answer = self._books.questions[number] = asyncio.get_running_loop().create_future()
+        self._engine.tell(command, number, *arguments, **named)
+        try:
+            return await answer
+        finally:
+            self._books.questions.pop(number, None)
+
+
+class AsyncEngine(EngineClient):
+    """Serves requests of many tasks with one engine.
+
+        async with AsyncEngine(engine) as front:
+            async for piece in front.stream(request):
+                print(piece.text, end="")
+
+    Leaving the `async with` waits for the requests that are served. If an exception or a cancellation leaves it, those
+    requests are given up. In both cases its thread has ended afterwards. Until then only the front may use the engine:
+    other work with it goes through between_steps().
+
+    engine:       an Engine, or an object with its methods
+    max_requests: most requests that are served or wait at a time, at least 1; more are refused
+
+    It is used in the event loop that it was started in. Methods that take a request raise BadRequest if the engine can
+    never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
+
+    Raises BadSetting.
+    """
+
+    def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
+        self._thread, self._of_thread = EngineThread(engine), engine
+        super().__init__(self._thread, max_requests=max_requests)
+
+    async def report(self) -> Report:
+        """Like EngineClient.report, also after the engine has ended."""
+        return await asyncio.to_thread(self._of_thread.report)
+
+    async def abort(self, number: int) -> None:
+        """Ends a request with the finish reason "abort". Its pages are free when this returns.
+
+        number: RequestStream.number; nothing happens if that request has ended
+        """
+        self.check()
+        self._thread.tell(EngineThread.abort, number)
+        await self.between_steps(_nothing)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Calls a function in the engine's thread while no step runs, and returns or raises what it does.
+
+        Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
+        """
+        self.check()
+        result: T = await self._answer(EngineThread.call, function)
+        return result
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """No step runs inside this context, so weights can be changed in place.
+
+        Requests are accepted, and wait for its end. So does the last piece of a request that is aborted.
+        """
+        self.check()
+        self._thread.tell(EngineThread.pause, 1)
+        try:
+            await self.between_steps(_nothing)
+            yield
+        finally:
+            self._thread.tell(EngineThread.pause, -1)
 
 
 class _Books:
-    """The tasks that wait, and what they wait for: the Owner of an EngineThread.
+    """The tasks that wait, and what they wait for: the owner of a running engine.
 
     inboxes:   number of a request that is in the engine -> where its pieces go
-    calls:     futures of functions that run between two steps
+    questions: number of what the engine was asked -> the future of its answer
     num_refusals: requests that were not taken because there were too many
     is_empty:  set if no request is in the engine
-    has_ended: set if the thread runs no more step
+    has_ended: set if the engine runs no more step
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
         self.inboxes: dict[int, Inbox] = {}
-        self.calls: set[asyncio.Future[Any]] = set()
+        self.questions: dict[int, asyncio.Future[Any]] = {}
         self.num_refusals = 0
         self.is_empty, self.has_ended = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -236,45 +288,63 @@ class _Books:
         self.inboxes[number] = inbox
         self.is_empty.clear()
 
-    def take(self, updates: Sequence[Update]) -> None:
-        """Like Owner.take."""
-        for update in updates:
-            inbox = self.inboxes.get(update.ticket)
-            if inbox is not None:
-                inbox.add(update)
-                if inbox.has_ended:
-                    self.forget(update.ticket)
+    def post(self, message: Message) -> None:
+        """Takes a message in the event loop. Called in any thread. Raises OwnerGone."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._take, message)
+        except RuntimeError as error:
+            if self._loop.is_closed():
+                raise OwnerGone("the event loop was closed") from error
+            raise
 
-    def refuse(self, ticket: int, error: Exception) -> None:
-        """Like Owner.refuse."""
-        self.num_refusals += isinstance(error, FitsLater)
-        inbox = self.inboxes.get(ticket)
-        if inbox is not None:
-            inbox.fail(error)
-            self.forget(ticket)
+    def _take(self, message: Message) -> None:
+        if isinstance(message, StepOutput):
+            self._take_output(message)
+        elif isinstance(message, Left):
+            self.num_refusals += isinstance(message.error, FitsLater)
+            if message.error is not None and message.ticket in self.inboxes:
+                self.inboxes[message.ticket].fail(message.error)
+            self._forget(message.ticket)
+        elif isinstance(message, Answer):
+            self._take_answer(message)
+        else:
+            self._end(message.error)
 
-    def forget(self, ticket: int) -> None:
-        """Like Owner.forget."""
+    def _take_output(self, output: StepOutput) -> None:
+        logprobs, completions = output.logprobs, output.completions
+        for ticket, token_ids in output.token_ids.items():
+            inbox = self.inboxes.get(ticket)
+            if inbox is None:
+                continue
+            had_stopped = inbox.has_stopped
+            inbox.add(token_ids, logprobs.get(ticket, ()), completions.get(ticket))
+            if inbox.has_ended:
+                self._forget(ticket)
+            elif inbox.has_stopped and not had_stopped:
+                self._engine.tell(EngineThread.abort, ticket, "stop")
+
+    def _forget(self, ticket: int) -> None:
         self.inboxes.pop(ticket, None)
         if not self.inboxes:
             self.is_empty.set()
 
-    def answer(self, waiting: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-        """Like Owner.answer."""
-        if waiting.done():
+    def _take_answer(self, answer: Answer) -> None:
+        waiting = self.questions.get(answer.number)
+        if waiting is None or waiting.done():
             return  # its task was cancelled
-        if error is not None:
-            waiting.set_exception(error)
+        if answer.error is not None:
+            waiting.set_exception(answer.error)
         else:
-            waiting.set_result(result)
+            waiting.set_result(answer.result)
 
-    def end(self, error: BaseException | None) -> None:
-        """Like Owner.end: everybody who waits gets EngineEnded."""
+    def _end(self, error: BaseException | None) -> None:
+        """Everybody who waits gets EngineEnded."""
         self._cause = error
         self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         for inbox in self.inboxes.values():
             inbox.fail(self._ending())
-        for waiting in self.calls:
+        for waiting in self.questions.values():
             if not waiting.done():
                 waiting.set_exception(self._ending())
         self.inboxes.clear()

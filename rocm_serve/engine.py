@@ -100,7 +100,7 @@ class Engine:
         self.runtime, self._measured = runtime_for(loaded, options, beside(drafting, loaded, options))
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(
-            loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None
+            loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer
         )
         path = options.flight_record
         model = served(model_over(self.runtime, loaded, options), drafting, options, self.runtime)
@@ -230,7 +230,7 @@ class Engine:
             cached_row=CachedRow(request.cache_salt, is_cached=self._may_cache(request)),
             parameters=sampling_parameters_of(request, stops, matcher, self._loaded.config.vocab_size),
         )
-        self._outputs[number] = Output(sequence, self._loaded.tokenizer)
+        self._outputs[number] = Output(sequence, self._loaded.tokenizer if request.detokenise else None)
         self._prompts.add(sequence)
         self._scheduler.add(sequence)
         return number
@@ -238,9 +238,10 @@ class Engine:
     def _may_cache(self, request: Request) -> bool:
         return self.options.prefix_caching and request.prefix_caching and request.prompt_logprobs == NO_LOGPROBS
 
-    def abort(self, number: int) -> None:
-        """Ends a request that waits or runs. Its completion has the tokens so far, and finish_reason "abort".
+    def abort(self, number: int, reason: FinishReason = "abort") -> None:
+        """Ends a request that waits or runs. Its completion has the tokens so far, and this finish_reason.
 
+        reason: "stop" if a caller that makes the text itself has found its end
         The next step() returns an AbortEvent, and completion() returns the result. Its pages are free again, or stay in
         the prefix cache. A request that has ended meanwhile is left unchanged.
         Raises BadRequest for a number that submit() has not given.
@@ -253,9 +254,9 @@ class Engine:
         output = self._outputs.get(number)
         if output is not None:
             self._scheduler.drop(output.sequence)
-            output.end_early("abort", "", self._events)
+            output.end_early(reason, "", self._events)
             self._end(output)
-            self.metrics.aborts += 1
+            self.metrics.aborts += reason == "abort"
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: no later request finds pages that were stored so far.
@@ -485,9 +486,10 @@ class Engine:
         self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._pending)
         self._speculative_steps.took(together)
         sequences = step.picking
-        if self._loaded.tokenizer is None:  # no text can end a request
-            for sequence in sequences:
-                self._outputs[sequence.number].num_tokens = sequence.num_read
+        outputs = [self._outputs[sequence.number] for sequence in sequences]
+        if all(output.tokenizer is None for output in outputs):  # no text can end a request
+            for output in outputs:
+                output.num_tokens = output.sequence.num_read
             self._events.append(NewTokens([sequence.number for sequence in sequences], together.token_ids))
             self.metrics.new_tokens += together.num_tokens
         else:

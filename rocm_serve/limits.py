@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rocm_attn.errors import BadRequest
 from rocm_serve.request import Request
 from rocm_serve.text.constraint import library
+from rocm_serve.text.tokenizer import Tokenizer
 
 
 class ContextExceeded(BadRequest):
@@ -21,13 +22,13 @@ class RequestLimits:
     context_len: tokens that the model was made for
     max_kv_len:  tokens of the longest sequence in the pool
     vocab_size:  tokens have ids below it
-    has_text:    whether the model came with a tokenizer, so that tokens have texts
+    tokenizer:   of the model; None: tokens have no texts
     """
 
     context_len: int
     max_kv_len: int
     vocab_size: int
-    has_text: bool
+    tokenizer: Tokenizer | None
 
     @property
     def max_len(self) -> int:
@@ -59,7 +60,7 @@ class RequestLimits:
                 f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
                 "shorten it, or raise max_kv_len, kv_bytes or num_pages"
             )
-        if (request.stop or request.constraint is not None) and not self.has_text:
+        if (request.stop or request.constraint is not None) and self.tokenizer is None:
             what = "stop texts" if request.stop else "a constraint"
             raise BadRequest(f"the request has {what} and the model has no tokenizer; leave them out")
         if request.constraint is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from rocm_serve.events import NewTokens
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
 from rocm_serve.sampling.logprobs import TokenLogprobs
-from rocm_serve.text.stop_texts import StopTexts
-from rocm_serve.text.tokenizer import TextStream, Tokenizer
+from rocm_serve.text.request_text import RequestText
+from rocm_serve.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -32,13 +32,11 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
-    _stream: TextStream | None = field(init=False, default=None)
-    _stops: StopTexts = field(init=False)
+    _written: RequestText = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.sequence.request
-        self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
-        self._stops = StopTexts(request.stop, request.include_stop)
+        self._written = RequestText(self.tokenizer, request.stop, request.include_stop, request.min_tokens)
 
     def take(
         self,
@@ -72,7 +70,7 @@ class Output:
 
         error: why it has failed; empty if it was aborted
         """
-        number, piece = self.sequence.number, self._rest(self.num_tokens)  # for example of an incomplete character
+        number, piece = self.sequence.number, self._written.rest()  # for example of an incomplete character
         self.text, self.reason, self.error = self.text + piece, reason, error
         events.append(FailureEvent(number, piece, error) if error else AbortEvent(number, piece))
 
@@ -106,27 +104,11 @@ class Output:
         why: FinishReason | None = None
         for place, token in enumerate(token_ids):
             why = reason if place == len(token_ids) - 1 else None
-            piece = self._piece(token, why, self.num_tokens + place + 1)
-            if self._stops.has_stopped:
+            piece = self._written.push(token) if why is None else self._written.end(token, is_text=why != "stop")
+            if self._written.has_stopped:
                 why = "stop"
             emitted = logprobs[place] if logprobs else None
             events.append(TokenEvent(self.sequence.number, token, piece, why, emitted))
             if why is not None:
                 break
         return events, why
-
-    def _piece(self, token: int, why: FinishReason | None, num: int) -> str:
-        """The text of a token. why: the request ends with it; num: of the new tokens, with this one"""
-        if self._stream is None:
-            return ""
-        # a stop token need not be a special one; it is never part of the text
-        text = "" if why == "stop" else self._stream.push(token)
-        piece = self._stops.push(text, counts=num > self.sequence.request.min_tokens)
-        return piece + (self._rest(num) if why is not None else "")
-
-    def _rest(self, num: int) -> str:
-        """The text that the stream and the stops still hold back. num: see _piece"""
-        if self._stream is None:
-            return ""
-        counts = num > self.sequence.request.min_tokens
-        return self._stops.push(self._stream.finish(), counts=counts) + self._stops.finish()

@@ -53,6 +53,7 @@ class Request:
     constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
                       server
     allowed_token_ids: the only tokens that may be picked, (): all. The text ends early only if an end token is one
+    detokenise:       whether the engine turns the new tokens into a text; without one, `stop` must be empty
 
     Raises BadRequest.
     """
@@ -72,6 +73,7 @@ class Request:
     constraint: Constraint | None = None
     prompt_logprobs: int = NO_LOGPROBS
     allowed_token_ids: tuple[int, ...] = ()
+    detokenise: bool = True
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -93,6 +95,8 @@ class Request:
             raise BadRequest(f"stop is the text {self.stop!r}; give a tuple of texts")
         if len(self.stop) > MOST_STOPS:
             raise BadRequest(f"stop has {len(self.stop)} texts; at most {MOST_STOPS} are allowed")
+        if self.stop and not self.detokenise:
+            raise BadRequest("detokenise is False and the request has stop texts; leave one of the two out")
         for text in self.stop:
             if not 1 <= len(text) <= LONGEST_STOP:
                 raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")

@@ -6,13 +6,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from rocm_attn.errors import RocmAttnError, WrongState
-from rocm_serve.engine_thread import Update
-from rocm_serve.request import Completion, FinishReason
+from rocm_serve.request import Completion, FinishReason, Request
 from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.text.request_text import RequestText
+from rocm_serve.text.tokenizer import Tokenizer
 
 
 class RequestFailed(RocmAttnError, RuntimeError):
@@ -44,8 +45,9 @@ class OutputChunk:
 
 @dataclass(slots=True, eq=False)
 class Inbox:
-    """The output of a request that was not read yet. Used in one event loop.
+    """The output of a request that was not read yet. It makes the text of the tokens. Used in one event loop.
 
+    tokenizer:  None: there is no text
     completion: once it has ended
     error:      raised to its reader after the pieces: the request has failed, or the engine has ended
     on_late:    called when a request goes on while more than most_unread of its tokens were not read
@@ -53,17 +55,30 @@ class Inbox:
     first_token_at: when the first of them came, in seconds of time.perf_counter(); 0 if none did
     """
 
+    request: Request
+    tokenizer: Tokenizer | None
     completion: Completion | None = None
     error: Exception | None = None
     most_unread: float = math.inf
     on_late: Callable[[], None] = lambda: None
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _text: str = ""
+    _texts: list[str] = field(default_factory=list)  # of the whole answer
+    _num_read_texts: int = 0
+    _writing: RequestText = field(init=False)
     _reader: asyncio.Future[None] | None = None
     _reads_end_only: bool = False
     num_tokens: int = 0
     first_token_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self._writing = RequestText(self.tokenizer, request.stop, request.include_stop, request.min_tokens)
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if a stop text has ended the text. The engine does not know that by itself."""
+        return self._writing.has_stopped
 
     @property
     def has_ended(self) -> bool:
@@ -73,22 +88,49 @@ class Inbox:
     @property
     def is_empty(self) -> bool:
         """True if there is no piece to read. A request that ends without an error has a last piece with its reason."""
-        return not (self._token_ids or self._text)
+        return not self._token_ids and len(self._texts) == self._num_read_texts
 
-    def add(self, update: Update) -> None:
-        """Takes in an update of the request."""
-        self._token_ids += update.token_ids
-        if update.token_ids:
-            self.num_tokens += len(update.token_ids)
+    def add(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), completion: Completion | None = None
+    ) -> None:
+        """Takes in tokens of the request, with their logprobs if it asks for them, and its completion if it ends."""
+        before, writing, text = self.num_tokens, self._writing, ""
+        is_stop = completion is not None and completion.finish_reason == "stop"
+        last = len(token_ids) - 1
+        for place, token in enumerate(token_ids):
+            if writing.has_stopped:
+                break
+            text += writing.end(token, is_text=False) if is_stop and place == last else writing.push(token)
+        self.num_tokens = writing.num_tokens
+        if completion is not None and not writing.has_stopped:
+            text += writing.rest()
+        num = self.num_tokens - before
+        if num:
+            self._token_ids += token_ids[:num]
+            self._logprobs += logprobs[:num]
             self.first_token_at = self.first_token_at or time.perf_counter()
-        self._logprobs += update.logprobs
-        self._text += update.text
-        self.completion = update.completion
-        if self.completion is not None and self.completion.error:
-            self.error = RequestFailed(self.completion)
+        if text:
+            self._texts.append(text)
+        if completion is not None:
+            self._complete(completion)
         self._wake()
         if len(self._token_ids) > self.most_unread and not self.has_ended:
             self.on_late()
+
+    def _complete(self, engines: Completion) -> None:
+        completion = replace(engines, prompt_token_ids=self.request.prompt_token_ids, text="".join(self._texts))
+        if self.has_stopped:  # the engine may have computed more tokens, or ended it for another reason meanwhile
+            num = self.num_tokens
+            completion = replace(
+                completion,
+                token_ids=completion.token_ids[:num],
+                logprobs=completion.logprobs[:num],
+                finish_reason="stop",
+                error="",
+            )
+        self.completion = completion
+        if completion.error:
+            self.error = RequestFailed(completion)
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error."""
@@ -98,8 +140,9 @@ class Inbox:
     def take(self) -> OutputChunk:
         """Returns everything that can be read."""
         reason = self.completion.finish_reason if self.completion is not None and self.error is None else None
-        piece = OutputChunk(tuple(self._token_ids), self._text, reason, tuple(self._logprobs))
-        self._token_ids, self._logprobs, self._text = [], [], ""
+        text = "".join(self._texts[self._num_read_texts :])
+        piece = OutputChunk(tuple(self._token_ids), text, reason, tuple(self._logprobs))
+        self._token_ids, self._logprobs, self._num_read_texts = [], [], len(self._texts)
         return piece
 
     async def wait(self, *, end_only: bool) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+
+import torch
 
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.progress_bar import ProgressBar
@@ -18,9 +21,12 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.cli.generate import dtype_of
 from rocm_serve.cli.options import ON_SERVE, SERVER
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import find_model, load_model, open_model
+from rocm_serve.engine_process import EngineProcess
+from rocm_serve.models.loading import find_model, load_model
 from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.messages import ModelLoader
 from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import ONE_RANK
 from rocm_serve.server.generation_config import defaults_from
 from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
@@ -29,7 +35,6 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import NO_TRACES, otlp_traces
 from rocm_serve.speculation.engines import require_drafter
 from rocm_serve.text.chat_template import ChatTemplate
-from rocm_serve.text.tokenizer import Tokenizer
 
 
 def run(options: argparse.Namespace) -> None:
@@ -41,7 +46,10 @@ def run(options: argparse.Namespace) -> None:
     template = _template(settings)
     with bind(settings) as bound:
         defaults = defaults_from(settings.generation_config, options.model)
-        with _engine(options) as (engine, tokenizer):
+        with _engine(options) as engine:
+            tokenizer = engine.limits.tokenizer
+            if options.flight_record is not None:
+                signal.signal(signal.SIGUSR1, lambda number, _: os.kill(engine.pid, number))
             if template is not None and tokenizer is not None:
                 tokenizer = tokenizer.with_template(template)
             model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
@@ -64,32 +72,37 @@ def _announce(line: str) -> None:
     say(f"rocm-attn serve: {line}")
 
 
-@contextmanager
-def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine, Tokenizer | None]]:
-    """Yields an engine that has its graphs, and the model's tokenizer."""
+def _engine(options: argparse.Namespace) -> EngineProcess:
+    """Starts the engine's process, and waits until it has its graphs."""
     engine_options = EngineOptions(**{name: getattr(options, name) for name in ON_SERVE})
     require_drafter(engine_options.speculative)
     device = device_named(options.device)
+    if options.tp > 1 and device.index is not None:
+        raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
     model = str(find_model(options.model))
     dtype = dtype_of(options.dtype, model, device)
     on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
     say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
-    if options.tp == 1:
-        loaded = load_model(model, dtype=dtype, device=device)
-        engine = Engine(loaded, engine_options)
+    return EngineProcess(
+        partial(ready_engine, partial(load_model, model, dtype=dtype), engine_options, device, options.tp)
+    )
+
+
+@contextmanager
+def ready_engine(
+    load: ModelLoader, options: EngineOptions, device: torch.device, num_ranks: int
+) -> Iterator[Engine | RankedEngine]:
+    """Yields an engine that has its graphs. Called in its process."""
+    if num_ranks == 1:
+        engine = Engine(load(device=device, ranks=ONE_RANK), options)
         if isinstance(engine.flight, FlightRecorder):
             dump_on_signal(engine.flight)
         _make_ready(engine, device.type)
-        yield engine, loaded.tokenizer
+        yield engine
         return
-    if device.index is not None:
-        raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
-    tokenizer = open_model(model).tokenizer
-    with RankedEngine(
-        partial(load_model, model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type
-    ) as ranked:
+    with RankedEngine(load, options, num_ranks=num_ranks, device_type=device.type) as ranked:
         _make_ready(ranked, device.type)
-        yield ranked, tokenizer
+        yield ranked
 
 
 def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:

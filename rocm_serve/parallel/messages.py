@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from rocm_attn.errors import RocmAttnError
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import Ranks
+
+E = TypeVar("E", bound=BaseException)
 
 
 class ModelLoader(Protocol):
@@ -85,7 +87,7 @@ class RankError(RocmAttnError, RuntimeError):
     """An exception of a rank that does not survive pickling, in words."""
 
 
-def sendable(error: BaseException) -> BaseException:
+def sendable(error: E) -> E | RankError:
     """Returns the error, or its words in a RankError if it does not survive pickling."""
     try:
         copy = pickle.loads(pickle.dumps(error))

@@ -48,7 +48,7 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
 
     words: takes the process's stdout and stderr
     """
-    threading.Thread(target=_end_with_the_front, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the front ends us
     for stream in (sys.stdout, sys.stderr):
         os.dup2(words.fileno(), stream.fileno())
@@ -73,10 +73,11 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
     os._exit(0)  # graphs that hold collectives, and groups, need no order in which they are taken down
 
 
-def _end_with_the_front() -> None:
-    front = multiprocessing.parent_process()
-    assert front is not None
-    front.join()
+def end_with_parent() -> None:
+    """Waits for the end of the process that has started this one, and ends this one at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

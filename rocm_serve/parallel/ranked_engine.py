@@ -15,7 +15,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.messages import ModelLoader, RankSetup
 from rocm_serve.parallel.processes import RankProcesses
 from rocm_serve.report import Report
-from rocm_serve.request import Completion, Event, Request
+from rocm_serve.request import Completion, Event, FinishReason, Request
 from rocm_serve.serving import serve_all
 
 
@@ -102,9 +102,9 @@ class RankedEngine:
         number: int = self._processes.call("submit", request)
         return number
 
-    def abort(self, number: int) -> None:
+    def abort(self, number: int, reason: FinishReason = "abort") -> None:
         """Like Engine.abort."""
-        self._processes.call("abort", number)
+        self._processes.call("abort", number, reason)
 
     def forget_prefixes(self) -> None:
         """Like Engine.forget_prefixes."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
+from json.encoder import encode_basestring
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -15,8 +17,11 @@ from rocm_attn.errors import RocmAttnError
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_serve.server.generation import Generation, Generations
-from rocm_serve.server.replies import Replies, Usage, as_event
+from rocm_serve.server.record import RAW_SEND
+from rocm_serve.server.replies import Replies, TextChunk, Usage, as_event
 
+# A text that is in no model's name.
+_MARK = "\0text\0"
 # Seconds without data after which a comment shows the client and all proxies that the server is alive.
 _PING_SECONDS = 15.0
 
@@ -37,7 +42,7 @@ class EventStream(Response):
         self._is_late = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, task = _Events(send), asyncio.current_task()
+        events, task = _Events(send, scope.get(RAW_SEND, send)), asyncio.current_task()
         assert task is not None
         for stream in self._generation.streams:
             stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
@@ -71,16 +76,17 @@ class EventStream(Response):
             task.cancel()
 
     async def _send_chunks(self, events: _Events, pieces: AsyncIterator[tuple[int, OutputChunk]]) -> None:
-        replies, opened, num_tokens = self._replies, set[int](), 0
+        replies, num_tokens = self._replies, 0
         more = {"usage": None} if self._has_usage else {}
+        frames: dict[int, _Frame] = {}
         async for place, piece in pieces:
             num_tokens += len(piece.token_ids)
             chunks = b""
-            if place not in opened:
-                opened.add(place)
+            if place not in frames:
+                frames[place] = _Frame(more)
                 chunks += b"".join(as_event({**each, **more}) for each in replies.opening(place))
             if piece.text or piece.logprobs or piece.finish_reason is not None:
-                chunks += b"".join(as_event({**each, **more}) for each in replies.chunk(place, piece))
+                chunks += b"".join(map(frames[place].event, replies.chunk(place, piece)))
             if chunks:
                 await events.send(chunks)
         self._generation.note(num_tokens)
@@ -94,10 +100,35 @@ class EventStream(Response):
             await events.send(as_event(each))
 
 
-class _Events:
-    """Sends bytes, headers before the first of them, and comments while there are none."""
+class _Frame:
+    """Writes the events of a choice. A text that is the only news is put between bytes that were written once.
 
-    def __init__(self, send: Send) -> None:
+    more: fields that each event has
+    """
+
+    def __init__(self, more: Mapping[str, object]) -> None:
+        self._more, self._around = more, (b"", b"")
+
+    def event(self, chunk: Mapping[str, object] | TextChunk) -> bytes:
+        """Returns the bytes of an event."""
+        if not isinstance(chunk, TextChunk):
+            return as_event({**chunk, **self._more})
+        before, after = self._around
+        if not before:
+            whole = as_event({**chunk.make(chunk.choice, _MARK), **self._more})
+            before, _, after = whole.partition(json.dumps(_MARK).encode())
+            self._around = before, after
+        return before + encode_basestring(chunk.text).encode() + after
+
+
+class _Events:
+    """Sends bytes, headers before the first of them, and comments while there are none.
+
+    raw_send: takes bytes that are neither the first nor the last ones
+    """
+
+    def __init__(self, send: Send, raw_send: Send) -> None:
+        self._raw_send = raw_send
         self._send, self._has_begun, self._lock = send, False, asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
@@ -111,7 +142,7 @@ class _Events:
                 self._has_begun = True
                 await self._send(_start())
             self._sent_at = self._loop.time()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         async with self._lock:

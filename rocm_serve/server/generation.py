@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from rocm_attn.errors import FitsLater, RocmAttnError
-from rocm_serve.async_engine import AsyncEngine, TooManyRequests
+from rocm_serve.async_engine import EngineClient, TooManyRequests
 from rocm_serve.request import Completion, Request
 from rocm_serve.request_stream import OutputChunk, RequestStream, cached_tokens
 from rocm_serve.server.api_errors import ApiError, api_error
@@ -80,7 +80,7 @@ class Generations:
     max_unread_tokens: of a streamed answer
     """
 
-    def __init__(self, front: AsyncEngine, jobs: Jobs, checks: ConstraintChecks, max_unread_tokens: int) -> None:
+    def __init__(self, front: EngineClient, jobs: Jobs, checks: ConstraintChecks, max_unread_tokens: int) -> None:
         self.front, self.jobs, self._checks, self._pacing, self.counts = front, jobs, checks, Pacing(), HttpMetrics()
         self.max_unread_tokens = max_unread_tokens
 

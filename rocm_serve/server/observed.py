@@ -17,7 +17,7 @@ from rocm_serve.server.gate import GENERATING, needs_key, route_of
 from rocm_serve.server.health import Health
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ApiKeys
-from rocm_serve.server.record import RequestRecord
+from rocm_serve.server.record import RAW_SEND, RequestRecord
 from rocm_serve.server.traces import Traces
 
 ID_HEADER = b"x-request-id"
@@ -101,7 +101,7 @@ class Observed:
             await send(message)
 
         try:
-            await self._app(scope, receive, answer)
+            await self._app({**scope, RAW_SEND: send}, receive, answer)
         finally:
             record.end()
             self._observers.report(record)

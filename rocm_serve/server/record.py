@@ -21,6 +21,10 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _NOT_FAILURES = frozenset({503, 504})
 
 
+# The key of the ASGI server's own send in an ASGI scope: every layer above it takes time for each token of a stream.
+RAW_SEND = "rocm_attn.send"
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """One request, from its first byte to the last byte of its answer.

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rocm_serve.request import Completion, FinishReason, Request
 from rocm_serve.request_stream import OutputChunk
@@ -43,6 +43,14 @@ class Usage:
         }
 
 
+class TextChunk(NamedTuple):
+    """The chunk of a piece that is nothing but text: make(choice, text). All of one choice differ in the text alone."""
+
+    choice: int
+    text: str
+    make: Callable[[int, str], Json]
+
+
 class Replies(Protocol):
     """The form of answers to one kind of request."""
 
@@ -56,7 +64,7 @@ class Replies(Protocol):
     def opening(self, index: int) -> Sequence[Json]:
         """Returns the chunks before a choice's first piece."""
 
-    def chunk(self, index: int, piece: OutputChunk) -> Sequence[Json]:
+    def chunk(self, index: int, piece: OutputChunk) -> Sequence[Json | TextChunk]:
         """Returns the chunks of a choice's piece: none if it waits for the next one."""
 
     def ending(self, usage: Usage, *, is_asked: bool) -> Sequence[Json]:
@@ -123,17 +131,20 @@ class CompletionReplies:
 
     def opening(self, index: int) -> list[Json]:
         """Returns the chunk before a choice's first piece: its prompt, if that is asked for."""
-        if not self.echoed:
-            return []
-        return [{**self._head(), "choices": [self._choice(index, OutputChunk((), self.echoed[index], None))]}]
+        return [self._text(index, self.echoed[index])] if self.echoed else []
 
-    def chunk(self, index: int, piece: OutputChunk) -> list[Json]:
+    def chunk(self, index: int, piece: OutputChunk) -> list[Json | TextChunk]:
         """Returns the chunk of a choice's piece."""
+        if not piece.logprobs and piece.finish_reason is None:
+            return [TextChunk(index, piece.text, self._text)]
         return [{**self._head(), "choices": [self._choice(index, piece)]}]
 
     def ending(self, usage: Usage, *, is_asked: bool) -> list[Json]:
         """Returns the chunk with the usage, if that is asked for."""
         return [{**self._head(), "choices": [], "usage": usage.as_dict()}] if is_asked else []
+
+    def _text(self, index: int, text: str) -> Json:
+        return {**self._head(), "choices": [self._choice(index, OutputChunk((), text, None))]}
 
     def _echo(self, index: int, done: Completion) -> Json:
         """Returns the part of a choice that repeats its prompt."""
@@ -220,13 +231,15 @@ class ChatReplies:
         """Returns the chunk before a choice's first piece, which has the role."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, ())]
 
-    def chunk(self, index: int, piece: OutputChunk) -> list[Json]:
+    def chunk(self, index: int, piece: OutputChunk) -> list[Json | TextChunk]:
         """Returns the chunk of a choice's piece, or nothing if all of it may become a function call."""
         read = self._readers.get(index)
         if read is None:
             read = self._readers[index] = _Read(self.reader())
         first = read.num_calls
         thought, text, calls = read.take(piece)
+        if text and not (thought or calls or piece.logprobs or piece.finish_reason):
+            return [TextChunk(index, text, self._text)]
         delta: Json = {"reasoning_content": thought} if thought else {}
         delta |= {"content": text} if text else {}
         if calls:
@@ -254,6 +267,9 @@ class ChatReplies:
             "logprobs": emitted,
             "finish_reason": read.reason(done.finish_reason),
         }
+
+    def _text(self, index: int, text: str) -> Json:
+        return self._chunk(index, {"content": text}, None, ())
 
     def _chunk(
         self, index: int, delta: Mapping[str, object], reason: str | None, logprobs: Sequence[TokenLogprobs]

@@ -14,9 +14,7 @@ from types import FrameType
 import uvicorn
 
 from rocm_attn.errors import BadSetting
-from rocm_serve.async_engine import AsyncEngine
-from rocm_serve.engine import Engine
-from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.async_engine import EngineClient, RunningEngine
 from rocm_serve.server.api_errors import given_up_at_shutdown
 from rocm_serve.server.app import build_app
 from rocm_serve.server.connections import MOST_HEAD_BYTES, bounded_protocol
@@ -96,7 +94,7 @@ def url_of(bound: socket.socket, options: ServerOptions) -> str:
 
 
 async def serve(
-    engine: Engine | RankedEngine,
+    engine: RunningEngine,
     model: ServedModel,
     keys: ApiKeys,
     bound: socket.socket,
@@ -107,7 +105,7 @@ async def serve(
 
     announce: called with a line when the server begins, and when it ends
     """
-    async with AsyncEngine(engine, max_requests=model.options.max_requests) as front:
+    async with EngineClient(engine, max_requests=model.options.max_requests) as front:
         server = Server(front, model, keys, announce, traces)
         await server.serve(sockets=[bound])
         front.check()
@@ -118,7 +116,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        front: AsyncEngine,
+        front: EngineClient,
         model: ServedModel,
         keys: ApiKeys,
         announce: Callable[[str], None],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -16,6 +18,8 @@ _Result = TypeVar("_Result")
 
 # Texts up to this number of characters are tokenised in the event loop. A longer one would delay other requests.
 _SHORT = 2048
+# Niceness of the thread that reads long texts: it has a tenth of a core's time where another thread wants the core too.
+NICENESS = 10
 # A text above this number of characters takes a thread for long.
 _LONG = 2**16
 
@@ -24,7 +28,8 @@ class Tokenising:
     """Turns texts into tokens, and refuses those that cannot fit before the tokenizer reads them.
 
     Long texts are read one after the other, in a thread of their own: they hold up neither short ones nor what else the
-    server does in threads, and few of them take memory at a time. The tokenizer releases Python's lock meanwhile.
+    server does in threads, and few of them take memory at a time. The tokenizer releases Python's lock meanwhile, and
+    where all cores are busy that thread waits for the others.
 
     tokenizer:   of the model
     most_tokens: of a prompt
@@ -35,7 +40,7 @@ class Tokenising:
         self.tokenizer, self._most_tokens, self._refusal = tokenizer, most_tokens, refusal
         self._count = TokenCount.of(tokenizer.backend)
         self._for_short = ThreadPoolExecutor(2, "tokenise")
-        self._for_long = ThreadPoolExecutor(1, "tokenise-long")
+        self._for_long = ThreadPoolExecutor(1, "tokenise-long", _yield_cores)
 
     async def prompt(self, text: str) -> list[int]:
         """Returns the tokens of a plain text. Raises ApiError, BadRequest."""
@@ -91,3 +96,9 @@ class Tokenising:
     def _check(self, num_tokens: int) -> None:
         if num_tokens > self._most_tokens:
             raise self._refusal("", num_tokens)
+
+
+def _yield_cores() -> None:
+    """Lowers the priority of the current thread. Linux has one for each thread."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -7,7 +7,7 @@ import logging
 from itertools import count
 
 from rocm_attn.truth.live import TruthVerdict
-from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.async_engine import EngineClient
 from rocm_serve.server.health import Health
 
 
@@ -18,7 +18,7 @@ class TruthProbe:
     seconds: least time between the begins of two runs
     """
 
-    def __init__(self, front: AsyncEngine, health: Health, seconds: float) -> None:
+    def __init__(self, front: EngineClient, health: Health, seconds: float) -> None:
         self._front, self._health, self._seconds = front, health, seconds
         self._loop = asyncio.get_running_loop()
         self._seeds = count()

@@ -153,7 +153,7 @@ def test_draining_takes_no_more_requests_and_ends_those_that_there_are(loaded: L
 def test_a_loop_that_is_closed_ends_the_thread_and_frees_all_pages(
     num: int, busy: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rocm_serve.engine_thread._LOOK_AT_LOOP_SECONDS", 0.01)
+    monkeypatch.setattr("rocm_serve.engine_thread._LOOK_AT_OWNER_SECONDS", 0.01)
     served = engine(loaded)
     gated = Gated(served)
     loop = asyncio.new_event_loop()

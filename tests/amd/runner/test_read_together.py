@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_serve.engine import Engine
-from rocm_serve.engine_thread import EngineThread, Update
+from rocm_serve.engine_thread import EngineThread, StepOutput
 from rocm_serve.events import Events, NewTokens, without
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
@@ -249,11 +248,8 @@ class _Nothing:
 
 def test_an_engine_thread_takes_tokens_that_came_together_as_it_takes_events() -> None:
     events = Events([NewTokens([1, 8, 2], [[5, 6], [1], []]), TokenEvent(1, 9, "x", "stop"), NewTokens([2], [[7]])])
-    found = []
     for given in (events, list(events)):
-        thread = EngineThread(_Nothing(), None, asyncio.new_event_loop())  # type: ignore[arg-type]
+        thread = EngineThread(_Nothing())  # type: ignore[arg-type]
         thread._ticket_of, thread._number_of = {1: 10, 2: 20}, {10: 1, 20: 2}
-        found.append(thread._updates(given))
-        thread._loop.close()
-    assert found[0] == found[1]
-    assert found[0][1] == Update(20, (7,), "", None)
+        ended = Completion((1,), (9,), "x", "stop")
+        assert thread._output(given) == StepOutput({10: [5, 6, 9], 20: [7]}, {}, {10: ended})

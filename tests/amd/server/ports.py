@@ -18,7 +18,7 @@ class DerivedPorts:
     """
 
     def __init__(self, pid: int) -> None:
-        processes = _family(pid)
+        processes = family(pid)
         self._ends = [os.pidfd_open(each) for each in processes]
         sockets = {link for each in processes for link in _links(each)}
         self.ports = frozenset(port for port, inode in _listening() if f"socket:[{inode}]" in sockets)
@@ -38,7 +38,7 @@ class DerivedPorts:
                 tried.listen()
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """A process and its descendants."""
     found = [pid]
     for parent in found:

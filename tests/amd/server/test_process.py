@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import math
+import os
 import signal
 import socket
 import urllib.error
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.cli import BAD_INPUT, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.cli.serve import _make_ready
 from rocm_serve.engine import Engine
+from rocm_serve.engine_thread import EngineThread
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.server.keys import ApiKeys
@@ -30,7 +32,7 @@ from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.runner.with_parameters import PROMPT, character_model
 from tests.amd.server.load.model_folder import write_model
 from tests.amd.server.load.served import Served, served
-from tests.amd.server.ports import DerivedPorts
+from tests.amd.server.ports import DerivedPorts, family
 
 LONG = {"model": "tiny", "prompt": "w9 w12", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
@@ -107,6 +109,19 @@ def test_a_signal_lets_what_was_taken_end_and_a_second_one_does_not(number: sign
         assert server.end() == 128 + number
 
 
+def test_an_engine_that_is_killed_ends_every_answer_with_one_error_and_then_the_server(model: Path) -> None:
+    server = Served(model, "--max-kv-len", "500", "--num-pages", "3000")
+    with ask(server, stream=True, n=16, max_tokens=480) as answer:
+        assert answer.readline().startswith(b"data: ")
+        for pid in family(server.pid)[1:]:
+            os.kill(pid, signal.SIGKILL)
+        rest = answer.read()
+    assert rest.count(b'"code":"engine_ended"') == 1
+    assert b"was killed by SIGKILL" in rest
+    assert b"[DONE]" not in rest
+    assert server.end() == FAILED
+
+
 @pytest.mark.parametrize("flags", [(), ("--access-log",)], ids=["without", "with"])
 def test_each_request_is_a_line_on_stderr_where_that_is_asked_for(flags: tuple[str, ...], model: Path) -> None:
     with served(model, *flags) as server:
@@ -139,7 +154,7 @@ def test_an_address_that_another_server_takes_meanwhile_is_named() -> None:
             engine = Engine(loaded, EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=64))
             model = ServedModel("tiny", loaded.tokenizer, engine.limits, options)
             with pytest.raises(BadSetting, match=f"cannot listen on 127.0.0.1 port {port}"):
-                asyncio.run(serve(engine, model, ApiKeys(), second, print))
+                asyncio.run(serve(EngineThread(engine), model, ApiKeys(), second, print))
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])

@@ -9,11 +9,11 @@ import torch
 
 import rocm_serve.cli.serve as command
 from rocm_attn.cli import main
-from rocm_serve.models.loading import LoadedModel, ModelFiles
+from rocm_serve.models.loading import LoadedModel
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
-from tests.amd.runner.tiny_model import CONFIG, RandomTensors, tiny_model, word_tokenizer
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 FLAGS = ("--model", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")
 
@@ -29,11 +29,6 @@ def load(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = 
     return tiny_model(dtype=dtype, device=device, ranks=ranks, tokenizer=word_tokenizer())
 
 
-def files(path: str) -> ModelFiles:
-    """Replaces `open_model`; ignores the path."""
-    return ModelFiles(CONFIG, RandomTensors(CONFIG, 0), word_tokenizer())
-
-
 def dtype(*requested: Any) -> torch.dtype:
     """Replaces `dtype_of`; always returns float32."""
     return torch.float32
@@ -47,7 +42,7 @@ def defaults(generation_config: str, model: str) -> Sampling:
 if __name__ == "__main__":
     from tests.amd.server import tiny_server  # ranks import it by this name
 
-    replaced = {"find_model": "place", "load_model": "load", "open_model": "files", "dtype_of": "dtype"}
+    replaced = {"find_model": "place", "load_model": "load", "dtype_of": "dtype"}
     replaced["defaults_from"] = "defaults"
     for name, replacement in replaced.items():
         setattr(command, name, getattr(tiny_server, replacement))

@@ -21,6 +21,7 @@ import openai
 
 from tests.amd.server.load.clients import MODEL, Answer, LostAnswer, ask, client_of, conversations
 from tests.amd.server.load.served import Served
+from tests.amd.server.ports import family
 
 DISCONNECTS, INVALID = 0.10, 0.05
 # A server's memory may grow by this much between its first quiet moment and its last.
@@ -270,6 +271,5 @@ class MixedLoad:
 
 
 def resident_bytes(pid: int) -> float:
-    """Returns the bytes of memory of a process."""
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * 4096.0
+    """Returns the bytes of memory of a process and its descendants."""
+    return sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) * 4096.0 for each in family(pid))

@@ -1,0 +1,200 @@
+"""EngineProcess: an engine in a process of its own, which shares neither cores nor Python's lock with its clients.
+
+One pipe joins the two processes: the methods of an EngineThread go there as commands, its messages come back. A step's
+results are one message. Each process ends, or learns that the other has ended, whatever ends the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, ParamSpec
+
+from rocm_attn.errors import RocmAttnError
+from rocm_serve.engine_thread import (
+    Answer,
+    Ended,
+    EngineThread,
+    Left,
+    Message,
+    Owner,
+    OwnerGone,
+    ServingEngine,
+    StepOutput,
+)
+from rocm_serve.limits import RequestLimits
+from rocm_serve.parallel.messages import sendable
+from rocm_serve.parallel.rank_process import end_with_parent
+
+# Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
+_END_SECONDS, _GONE_SECONDS = 20.0, 5.0
+# Messages that are taken in a row, before the event loop does something else.
+_MOST_AT_ONCE = 32
+
+P = ParamSpec("P")
+EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
+
+
+class EngineDied(RocmAttnError, RuntimeError):
+    """The engine's process has ended, and has not said why."""
+
+
+class EngineProcess:
+    """A running engine for an EngineClient. Use it as a context: its process has ended afterwards.
+
+    make:   makes the engine, in its process: a function of a module, or a partial of one. Processes are spawned, so a
+            script keeps its own work under `if __name__ == "__main__":`
+    limits: of the engine
+
+    Raises what make() raises, and EngineDied.
+    """
+
+    def __init__(self, make: EngineMaker) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(make, theirs), name="rocm_attn engine")
+        self._process.start()
+        theirs.close()  # so that the pipe ends when the process does
+        # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
+        self._commands: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        with ExitStack() as unless_made:
+            unless_made.callback(self.close)
+            made = self._hear()
+            if isinstance(made, Ended):
+                assert made.error is not None
+                raise made.error
+            self.limits: RequestLimits = made
+            unless_made.pop_all()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the process at once, unless it has ended."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def start(self, owner: Owner) -> None:
+        """Starts serving. Messages are read in the current event loop."""
+        self._owner, self._loop = owner, asyncio.get_running_loop()
+        self._loop.add_reader(self._pipe.fileno(), self._take)
+        # A thread: a long prompt, or a process that hangs, would hold up the event loop.
+        threading.Thread(target=self._write, name="commands", daemon=True).start()
+
+    def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
+        """Like EngineThread.tell. A process that does not end after stop() is killed after a while."""
+        self._commands.put((command, arguments))
+        if command is EngineThread.stop:
+            self._loop.call_later(_END_SECONDS, self._process.kill)
+
+    def join(self) -> None:
+        """Waits for the end of a process that has sent Ended, which is near."""
+        self._process.join(_END_SECONDS)
+        self.close()
+
+    def _take(self) -> None:
+        """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step."""
+        for _ in range(_MOST_AT_ONCE):
+            message = self._hear()
+            self._owner(message)
+            if isinstance(message, Ended):
+                self._loop.remove_reader(self._pipe.fileno())
+                return
+            if not self._pipe.poll():
+                return
+
+    def _hear(self) -> Any:
+        """Returns the next message of the process, which is its limits when it is made."""
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(_GONE_SECONDS)
+            code = self._process.exitcode
+            how = "has closed its pipe" if code is None else f"ended with exit code {code}"
+            if code is not None and code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            return Ended(EngineDied(f"the engine's process {how}"))
+
+    def _write(self) -> None:
+        while True:
+            command = self._commands.get()
+            try:
+                self._pipe.send(command)
+            except (OSError, ValueError):  # the process has ended, or close() was called
+                return
+
+
+def _run(make: EngineMaker, pipe: Connection) -> None:
+    """Makes the engine and serves commands until stop; does not return."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes; the other one drains and stops us
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    _serve(make, pipe)
+    sys.stderr.flush()
+    os._exit(0)  # see run_rank
+
+
+def _serve(make: EngineMaker, pipe: Connection) -> None:
+    lock = threading.Lock()  # reports are answered in threads of their own
+
+    def tell(message: Message | RequestLimits) -> None:
+        try:
+            with lock:
+                pipe.send(message)
+        except OSError as error:
+            raise OwnerGone("the server's process ended") from error
+
+    with ExitStack() as until_served:
+        try:
+            engine = until_served.enter_context(make())
+        except BaseException as error:  # the other process decides what it means
+            if not isinstance(error, RocmAttnError):
+                traceback.print_exc()
+            tell(Ended(sendable(error)))
+            return
+        tell(engine.limits)
+        thread = EngineThread(engine)
+        threading.Thread(target=_read, args=(pipe, thread), name="commands", daemon=True).start()
+        thread.run(lambda message: tell(_sendable(message)))
+
+
+def _read(pipe: Connection, thread: EngineThread) -> None:
+    """Passes on the commands, until the other process ends and this one with it."""
+    with suppress(EOFError, OSError):
+        while True:
+            command, arguments = pipe.recv()
+            thread.tell(command, *arguments)
+
+
+def _sendable(message: Message) -> Message:
+    """Returns a message without prompts, which the other process has, and with errors that survive pickling."""
+    if isinstance(message, StepOutput) and message.completions:
+        done = {ticket: replace(each, prompt_token_ids=()) for ticket, each in message.completions.items()}
+        return replace(message, completions=done)
+    if isinstance(message, Ended) and message.error is not None:
+        return Ended(sendable(message.error))
+    if isinstance(message, Left | Answer) and message.error is not None:
+        return replace(message, error=sendable(message.error))
+    return message

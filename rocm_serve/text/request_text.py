@@ -1,0 +1,50 @@
+"""RequestText: the text of a request, made token by token: up to a stop text, and without parts of characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rocm_serve.text.stop_texts import StopTexts
+from rocm_serve.text.tokenizer import Tokenizer
+
+
+class RequestText:
+    """The text of the new tokens.
+
+    tokenizer:           None: there is none, and all pieces are empty
+    stop, include_stop, min_tokens: of the request
+    num_tokens:          that were pushed
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: Sequence[str], include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._stops, self._min_tokens = StopTexts(stop, include_stop), min_tokens
+        self.num_tokens = 0
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if a stop text was found: the text ends, with the token that was pushed last."""
+        return self._stops.has_stopped
+
+    def push(self, token_id: int) -> str:
+        """The text that can be printed now that there is another token."""
+        self.num_tokens += 1
+        if self._stream is None:
+            return ""
+        return self._stops.push(self._stream.push(token_id), counts=self.num_tokens > self._min_tokens)
+
+    def end(self, token_id: int, *, is_text: bool) -> str:
+        """The rest of the text, with its last token. is_text: False of a stop token, which need not be a special one"""
+        if is_text:
+            return self.push(token_id) + self.rest()
+        self.num_tokens += 1
+        return self.rest()
+
+    def rest(self) -> str:
+        """The text that is still held back; no more tokens come."""
+        if self._stream is None:
+            return ""
+        counts = self.num_tokens > self._min_tokens
+        return self._stops.push(self._stream.finish(), counts=counts) + self._stops.finish()

@@ -1,0 +1,172 @@
+"""EngineProcess: an engine in a process of its own gives what it gives alone, and the end of either is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from rocm_attn.errors import BadSetting
+from rocm_serve.async_engine import EngineClient, EngineEnded
+from rocm_serve.engine import Engine
+from rocm_serve.engine_process import EngineDied, EngineProcess
+from rocm_serve.engine_thread import EngineThread, Message, StepOutput
+from rocm_serve.events import Events
+from rocm_serve.request import Completion, Request
+from rocm_serve.text.tokenizer import TextStream, Tokenizer
+from tests.amd.runner.async_engines import LONG, read
+from tests.amd.runner.serving import engine
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+
+MANY = 256
+
+
+@contextmanager
+def served() -> Iterator[Engine]:
+    """An engine whose tokenizer must not be used: what its process is made of."""
+
+    def used(*_: object) -> None:
+        raise AssertionError("the engine's process makes a text")
+
+    for owner, name in ((Tokenizer, "encode"), (Tokenizer, "decode"), (Tokenizer, "stream"), (TextStream, "push")):
+        setattr(owner, name, used)
+    yield engine(tiny_model(tokenizer=word_tokenizer()))
+
+
+@contextmanager
+def held() -> Iterator[Engine]:
+    """An engine that runs three steps, and no further one before a request is cancelled."""
+    with served() as made:
+        step, cancel, steps, cancelled = made.step, made.cancel, count(), list[int]()
+
+        def noted(number: int) -> None:
+            cancelled.append(number)
+            cancel(number)
+
+        made.step = lambda: step() if cancelled or next(steps) < 3 else Events()  # type: ignore[method-assign]
+        made.cancel = noted  # type: ignore[method-assign]
+        yield made
+
+
+@contextmanager
+def impossible() -> Iterator[Engine]:
+    raise BadSetting("there is no such engine")
+    yield
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Requests that end in each of their ways, with and without logprobs."""
+    (whole,) = engine(tiny_model(tokenizer=word_tokenizer())).generate([LONG])
+    stop = whole.text.split()[20]
+    return [
+        LONG,
+        replace(LONG, stop=(stop,)),
+        replace(LONG, stop=(stop,), include_stop=True, logprobs=2),
+        replace(LONG, stop=(whole.text.split()[3],), min_tokens=9),
+        replace(LONG, stop_token_ids=(whole.token_ids[12],), prompt_logprobs=1),
+    ]
+
+
+def facts(done: Completion) -> Completion:
+    """The completion without logprobs, whose last bits depend on the batch; their tokens are in place of them."""
+    tokens = tuple(each.token_id for each in (*done.logprobs, *done.prompt_logprobs))
+    return replace(done, token_ids=done.token_ids + tokens, logprobs=(), prompt_logprobs=())
+
+
+def test_texts_stops_and_counts_are_those_of_the_engine_itself(requests: list[Request]) -> None:
+    alone = engine(tiny_model(tokenizer=word_tokenizer()))
+    expected = alone.generate(requests)
+    assert [done.finish_reason for done in expected] == ["length", *["stop"] * 4]
+
+    async def main(process: EngineProcess) -> tuple[list[Completion], dict[str, int]]:
+        async with EngineClient(process) as client:
+            streams = client.streams(requests)
+            pieces = await asyncio.gather(*map(read, streams))
+            completions = [await stream.completion() for stream in streams]
+            for said, done in zip(pieces, completions, strict=True):
+                assert (said.token_ids, said.text, said.finish_reason) == (
+                    done.token_ids,
+                    done.text,
+                    done.finish_reason,
+                )
+            return completions, (await client.metrics()).requests_ended
+
+    with EngineProcess(served) as process:
+        completions, ended = asyncio.run(main(process))
+    assert list(map(facts, completions)) == list(map(facts, expected))
+    assert ended == alone.report().metrics.requests_ended
+
+
+def test_the_tokens_of_a_step_are_one_message_for_all_requests() -> None:
+    messages: list[Message] = []
+    is_over = threading.Event()
+    thread = EngineThread(engine(tiny_model(), max_batch_size=MANY, chunk=4 * MANY, num_pages=2000))
+
+    def take(message: Message) -> None:
+        messages.append(message)
+        if isinstance(message, StepOutput) and message.completions:
+            is_over.set()
+
+    for ticket in range(MANY):
+        thread.tell(EngineThread.submit, ticket, Request((5, 6, 8), 6))
+    thread.start(take)
+    is_over.wait()
+    thread.tell(EngineThread.stop)
+    thread.join()
+    decoded = [message for message in messages if isinstance(message, StepOutput) and len(message.token_ids) == MANY]
+    assert len(decoded) >= 5
+    assert all(len(new) == 1 for message in decoded for new in message.token_ids.values())
+
+
+def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> None:
+    async def main(process: EngineProcess) -> None:
+        async with EngineClient(process) as client:
+            async with client.stream(LONG) as left:
+                await anext(left)
+            await client.complete(replace(LONG, max_new_tokens=2))
+            metrics = await client.metrics()
+            assert (metrics.running, metrics.waiting) == (0, 0)
+            assert metrics.requests_ended == {"cancelled": 1, "length": 1}
+            assert (await client.truth(0)).word != "wrong"
+
+    with EngineProcess(held) as process:
+        asyncio.run(main(process))
+
+
+def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() -> None:
+    async def main(process: EngineProcess) -> set[str]:
+        async with EngineClient(process) as client:
+            streams = client.streams([LONG] * 8)
+            await anext(streams[0])
+            os.kill(process.pid, signal.SIGKILL)
+            question = asyncio.ensure_future(client.truth(0))
+            said = set[str]()
+            for stream in streams:
+                with pytest.raises(EngineEnded) as caught:
+                    await stream.completion()
+                assert isinstance(caught.value.__cause__, EngineDied)
+                said.add(str(caught.value))
+            with pytest.raises(EngineEnded):
+                await question
+            with pytest.raises(EngineEnded, match="SIGKILL"):
+                client.check()
+            with pytest.raises(EngineEnded):
+                await client.report()
+            return said
+
+    with EngineProcess(held) as process:
+        (sentence,) = asyncio.run(main(process))
+    assert "the engine's process was killed by SIGKILL" in sentence
+
+
+def test_a_process_that_cannot_make_its_engine_says_why() -> None:
+    with pytest.raises(BadSetting, match="there is no such engine"):
+        EngineProcess(impossible)

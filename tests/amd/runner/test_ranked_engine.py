@@ -233,6 +233,23 @@ def test_an_exception_that_cannot_be_sent_is_sent_in_words() -> None:
     assert sendable(error) is error
 
 
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_an_interrupt_of_a_call_ends_the_ranks_and_an_error_of_all_of_them_does_not(has_answers: bool) -> None:
+    ours, killed = processes.RankProcesses(), list[bool]()
+    error = BadRequest("of all ranks") if has_answers else KeyboardInterrupt()
+
+    def collect(_: object) -> list[object]:
+        ours._is_calling = not has_answers
+        raise error
+
+    ours._require_whole = lambda: None  # type: ignore[method-assign]
+    ours._collect = collect  # type: ignore[method-assign,assignment]
+    ours.kill = lambda: killed.append(True)  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        ours.call("step")
+    assert killed == [True] * (not has_answers)
+
+
 def test_who_waits_for_the_ranks_has_the_next_turn() -> None:
     """A thread that steps does not keep another one from a report, however quickly it calls again."""
     ours, order = processes.RankProcesses(), list[str]()

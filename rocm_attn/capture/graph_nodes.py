@@ -37,7 +37,7 @@ def why_not_counted(plan: CapturePlan, target: Target) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GraphNodes:
-    """Nodes of one graph of steps. Those of the model around attention come on top.
+    """Nodes of one graph of steps. Those of the model around attention come on top, and those that join two halves.
 
     step:   that take the inputs in and derive the step's data
     layers: of each layer, which stores and attends; a round of drafts does so in each of its draft steps

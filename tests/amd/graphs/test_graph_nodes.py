@@ -95,7 +95,7 @@ class OnlyAttention:
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("mode", [{}, {"split_steps": True}, {"drafts": (Drafts(2, 2),), "custom_mask": True}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"drafts": (Drafts(2, 2),), "custom_mask": True}], ids=str)
 def test_the_nodes_that_are_predicted_are_those_of_the_graphs_that_are_made(
     provider: str, mode: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ def prewarm(
     if target.is_gpu and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
-    runtime = _runtime(problems, target, options, device)
+    runtime = runtime_of_kinds(problems, target, options, device)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
 
@@ -137,7 +137,7 @@ def run_every_kernel(
         progress(done, len(steps), shape_name(shape))
         _run(runtime, q_len, shape, attend)
     for q_len in _prompts(runtime, most_tokens):
-        with _rows(runtime, np.zeros_like(q_len), q_len) as rows:
+        with rows_without_requests(runtime, np.zeros_like(q_len), q_len) as rows:
             run_model(StepBatch(rows, q_len, q_len, np.zeros(q_len.sum(), np.int32)))
     for dtype in {torch.float32, *(selection.problem.dtype for selection in runtime.selections)}:
         _pick(runtime, dtype)
@@ -155,10 +155,14 @@ def _prompts(runtime: AttentionRuntime, most_tokens: int) -> Iterator[Int32Array
         num_tokens = most_tokens if num_tokens < most_tokens < 2 * num_tokens else 2 * num_tokens
 
 
-def _runtime(
+def runtime_of_kinds(
     problems: Sequence[Problem], target: Target, options: RuntimeOptions, device: torch.device
 ) -> AttentionRuntime:
-    """A runtime with one layer of each kind, over a pool just large enough that the same variants are compiled."""
+    """A runtime with one layer of each kind, over a pool just large enough that the same variants are compiled.
+
+    device: the target, or the CPU if the target is not there; its kernels are then the project's own
+    Raises what build_runtime raises, BadSetting.
+    """
     kinds = list(dict.fromkeys(problems))
     row = min(p.page_size * p.num_kv_heads * min(p.head_dim, p.v_head_dim) * p.dtype.itemsize for p in kinds)
     of_each = max(options.verify_tokens, _TREE_NODES, *(drafts.tokens for drafts in options.drafts))
@@ -225,7 +229,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
             cached[shortest], cached[longest] = 0, int(new[longest] > 2)
             new -= cached
     pad_to = PadTo(max(shape.num_seqs, len(q_len)))
-    with _rows(runtime, cached, new) as rows:
+    with rows_without_requests(runtime, cached, new) as rows:
         batch = StepBatch(rows, cached + new, new)
         whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
@@ -241,7 +245,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
 
 
 @contextmanager
-def _rows(runtime: AttentionRuntime, cached: Int32Array, new: Int32Array) -> Iterator[Int32Array]:
+def rows_without_requests(runtime: AttentionRuntime, cached: Int32Array, new: Int32Array) -> Iterator[Int32Array]:
     """Yields rows with room for these tokens of each, of which some count as stored; frees them."""
     table = runtime.table
     rows = np.array([table.admit() for _ in new], np.int32)
@@ -284,27 +288,22 @@ def _pick(runtime: AttentionRuntime, dtype: torch.dtype) -> None:
     ops.likeliest(logits, torch.zeros(1, 2, dtype=torch.int32, device=device), tokens, likeliest)
 
 
-class _Attend:
-    """Stores and attends in every kind of layer. Steps share its memory: filling it takes longer than the rest."""
+class ZeroInputs:
+    """Zeros for the layers of steps, which share their memory: filling it takes longer than the rest."""
 
-    def __init__(self, runtime: AttentionRuntime) -> None:
-        of_layer = runtime.kinds.of_layer
-        self._device = runtime.device
-        self._layers = {of_layer.index(kind): each.problem for kind, each in enumerate(runtime.selections)}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def __call__(self, part: Part) -> None:
-        for layer, problem in self._layers.items():
-            num_tokens, dim, v_dim, dtype = len(part.token_ids), problem.head_dim, problem.v_head_dim, problem.dtype
-            q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
-            k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
-            out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
-            is_latent = problem.pool is PoolKind.LATENT
-            v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
-            # A kernel may store in its own launch, which is another variant.
-            part.layers.store_and_attend(layer, q, k, v, out)
-            part.layers.store(layer, k, v)
-            part.layers.attend(layer, q, out)
+    def of(self, problem: Problem, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and out of a layer, [num_tokens, heads, dim] each."""
+        dim, v_dim, dtype = problem.head_dim, problem.v_head_dim, problem.dtype
+        q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
+        k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
+        out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
+        is_latent = problem.pool is PoolKind.LATENT
+        v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
+        return q, k, v, out
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)
@@ -312,6 +311,23 @@ class _Attend:
         if held is None or held.numel() < size:
             held = self._held[name, dtype] = torch.zeros(size, dtype=dtype, device=self._device)
         return held[:size].view(shape)
+
+
+class _Attend:
+    """Stores and attends in every kind of layer."""
+
+    def __init__(self, runtime: AttentionRuntime) -> None:
+        of_layer = runtime.kinds.of_layer
+        self._layers = {of_layer.index(kind): each.problem for kind, each in enumerate(runtime.selections)}
+        self._inputs = ZeroInputs(runtime.device)
+
+    def __call__(self, part: Part) -> None:
+        for layer, problem in self._layers.items():
+            q, k, v, out = self._inputs.of(problem, len(part.token_ids))
+            # A kernel may store in its own launch, which is another variant.
+            part.layers.store_and_attend(layer, q, k, v, out)
+            part.layers.store(layer, k, v)
+            part.layers.attend(layer, q, out)
 
 
 @contextmanager

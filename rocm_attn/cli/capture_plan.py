@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
+from rocm_attn.capture.graph_nodes import GraphNodes, NodeCounter, why_not_counted
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
@@ -23,7 +26,10 @@ from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_NOT_PREDICTED = "graphs also take memory for activations; it depends on the model and is measured when they are made"
+_NOT_PREDICTED = (
+    "graphs also have the nodes of the model around attention, and take memory for its activations; both depend on the "
+    "model, and the memory is measured when they are made"
+)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -47,6 +53,8 @@ def run(options: argparse.Namespace) -> None:
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
     settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
     plan = plan_capture(problems, target, settings)
+    uncounted = why_not_counted(plan, target)
+    nodes = {} if uncounted else _nodes(plan, NodeCounter(problems, target, settings))
     state_bytes = geometry.state_bytes(getattr(torch, options.dtype))
     weights = weights_of(options)
     fit = None
@@ -68,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
         of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
         states = {"state_bytes_per_request": state_bytes}
         expected = {} if times is None or budget is None else {"budget": asdict(budget), **times.as_json(most)}
-        print(json.dumps({**described, **_as_json(plan), **of_weights, **of_fit, **states, **expected}, indent=2))
+        print(json.dumps({**described, **_as_json(plan, nodes), **of_weights, **of_fit, **states, **expected}, indent=2))
     else:
         ranks = "" if options.tp == 1 else f", one of {options.tp} ranks"
         print(
@@ -78,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print(f"{pages.describe()} were chosen")
-        print("\n".join(_lines(plan)))
+        print("\n".join(_lines(plan, nodes, uncounted)))
         print("\n".join(_fit_lines(options, weights, gpu, fit)))
         if times is not None and budget is not None:
             print("\n".join(["", budget.line(), *times.lines(most)]))
@@ -130,10 +138,18 @@ def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, f
     ]
 
 
-def _lines(plan: CapturePlan) -> list[str]:
+def _nodes(plan: CapturePlan, counter: NodeCounter) -> dict[PaddedShape, GraphNodes]:
+    return {bucket.shape: counter.nodes(bucket.shape) for bucket in plan.buckets}
+
+
+def _lines(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes], uncounted: str) -> list[str]:
     lines = ["", f"{len(plan.buckets)} graphs, made in this order:"]
     for bucket in plan.buckets:
         used = f"buffers {_size(bucket.step_bytes)}, workspace {_size(bucket.workspace_bytes)}"
+        if counted := nodes.get(bucket.shape):
+            few, many = min(counted.layers), max(counted.layers)
+            each = f"{few}" if few == many else f"{few} to {many}"
+            used += f", {counted.total} nodes, {each} a layer"
         lines.append(f"  {shape_name(bucket.shape):44} {used}")
     if plan.lengths:
         lines.append("  and more of each for longer sequences: a kernel compiles the length bucket in")
@@ -142,7 +158,7 @@ def _lines(plan: CapturePlan) -> list[str]:
     lines.append(f"  {'total':20} {_size(plan.num_bytes):>12}")
     if any(bucket.shape.drafts is not NO_DRAFTS for bucket in plan.buckets):
         lines.append(f"  {'total for drafts':20} {_size(plan.draft_bytes):>12}")
-    return [*lines, "", _NOT_PREDICTED]
+    return [*lines, "", *([f"nodes are not counted: {uncounted}"] if uncounted else []), _NOT_PREDICTED]
 
 
 def _size(num_bytes: int) -> str:
@@ -152,7 +168,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _as_json(plan: CapturePlan) -> dict[str, Any]:
+def _as_json(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes]) -> dict[str, Any]:
     return {
         "buckets": [
             {
@@ -164,6 +180,7 @@ def _as_json(plan: CapturePlan) -> dict[str, Any]:
                 "draft_steps": bucket.shape.drafts.steps,
                 "step_bytes": bucket.step_bytes,
                 "workspace_bytes": bucket.workspace_bytes,
+                **_nodes_as_json(nodes, bucket.shape),
             }
             for bucket in plan.buckets
         ],
@@ -172,3 +189,10 @@ def _as_json(plan: CapturePlan) -> dict[str, Any]:
         "total_bytes": plan.num_bytes,
         "draft_bytes": plan.draft_bytes,
     }
+
+
+def _nodes_as_json(nodes: Mapping[PaddedShape, GraphNodes], shape: PaddedShape) -> dict[str, Any]:
+    if shape not in nodes:
+        return {"nodes": None, "nodes_of_step": None, "nodes_of_layers": None}
+    counted = nodes[shape]
+    return {"nodes": counted.total, "nodes_of_step": counted.step, "nodes_of_layers": counted.layers}

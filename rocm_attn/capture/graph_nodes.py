@@ -1,0 +1,126 @@
+"""Predicts the nodes that attention adds to each graph, without a GPU: its launches are counted, and none is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.forecast import CapturePlan
+from rocm_attn.capture.graphs import takes_inputs
+from rocm_attn.capture.prewarm import ZeroInputs, rows_without_requests, runtime_of_kinds
+from rocm_attn.capture.probe_requests import as_steps_of, typical_new_tokens
+from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
+from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.machine.distributions import installing
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import AllKeys, Indexer, Problem
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Part
+
+
+def why_not_counted(plan: CapturePlan, target: Target) -> str:
+    """Returns why a plan's nodes cannot be counted here; empty if they can."""
+    if foreign := sorted(name for name in plan.kernels if name.startswith("aiter.")):
+        return f"{', '.join(foreign)}: only AITER knows how many nodes its functions take; --provider triton counts"
+    if target.is_gpu and find_spec("triton") is None:
+        return f"Triton is not installed; {installing('triton')}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNodes:
+    """Nodes of one graph of steps. Those of the model around attention come on top, and those that join two halves.
+
+    step:   that take the inputs in and derive the step's data
+    layers: of each layer, which stores and attends; a round of drafts does so in each of its draft steps
+    """
+
+    step: int
+    layers: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.step + sum(self.layers)
+
+
+class NodeCounter:
+    """Counts the nodes of graphs of these layers and options, one graph at a time.
+
+    The runtime's own code makes the launches, at the sizes that will be served. On a CPU, whose graphs the host
+    replays, a node is an operation of torch, and these run.
+    Raises what build_runtime raises, BadSetting.
+    """
+
+    def __init__(self, problems: Sequence[Problem], target: Target, options: RuntimeOptions) -> None:
+        self._problems, self._kinds = problems, list(dict.fromkeys(problems))
+        self._runtime = runtime_of_kinds(problems, target, options, torch.device("cpu"))
+        self._staged = _dropped if target.is_gpu else nullcontext
+        self._recorder = FakeRecorder(_observe_dropped if target.is_gpu else observe_launches)
+        self._inputs = ZeroInputs(torch.device("cpu"))
+
+    def nodes(self, shape: PaddedShape) -> GraphNodes:
+        """The nodes of the graph of a shape, one of those that capture_shapes() and draft_shapes() return."""
+        runtime = self._runtime
+        q_len = typical_new_tokens(runtime, shape)
+        assert q_len is not None, "the small pool has room for a step of each shape"
+        of_kind = dict.fromkeys(self._kinds, 0)
+        with rows_without_requests(runtime, np.zeros_like(q_len), q_len) as rows, self._staged():
+            batch = as_steps_of(shape, StepBatch(rows, q_len, q_len), torch.Generator())
+            with runtime.stage(batch, runtime.plan(batch, shape)) as step:
+                calls = [
+                    (problem, call)
+                    for part in step.parts
+                    for layer, problem in enumerate(self._kinds)
+                    for call in self._calls(part, layer, problem)
+                ]
+                branches = [part.keep_branches for part in step.parts if part.number % shape.drafts.steps]
+                with self._recorder.capture() as recording:
+                    if takes_inputs(runtime, step):
+                        runtime.gate.take_inputs(step)
+                    step.fill()
+                    for keep in branches:
+                        keep()
+                    of_step = recording.num_nodes
+                    for problem, call in calls:
+                        before = recording.num_nodes
+                        call()
+                        of_kind[problem] += recording.num_nodes - before
+        return GraphNodes(of_step, tuple(of_kind[problem] for problem in self._problems))
+
+    def _calls(self, part: Part, layer: int, problem: Problem) -> Iterator[Callable[[], None]]:
+        """Yields the calls of a layer, with inputs that are there before anything is recorded."""
+        num_tokens, indexer, layers = len(part.token_ids), problem.indexer, part.layers
+        q, k, v, out = self._inputs.of(problem, num_tokens)
+        if isinstance(indexer, AllKeys):
+            yield partial(layers.store_and_attend, layer, q, k, v, out)
+            return
+        yield partial(layers.store, layer, k, v)
+        if isinstance(indexer, Indexer):
+            index_k = torch.zeros(num_tokens, indexer.head_dim, dtype=problem.dtype)
+            index_q = torch.zeros(num_tokens, indexer.num_heads, indexer.head_dim, dtype=problem.dtype)
+            yield partial(layers.store_index, layer, index_k)
+            yield partial(layers.select, layer, index_q, torch.zeros(num_tokens, indexer.num_heads))
+        yield partial(layers.attend_selected, layer, q, out)
+
+
+def _dropped() -> AbstractContextManager[None]:
+    """Launches are not made."""
+    return observe_launches(lambda launch: None)
+
+
+def _observe_dropped(note: Callable[[Callable[[], object]], None]) -> AbstractContextManager[None]:
+    """Launches are noted and not made."""
+    return observe_launches(lambda launch: note(_nothing))
+
+
+def _nothing() -> None:
+    """Stands for a launch."""

@@ -25,6 +25,7 @@ from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
+from tests.amd import forked
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
@@ -158,8 +159,9 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
 
 
 @pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.nightly)])
-def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
+def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In mid-step, or while a graph is made: in either case rank 0 waits for its sum."""
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda _: forked.context())
     with RankedEngine(LoadSabotaged("dies", 6), BASE, num_ranks=2) as engine:
         ranks = pids(engine)
         with pytest.raises(RankFailed, match=rf"^rank 1 was killed by SIGKILL in {where}\(\), and all") as why:

@@ -52,8 +52,16 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     return tiny_model(device=device, ranks=ranks)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported() -> Iterator[None]:
+    """Ranks begin with it; docs/tensor_parallel.md, whose code runs, has ranks that import it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes.multiprocessing, "get_context", lambda _: forked.context())
+        yield
+
+
 @pytest.fixture(scope="module")
-def ranked() -> Iterator[RankedEngine]:
+def ranked(torch_is_imported: None) -> Iterator[RankedEngine]:
     with RankedEngine(load_poisoned, BASE, num_ranks=2) as engine:
         yield engine
 
@@ -159,9 +167,8 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
 
 
 @pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.nightly)])
-def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
     """In mid-step, or while a graph is made: in either case rank 0 waits for its sum."""
-    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda _: forked.context())
     with RankedEngine(LoadSabotaged("dies", 6), BASE, num_ranks=2) as engine:
         ranks = pids(engine)
         with pytest.raises(RankFailed, match=rf"^rank 1 was killed by SIGKILL in {where}\(\), and all") as why:

@@ -150,7 +150,9 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
         assert done[0].error
 
 
-@pytest.mark.parametrize("ends_by", [*(pytest.param(way, marks=pytest.mark.nightly) for way in ("length", "abort")), "text"])
+@pytest.mark.parametrize(
+    "ends_by", [*(pytest.param(way, marks=pytest.mark.nightly) for way in ("length", "abort")), "text"]
+)
 def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded: LoadedModel) -> None:
     """All full pages are found, as if each round had been read by itself."""
     with_words = replace(loaded, tokenizer=character_model().tokenizer)

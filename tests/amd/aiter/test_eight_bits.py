@@ -112,6 +112,7 @@ def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950_before_a_rel
     assert row.refusals(replace(problem, num_q_heads=16), before) == ()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("heads", [17, 24, 48, 64, 128])
 def test_latent_pages_in_eight_bits_are_decoded_on_gfx950(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of 32, 64 and 128 heads run unchanged, 48 in groups of 16, and the others are padded to one of these."""
@@ -258,6 +259,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("scales", [Scales.HEAD, Scales.TOKEN])
 @pytest.mark.parametrize("window", [UNLIMITED_WINDOW, 20])
 def test_scales_of_heads_and_tokens_are_decoded_over_vectorised_pages(
@@ -271,13 +273,14 @@ def test_scales_of_heads_and_tokens_are_decoded_over_vectorised_pages(
     assert aiter.calls.count("pa_decode_gluon") == 2
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("function", PROBED)
 def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, aiter: StandIn) -> None:
     assert random_run(partly_torch(PROBED[function]), CPU) is None
     assert function in aiter.calls
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "function",
     [pytest.param(name, marks=[pytest.mark.nightly] * (name == "mla_decode_fwd")) for name in PROBED],

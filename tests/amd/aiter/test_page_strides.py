@@ -35,7 +35,7 @@ def case_of(entry: KernelEntry) -> Case:
     return next((case for case in found if case.problem.page_size > 1), found[0])
 
 
-@pytest.mark.fast(12)
+@pytest.mark.fast(5)
 @each_row
 def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(entry: KernelEntry) -> None:
     problem = case_of(entry).problem

@@ -69,6 +69,7 @@ def test_recording_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_
     assert runner.counters.replays == 0
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("error", [RuntimeError("not while capturing"), KeyError("a library")])
 def test_a_forward_that_raises_in_two_captures_switches_graphs_off_and_serving_goes_on(error: Exception) -> None:
     tiny = long_model()

@@ -36,6 +36,12 @@ def dumped(provider: str, device: torch.device, tmp_path: Path, *, deterministic
     return str(flight.dump("a test"))
 
 
+@pytest.fixture(scope="module")
+def path(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns the path of a dump that all tests read."""
+    return dumped("torch", device, tmp_path_factory.mktemp("dumped"))
+
+
 @pytest.mark.parametrize("provider", providers())
 def test_every_kind_of_step_agrees_with_itself(
     provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,9 +105,8 @@ def test_a_step_that_shared_prefixes_shares_them_again(
 
 
 def test_the_last_step_is_the_default_and_is_described(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: str, device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = dumped("torch", device, tmp_path)
     assert main(["replay-step", path, "--device", str(device)]) == DONE
     printed = capsys.readouterr().out
     assert "reason of the dump: a test" in printed
@@ -112,9 +117,8 @@ def test_the_last_step_is_the_default_and_is_described(
 
 
 def test_a_kernel_that_is_wrong_fails(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = dumped("torch", device, tmp_path)
     right = TorchDecode.attend
 
     def wrong(self: TorchDecode, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -129,9 +133,8 @@ def test_a_kernel_that_is_wrong_fails(
 
 
 def test_a_graph_that_is_wrong_fails(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = dumped("torch", device, tmp_path)
     monkeypatch.setattr("rocm_lab.cli.replay_step.recorder_for", lambda device: Lazy(recorder_for(device)))
     assert main(["replay-step", path, "--device", str(device)]) == FAILED
     printed = capsys.readouterr().out
@@ -140,9 +143,8 @@ def test_a_graph_that_is_wrong_fails(
 
 
 def test_a_forward_that_cannot_be_captured_is_no_disagreement(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = dumped("torch", device, tmp_path)
     right = TorchDecode.attend
 
     def reads(self: TorchDecode, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -160,9 +162,8 @@ def test_what_is_no_dump_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_step_that_does_not_fit_says_so(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = dumped("torch", device, tmp_path)
     monkeypatch.setattr("rocm_lab.cli.replay_step._available_bytes", lambda device: 100)
     assert main(["replay-step", path, "--device", str(device)]) == FAILED
     assert "100 are free" in capsys.readouterr().err

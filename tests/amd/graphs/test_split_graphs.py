@@ -21,7 +21,6 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import DONE, main
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
-from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Step
@@ -142,7 +141,8 @@ def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str
 
 @both
 def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
-    tiny = build(device, provider, default_ladder(5, 2).sizes, rows=12)
+    sizes, rows = (3, 6), 6
+    tiny = build(device, provider, sizes, rows)
     report = runner_of(tiny).capture_all()
     assert (report.skipped, report.graphs_off) == ({}, "")
     shapes = [bucket.key.shape for bucket in report.buckets]
@@ -154,11 +154,11 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
         [tiny.problem] * 2,
         tiny.runtime.target,
         RuntimeOptions(
-            max_num_seqs=12,
+            max_num_seqs=rows,
             max_kv_len=128,
             num_pages=200,
             provider=provider,
-            capture_sizes=default_ladder(5, 2).sizes,
+            capture_sizes=sizes,
             capture_tokens=(6, 12),
             split_steps=True,
         ),

@@ -13,7 +13,7 @@ from tests.amd.runtime.token_stories import ALL_ON, Story, Teller, Told, same_bi
 from tests.amd.worlds.problems import deterministic_providers, small_problem
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graphs: bool, device: torch.device) -> None:
     # With so few units the longer sequence takes some from the other; a whole GPU has one for every tile of both.

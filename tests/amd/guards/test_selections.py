@@ -80,7 +80,7 @@ def is_monotone(boundaries: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [50, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int, device: torch.device) -> None:
     """Seed 000: the device selects pages in every replay, and no input of plans or later layers moves."""
     world = dense_after_sparse(device, provider, ALL_ON, graphs=True)

@@ -178,12 +178,14 @@ def attempt(call: Callable[[], object]) -> None:
         call()
 
 
+@pytest.mark.fast(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_no_page_is_held_by_two_unknowing_whatever_was_interrupted(seed: int) -> None:
     lines = random.Random(-seed)
     assert lives(seed, make_table(), lambda call: interrupted_at(lines.randint(1, 60), call)) > 0
 
 
+@pytest.mark.fast(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more(seed: int) -> None:
     """The only exception is pages of a row whose number its owner never got."""

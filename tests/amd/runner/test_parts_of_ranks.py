@@ -89,7 +89,7 @@ def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> lis
     return on_threads(num_ranks, serve)
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "num_ranks"),
     [

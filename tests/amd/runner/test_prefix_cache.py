@@ -170,7 +170,7 @@ def test_what_is_found_is_what_a_brute_force_finds(
 @given(
     prompts=st.lists(texts, min_size=1, max_size=20), window_left=st.integers(0, 6), swa_pages=st.sampled_from([9, 12])
 )
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_a_prefix_is_as_long_as_there_are_windows_for_it(
     prompts: list[tuple[int, ...]], window_left: int, swa_pages: int
 ) -> None:

@@ -46,6 +46,7 @@ def assert_those_of(reference: Any, done: Completion, num_likeliest: int) -> Non
         torch.testing.assert_close(row[ids], row.sort(descending=True).values[:num_likeliest], **TOLERANCE)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "options",
     [

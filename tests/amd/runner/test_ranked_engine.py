@@ -25,6 +25,7 @@ from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
+from tests.amd import forked
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
@@ -51,8 +52,16 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     return tiny_model(device=device, ranks=ranks)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported() -> Iterator[None]:
+    """Ranks begin with it; docs/tensor_parallel.md, whose code runs, has ranks that import it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes.multiprocessing, "get_context", lambda _: forked.context())
+        yield
+
+
 @pytest.fixture(scope="module")
-def ranked() -> Iterator[RankedEngine]:
+def ranked(torch_is_imported: None) -> Iterator[RankedEngine]:
     with RankedEngine(load_poisoned, BASE, num_ranks=2) as engine:
         yield engine
 

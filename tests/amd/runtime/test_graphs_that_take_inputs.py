@@ -166,7 +166,7 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: l
     assert ran[-1]
 
 
-@pytest.mark.parametrize("apart", [12, pytest.param(5, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("apart", [24, pytest.param(5, marks=pytest.mark.nightly)])
 def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_right(apart: int, ran: list[bool]) -> None:
     """apart: lines from one interrupt to the next"""
     served, interrupts = Going(), 0
@@ -185,7 +185,7 @@ def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_righ
     assert interrupts > 20
 
 
-@pytest.mark.parametrize("apart", [12, pytest.param(5, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("apart", [24, pytest.param(5, marks=pytest.mark.nightly)])
 def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_right(
     apart: int, ran: list[bool]
 ) -> None:
@@ -212,7 +212,7 @@ def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_
     served.runtime.check_device()
 
 
-@pytest.mark.parametrize("apart", [9, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("apart", [20, pytest.param(3, marks=pytest.mark.nightly)])
 def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(apart: int, ran: list[bool]) -> None:
     """apart: lines from one interrupt to the next"""
     served, again = Going(window=64), 0

@@ -77,7 +77,7 @@ class Counted:
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize("apart", [12, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("apart", [20, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "split")) for kind in KINDS]
 )

@@ -52,7 +52,7 @@ def serve(world: World) -> None:
         world.step([first, second], [1, 1])
 
 
-@pytest.mark.fast(6, interpreted=3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("kind", "graphs"),
     [

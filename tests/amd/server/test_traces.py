@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT
 from rocm_serve.models.loading import LoadedModel
-from tests.amd.house.source_tree import ROOT
+from tests.amd.forked import run_forked
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
 from tests.amd.server.raw import post, requested, send
@@ -106,8 +104,7 @@ def test_a_failure_is_an_error_of_its_span_and_a_refusal_is_not(loaded: LoadedMo
 
 
 def test_without_the_library_one_sentence_says_what_to_install_before_anything_is_loaded() -> None:
-    command = [sys.executable, "-c", WITHOUT_LIBRARY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_forked(WITHOUT_LIBRARY)
     assert done.returncode == BAD_INPUT
     assert "--traces needs OpenTelemetry's library" in done.stderr
     assert "./rocm_serve[server,otel]" in done.stderr

@@ -1,4 +1,4 @@
-"""The streamed tokens that a server's process carries: its HTTP, texts and events, over an engine that computes nothing.
+"""The streamed tokens that a server's process carries: HTTP, texts and events, over an engine that computes nothing.
 
 python -m rocm_lab.benchmarks.front_load --out rocm_lab/benchmarks/results/front_load.json
 

@@ -33,7 +33,7 @@ class KeptGraph(torch.cuda.CUDAGraph):
     """A graph of torch's whose nodes can still be counted once it is instantiated."""
 
     def __new__(cls) -> KeptGraph:
-        return super().__new__(cls, True)  # type: ignore[call-arg, no-any-return]
+        return super().__new__(cls, True)
 
     def capture_end(self) -> None:
         super().capture_end()

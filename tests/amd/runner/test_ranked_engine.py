@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
 def torch_is_imported() -> Iterator[None]:
     """Ranks begin with it; docs/tensor_parallel.md, whose code runs, has ranks that import it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes.multiprocessing, "get_context", lambda _: forked.context())
+        patch.setattr(multiprocessing, "get_context", lambda _: forked.context())
         yield
 
 

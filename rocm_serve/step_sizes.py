@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.capture.step_times import StepBudget, StepTimes
+from rocm_attn.capture.step_times import StepBudget, StepTimes, fitting
 from rocm_attn.machine.gpus import Rates, published_rates
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_serve.engine_runtime import problems_of
@@ -17,8 +17,6 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
 
-# Sequences that run at a time: as many as have room with so many tokens each.
-_FEWEST_SEQS, MOST_SEQS, _TOKENS_OF_EACH = 8, 256, 1024
 _SEQS_ON_CPU, _CHUNK_ON_CPU = 64, 512
 
 
@@ -68,7 +66,7 @@ def _fitting(loaded: LoadedModel, options: EngineOptions, token_bytes: int) -> i
         return _SEQS_ON_CPU
     else:
         room = free_of(memory) - int((1 - options.gpu_memory_share) * memory.total())
-    return min(MOST_SEQS, max(_FEWEST_SEQS, room // (token_bytes * _TOKENS_OF_EACH)))
+    return fitting(room // token_bytes)
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -26,6 +26,8 @@ _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
 _LEAST_LATENCY_MS = 5.0
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64
+# Sequences that run at a time: as many as have room with so many tokens each.
+_FEWEST_SEQS, MOST_SEQS, _TOKENS_OF_EACH = 8, 256, 1024
 # Stands for a time between tokens that nothing bounds, and for a prompt whose later tokens take no longer.
 UNBOUNDED, NEVER = math.inf, 1 << 62
 
@@ -149,6 +151,11 @@ class StepTimes:
     def _attention_flops(self, kv_len: int) -> int:
         """Operations of a token that attends to kv_len keys."""
         return sum(_seen(layer, kv_len) * _flops_of_key(layer) for layer in self.layers)
+
+
+def fitting(kv_tokens: int) -> int:
+    """The sequences that run at a time where K and V have room for so many tokens."""
+    return min(MOST_SEQS, max(_FEWEST_SEQS, kv_tokens // _TOKENS_OF_EACH))
 
 
 def _seen(layer: Problem, kv_len: int) -> int:

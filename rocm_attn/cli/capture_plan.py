@@ -16,7 +16,7 @@ from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graph_nodes import GraphNodes, NodeCounter, why_not_counted
 from rocm_attn.capture.graphs import shape_name
-from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes
+from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fitting
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
 from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
 from rocm_attn.errors import BadSetting
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
             weight_bytes=weights.num_bytes,
         )
     times = budget = None
-    most = options.max_batch_size
+    most = options.max_batch_size if fit is None else min(options.max_batch_size, fitting(fit.room))
     if gpu is not None and weights.matrices != NOT_COUNTED and problems[0].dtype.itemsize == 2:
         times = StepTimes(weights.matrices, [problems[read] for read in geometry.reads], gpu.rates)
         budget = StepBudget.chosen(times, most)

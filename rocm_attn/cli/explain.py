@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target
 from rocm_attn.cli.engine_faults import faults, pool_of
-from rocm_attn.cli.served_by import served_by
+from rocm_attn.cli.served_by import Server, served_by
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE
@@ -189,6 +189,8 @@ def run(options: argparse.Namespace) -> None:
         for layer, places in model.recurrent.items():
             print(f"\n{count_of(places)}: {_STATE.format(**_state(layer, dtype))}")
         print("\n".join(_choice_lines(model.kinds, model.about_choices)))
+        if server.server is Server.SERVE:
+            print("sizes of steps, and their expected times: rocm-attn capture-plan, with --gpu")
     model.require_served(options.page_size)
 
 

@@ -15,6 +15,7 @@ from typing import TextIO
 
 import torch
 
+from rocm_attn.capture.step_times import MOST_SEQS
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
@@ -38,7 +39,6 @@ from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_serve.speculation.engines import require_drafter
-from rocm_serve.step_sizes import MOST_SEQS
 
 _HEADER_COLUMNS = 76
 

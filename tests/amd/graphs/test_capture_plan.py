@@ -231,6 +231,10 @@ def test_the_command_says_how_fast_a_gpu_should_be_and_how_steps_are_sized(
     assert f"prompts get up to {plan['budget']['beside']} while others decode" in printed
     assert f"   1 sequences of 512 tokens decode in {plan['decode_ms']['1']:.3g} ms" in printed
     assert f"has its first token in {plan['first_token_ms']:.3g} ms" in printed
+    # In less memory fewer sequences run, each with room for 1024 tokens.
+    assert main([*command, "--json", "--gpu-memory-share", "0.2"]) == DONE
+    little = json.loads(capsys.readouterr().out)
+    assert little["budget"]["max_batch_size"] == little["fit"]["room"] // 1024 < 256
     # Published rates are of 16-bit matrices, and weights of another size are not those that were counted.
     for others in (["--dtype", "float32"], ["--weights-gib", "8"]):
         assert main([*command, *others]) == DONE

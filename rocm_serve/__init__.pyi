@@ -14,8 +14,11 @@ from rocm_serve.sampling.sampling import pick_tokens as pick_tokens
 # rocm_serve: the engine
 from rocm_serve.engine import Engine as Engine
 from rocm_serve.async_engine import AsyncEngine as AsyncEngine
+from rocm_serve.async_engine import EngineClient as EngineClient
 from rocm_serve.async_engine import EngineEnded as EngineEnded
 from rocm_serve.async_engine import TooManyRequests as TooManyRequests
+from rocm_serve.engine_process import EngineDied as EngineDied
+from rocm_serve.engine_process import EngineProcess as EngineProcess
 from rocm_serve.models.loading import load_model as load_model
 from rocm_serve.parallel.messages import RankError as RankError
 from rocm_serve.parallel.processes import RankFailed as RankFailed

@@ -229,9 +229,9 @@ def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -
     assert requested("--repetition-penalty", "100")["token_ids"] != plain["token_ids"]
 
 
-def test_every_field_of_a_request_has_a_flag_but_those_that_divide_tenants() -> None:
+def test_every_field_of_a_request_has_a_flag_but_those_that_only_a_server_needs() -> None:
     flags = {*vars(build_parser().parse_args(["generate"]))}
-    others = {"prompt_token_ids", "priority", "cache_salt", "sampling", "constraint"}
+    others = {"prompt_token_ids", "priority", "cache_salt", "sampling", "constraint", "detokenise"}
     assert {each.name for each in (*fields(Request), *fields(Sampling))} - others <= flags
     assert {"json_schema", "regex"} <= flags
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -17,22 +17,13 @@ from rocm_attn.capture.forecast import CapturePlan
 from rocm_attn.capture.graphs import takes_inputs
 from rocm_attn.capture.prewarm import ZeroInputs, rows_without_requests, runtime_of_kinds
 from rocm_attn.capture.probe_requests import as_steps_of, typical_new_tokens
+from rocm_attn.errors import Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 from rocm_attn.kernels.launch import observe_launches
-from rocm_attn.machine.distributions import installing
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, Problem
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-
-
-def why_not_counted(plan: CapturePlan, target: Target) -> str:
-    """Returns why a plan's nodes cannot be counted here; empty if they can."""
-    if foreign := sorted(name for name in plan.kernels if name.startswith("aiter.")):
-        return f"{', '.join(foreign)}: only AITER knows how many nodes its functions take; --provider triton counts"
-    if target.is_gpu and find_spec("triton") is None:
-        return f"Triton is not installed; {installing('triton')}"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +41,30 @@ class GraphNodes:
     def total(self) -> int:
         """All of them."""
         return self.step + sum(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedNodes:
+    """The nodes of each graph of a plan; none if they cannot be counted. note: which are left out, or why"""
+
+    of: Mapping[PaddedShape, GraphNodes]
+    note: str = ""
+
+
+def count_nodes(
+    plan: CapturePlan, problems: Sequence[Problem], target: Target, options: RuntimeOptions
+) -> CountedNodes:
+    """Counts the nodes of a plan's graphs, with the project's own kernels: AITER's launches are known to it alone."""
+    if target.is_gpu and find_spec("triton") is None:
+        return CountedNodes({}, "nodes are not counted, because Triton is not installed: pip install 'triton>=3.6'")
+    foreign = ", ".join(sorted(name for name in plan.kernels if name.startswith("aiter.")))
+    try:
+        counter = NodeCounter(problems, target, replace(options, provider="auto") if foreign else options)
+    except Unsupported:
+        return CountedNodes({}, f"nodes are not counted, because only AITER serves these layers ({foreign})")
+    nodes = {bucket.shape: counter.nodes(bucket.shape) for bucket in plan.buckets}
+    note = f"nodes are those of the project's own kernels; AITER's may have more or fewer ({foreign})"
+    return CountedNodes(nodes, note if foreign else "")
 
 
 class NodeCounter:

@@ -14,7 +14,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
-from rocm_attn.capture.graph_nodes import GraphNodes, NodeCounter, why_not_counted
+from rocm_attn.capture.graph_nodes import CountedNodes, GraphNodes, count_nodes
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fitting
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
@@ -53,8 +53,7 @@ def run(options: argparse.Namespace) -> None:
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
     settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
     plan = plan_capture(problems, target, settings)
-    uncounted = why_not_counted(plan, target)
-    nodes = {} if uncounted else _nodes(plan, NodeCounter(problems, target, settings))
+    nodes = count_nodes(plan, problems, target, settings)
     state_bytes = geometry.state_bytes(getattr(torch, options.dtype))
     weights = weights_of(options)
     fit = None
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
         states = {"state_bytes_per_request": state_bytes}
         expected = {} if times is None or budget is None else {"budget": asdict(budget), **times.as_json(most)}
         print(
-            json.dumps({**described, **_as_json(plan, nodes), **of_weights, **of_fit, **states, **expected}, indent=2)
+            json.dumps({**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **states, **expected}, indent=2)
         )
     else:
         ranks = "" if options.tp == 1 else f", one of {options.tp} ranks"
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print(f"{pages.describe()} were chosen")
-        print("\n".join(_lines(plan, nodes, uncounted)))
+        print("\n".join(_lines(plan, nodes)))
         print("\n".join(_fit_lines(options, weights, gpu, fit)))
         if times is not None and budget is not None:
             print("\n".join(["", budget.line(), *times.lines(most)]))
@@ -140,15 +139,11 @@ def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, f
     ]
 
 
-def _nodes(plan: CapturePlan, counter: NodeCounter) -> dict[PaddedShape, GraphNodes]:
-    return {bucket.shape: counter.nodes(bucket.shape) for bucket in plan.buckets}
-
-
-def _lines(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes], uncounted: str) -> list[str]:
+def _lines(plan: CapturePlan, nodes: CountedNodes) -> list[str]:
     lines = ["", f"{len(plan.buckets)} graphs, made in this order:"]
     for bucket in plan.buckets:
         used = f"buffers {_size(bucket.step_bytes)}, workspace {_size(bucket.workspace_bytes)}"
-        if counted := nodes.get(bucket.shape):
+        if counted := nodes.of.get(bucket.shape):
             few, many = min(counted.layers), max(counted.layers)
             each = f"{few}" if few == many else f"{few} to {many}"
             used += f", {counted.total} nodes, {each} a layer"
@@ -160,7 +155,7 @@ def _lines(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes], uncounted
     lines.append(f"  {'total':20} {_size(plan.num_bytes):>12}")
     if any(bucket.shape.drafts is not NO_DRAFTS for bucket in plan.buckets):
         lines.append(f"  {'total for drafts':20} {_size(plan.draft_bytes):>12}")
-    return [*lines, "", *([f"nodes are not counted: {uncounted}"] if uncounted else []), _NOT_PREDICTED]
+    return [*lines, "", *([nodes.note] if nodes.note else []), _NOT_PREDICTED]
 
 
 def _size(num_bytes: int) -> str:

@@ -200,7 +200,8 @@ REASONING_FORMS = (
     ),
     # GLM-4.5, whose calls end its reasoning: SGLang's reasoning_parser.py
     ReasoningForm(("glm45",), "<think>", "</think>", shown=("</think>", "<arg_key>"), implies=("<tool_call>",)),
-    # DeepSeek-R1: SGLang's reasoning_parser.py. DeepSeek-V3.1: its template above. MiniMax-M2: no source was read
+    # DeepSeek-R1: SGLang's reasoning_parser.py. DeepSeek-V3.1: its template above. MiniMax-M2: vLLM's
+    # minimax_m2_parser.py, by which it writes the end alone
     ReasoningForm(
         ("think", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "minimax_m2"),
         "<think>",

@@ -106,7 +106,9 @@ class Log:
         """Writes what was typed, how it ended, and its last lines."""
         code, output = done
         verdict = "done" if code in allowed else "FAILED"
-        self.note(f"{verdict}, code {code}, {time.monotonic() - began:.1f} s: {typed.strip()}")
+        first, *others = typed.strip().splitlines()
+        more = f" (and {len(others)} lines)" if others else ""
+        self.note(f"{verdict}, code {code}, {time.monotonic() - began:.1f} s: {first}{more}")
         for line in output.strip().splitlines()[-_LAST_LINES:]:
             print(f"         | {line}", file=self._file, flush=True)
         if code not in allowed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import CDLL, byref, c_size_t, c_void_p
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.capture import graph_nodes
 from rocm_attn.capture.forecast import plan_capture
-from rocm_attn.capture.graph_nodes import NodeCounter, why_not_counted
+from rocm_attn.capture.graph_nodes import NodeCounter, count_nodes
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecording
 from rocm_attn.machine.target import target_elsewhere
+from rocm_attn.problem import PoolKind
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from tests.amd.graphs.small_models import Tiny
@@ -129,9 +132,37 @@ def test_a_layer_of_a_round_has_its_nodes_in_each_draft_step(arch: str, device: 
     assert rounds[1].layers[0] == 3 * rounds[0].layers[0] > 0
 
 
-def test_nodes_of_functions_that_only_aiter_knows_are_not_counted(device: torch.device) -> None:
+def test_where_aiter_serves_the_nodes_are_those_of_our_own_kernels_and_the_plan_says_so(device: torch.device) -> None:
     problem, target = Tiny.build(device, "torch").problem, target_elsewhere("gfx942")
-    plan = plan_capture([problem], target, RuntimeOptions(**OPTIONS))  # type: ignore[arg-type]
-    assert why_not_counted(plan, target) == ""
-    object.__setattr__(plan, "kernels", frozenset({"aiter.pa_fwd_asm", "triton.extend"}))
-    assert why_not_counted(plan, target).startswith("aiter.pa_fwd_asm: only AITER knows how many nodes")
+    problem = replace(problem, dtype=torch.bfloat16, head_dim=128, v_head_dim=128, num_q_heads=8, page_size=16)
+    options = RuntimeOptions(**OPTIONS)  # type: ignore[arg-type]
+    plan = plan_capture([problem], target, options)
+    assert any(name.startswith("aiter.") for name in plan.kernels)
+    with_aiter = count_nodes(plan, [problem], target, options)
+    assert with_aiter.note.startswith("nodes are those of the project's own kernels; AITER's may have more or fewer")
+    own = replace(options, provider="triton")
+    alone = count_nodes(plan_capture([problem], target, own), [problem], target, own)
+    assert (alone.note, alone.of) == ("", with_aiter.of)
+    assert set(alone.of) == {bucket.shape for bucket in plan.buckets}
+
+
+def test_nodes_of_layers_that_only_aiter_serves_are_not_counted(device: torch.device) -> None:
+    problem, target = Tiny.build(device, "torch").problem, target_elsewhere("gfx942")
+    problem = replace(problem, dtype=torch.bfloat16, head_dim=128, v_head_dim=128, num_q_heads=8, page_size=16)
+    problem = replace(problem, pool=PoolKind.VECTORIZED)
+    options = RuntimeOptions(**OPTIONS)  # type: ignore[arg-type]
+    counted = count_nodes(plan_capture([problem], target, options), [problem], target, options)
+    assert not counted.of
+    assert counted.note.startswith("nodes are not counted, because only AITER serves these layers (aiter.")
+
+
+def test_without_triton_the_plan_says_what_counts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, target = Tiny.build(device, "torch").problem, target_elsewhere("gfx942")
+    options = RuntimeOptions(**OPTIONS)  # type: ignore[arg-type]
+    plan = plan_capture([problem], target, options)
+    monkeypatch.setattr(graph_nodes, "find_spec", lambda name: None)
+    counted = count_nodes(plan, [problem], target, options)
+    assert (counted.of, counted.note) == (
+        {},
+        "nodes are not counted, because Triton is not installed: pip install 'triton>=3.6'",
+    )

@@ -102,13 +102,13 @@ sequence: that takes at least the bytes over the GPU's published bandwidth, whic
 Steps are expected to reach two thirds of the bandwidth, and prompts 0.6 of the published rate of bfloat16 matrices.
 Sums over ranks are left out. None of it was measured on an AMD GPU; [one command](rocm.md) measures it.
 
-The columns: milliseconds of a step that decodes 1, 32 and 256 sequences of 512 tokens; tokens per second of 256;
-milliseconds to the first token of a prompt of 2,048 tokens; and the [sizes of
+The columns: milliseconds of a step that decodes 1, 32 and the most sequences of 512 tokens; these most; tokens per
+second of them; milliseconds to the first token of a prompt of 2,048 tokens; and the [sizes of
 steps](server.md#the-sizes-of-steps) that `serve` chooses: the tokens that prompts get while others decode, and the
 milliseconds within which the next token is expected.
 
-| model | GPUs | 1 | 32 | 256 | tokens/s | first token | prompts' tokens | next token |
-|---|---|---|---|---|---|---|---|---|
+| model | GPUs | 1 | 32 | most | sequences | tokens/s | first token | prompts' tokens | next token |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 _TAIL = """
@@ -160,8 +160,9 @@ def times_row(name: str, num_gpus: int, gpu: str) -> str:
     """Returns the row of times of a model on that many GPUs of a name."""
     told = plan(MODELS[name], num_gpus, gpu)
     decode, bound, budget = told["decode_ms"], told["lower_bound_ms"], told["budget"]
-    steps = [f"{decode[size]:.3g} ({bound[size]:.3g})" for size in ("1", "32", "256")]
-    rest = [f"{256e3 / decode['256']:,.0f}", f"{told['first_token_ms']:.3g}"]
+    most = str(budget["max_batch_size"])
+    steps = [f"{decode[size]:.3g} ({bound[size]:.3g})" for size in ("1", "32", most)]
+    rest = [most, f"{1e3 * int(most) / decode[most]:,.0f}", f"{told['first_token_ms']:.3g}"]
     cells = [*steps, *rest, str(budget["beside"]), f"{budget['latency_ms']:.3g}"]
     return f"| {name} | {num_gpus} {gpu.upper()} | " + " | ".join(cells) + " |"
 

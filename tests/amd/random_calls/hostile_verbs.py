@@ -89,7 +89,7 @@ def step_sharing_prefixes(scene: Scene) -> None:
         at = end
     apart = [at for at, group in enumerate(groups[:-1]) if group.num_seqs == 1]
     wrong = ""
-    if apart and scene.rng.random() < 0.3:
+    if apart and min(seq.begin for seq in seqs) >= page_size and scene.rng.random() < 0.3:
         at = apart[0]
         groups[at : at + 2] = [PrefixGroup(1 + groups[at + 1].num_seqs, page_size)]
         wrong = "two neighbours hold different pages"

@@ -287,6 +287,8 @@ class Scene(Calls):
 
     def compare_draft(self, seqs: Sequence[Seq], drafts: Drafts, step: int, rows: Tensor) -> None:
         """A draft step gave what its first branch sees: the prefix, its ancestors and itself."""
+        if drafts.branches > 1 and any(layer.slopes.any() for layer in self.oracle.layers):
+            return  # ALiBi counts places, and the drafts of other branches lie between those of this one
         width = sum(layer.queries.shape[1] * layer.values.shape[2] for layer in self.oracle.layers)
         rows = rows[: len(seqs), -width:] if rows.shape[1] == width else rows[: len(seqs), step * width :]
         looked = []

@@ -195,11 +195,12 @@ def step_with_rows_worked(scene: Scene) -> None:
     def run(scene: Scene, batch: StepBatch) -> Tensor:
         with scene.runtime.step(batch) as step:
             part = step.parts[0]
-            calls = scene.one_of("layers", (part.layers, scene.compiled.of(part)))
+            compiled = scene.compiled.of(part)
+            ways = ((part.layers, True), (compiled, True), (part.layers, False), (compiled, False))
+            calls, apart = scene.one_of("layers", ways)
             entry, rows = scene.model.entries(part), []
             for number, layer in enumerate(scene.model.layers):
-                apart = scene.is_latent or scene.rng.random() < 0.5
-                out, lse = attend_turned(calls, number, layer, entry, apart=apart)
+                out, lse = attend_turned(calls, number, layer, entry, apart=apart or scene.is_latent)
                 rows.append(layer.keep(part, out, lse))
         return torch.cat(rows, 1)[: batch.num_seqs]
 

@@ -36,7 +36,7 @@ NOT_DRIVEN: dict[str, str] = {
     },
     "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
-    **dict.fromkeys(("guards_from_settings", "pick_tokens"), _VALUES),
+    **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states"), _VALUES),
     "load_model": _SERVER,
     "compile_forward": "torch compiles for seconds; what it calls is driven: CompiledLayers",
     **dict.fromkeys(
@@ -101,7 +101,7 @@ def drive_all(device: torch.device) -> None:
     """Every verb a few times in a row."""
     for side in (SERVER, ENGINE):
         for kind, pairs in side.pairs().items():
-            its = [(FIRST[side.kinds], *[one] * 4) for one, other in pairs if one == other]
+            its = [(FIRST[side.kinds], *[one] * 6) for one, other in pairs if one == other]
             findings = drive(side, kind, its, 1, device).findings
             assert not findings, "\n".join(findings)
 

@@ -44,8 +44,6 @@ def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
     )
 
 
-
-
 class InHalves:
     """Runs every step as two halves."""
 

@@ -88,8 +88,6 @@ def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: py
         world(PROBLEMS["vectorised"], max_kv_len=300)
 
 
-
-
 def check_every_kind_of_step(problem: Problem) -> None:
     serving = world(problem, max_kv_len=300)
     requests = [serving.admit() for _ in range(4)]
@@ -157,8 +155,6 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
         serving.step(requests, q_len, pad_to=pad_to)
     serving.step([], [], pad_to=pad_to)
     assert page_zero_is_zero(serving)
-
-
 
 
 @pytest.mark.fast(2)

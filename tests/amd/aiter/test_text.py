@@ -104,5 +104,3 @@ def test_an_engine_chooses_vectorised_pages_where_more_is_served_over_them(
     engine = Engine(loaded, replace(TORCH, provider="aiter", page_size=AUTO, pool=AUTO))
     assert engine.report().pools == ("vectorised pages",)
     assert_text(loaded, engine)
-
-

@@ -218,8 +218,6 @@ def test_an_engines_lengths_are_published_within_their_bounds(
     assert max(found.kv_len) <= max(step.kv_bound, 2)
 
 
-
-
 @publishes
 @pytest.mark.parametrize(("num_seqs", "error"), [(0, 0), (2, LENGTH_BEYOND_BOUND)])
 def test_boundaries_begin_at_zero(publish: Launch, num_seqs: int, error: int, kernel_device: torch.device) -> None:
@@ -515,5 +513,3 @@ def test_cells_of_a_byte_become_bits_in_order(
     assert position_of_token.tolist() == [5, 6, 9, 0, 0, 0]
     assert window_start.tolist() == [2, 2, 5, 0, 0, 0], "from the place of the sequence's first new token at least"
     assert counts.tolist() == [2, 3, 41, TOO_FEW_GIVEN if num_cells > num_given else 0]
-
-

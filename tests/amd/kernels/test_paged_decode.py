@@ -178,8 +178,6 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
@@ -254,8 +252,6 @@ def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     assert_served(tensors)
 
 
-
-
 @run_either
 def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -269,8 +265,6 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     assert_lse_close(tensors.lse[mine], tensors.reference_lse[mine], torch.float32)
     assert (tensors.out[others] == UNTOUCHED).all()
     assert (tensors.lse[others] == UNTOUCHED).all()
-
-
 
 
 @run_either
@@ -305,8 +299,6 @@ def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None],
     )
     run(moved)
     assert same_memory(moved.out, tensors.out)
-
-
 
 
 @pytest.mark.parametrize(

@@ -283,8 +283,6 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
     assert_served(tensors)
 
 
-
-
 def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_attn.kernels.refs.attention._GROUP_ELEMENTS", 20_000)
     tensors = build(replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
@@ -378,8 +376,6 @@ def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
             for token in range(first, first + count)
         ]
         assert sorted(tokens) == list(range(num_tokens))
-
-
 
 
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 20])

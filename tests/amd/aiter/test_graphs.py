@@ -44,22 +44,6 @@ def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
     )
 
 
-@pytest.mark.fast(1)
-@by_turns(0, of=3)
-def test_replayed_steps_equal_eager_ones_bitwise(problem: Problem, aiter: StandIn) -> None:
-    graphed, eager = OneLayer.build(problem), OneLayer.build(problem)
-    runner = StepRunner(graphed.runtime, graphed.forward, recorder_for(CPU))
-    replayed = serve(runner, graphed.runtime, STEPS)
-    assert same(replayed, serve(StepRunner(eager.runtime, eager.forward, None), eager.runtime, STEPS))
-    assert runner.counters.graphs_off == ""
-    assert runner.counters.replays == len(STEPS)
-    assert {bucket.key.shape.kind for bucket in runner.capture_report().buckets} == {
-        StepKind.DECODE,
-        StepKind.EXTEND,
-        StepKind.MIXED,
-    }
-
-
 class InHalves:
     """Runs every step as two halves."""
 

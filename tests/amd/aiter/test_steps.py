@@ -88,11 +88,6 @@ def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: py
         world(PROBLEMS["vectorised"], max_kv_len=300)
 
 
-@every_problem
-def test_in_the_newest_release_every_kind_of_step_equals_dense_attention(problem: Problem, aiter: StandIn) -> None:
-    check_every_kind_of_step(problem)
-
-
 def check_every_kind_of_step(problem: Problem) -> None:
     serving = world(problem, max_kv_len=300)
     requests = [serving.admit() for _ in range(4)]
@@ -160,17 +155,6 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
         serving.step(requests, q_len, pad_to=pad_to)
     serving.step([], [], pad_to=pad_to)
     assert page_zero_is_zero(serving)
-
-
-@pytest.mark.fast(2)
-@every_second(0)
-def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) -> None:
-    serving = world(problem)
-    requests = [serving.admit() for _ in range(3)]
-    serving.step(requests, [255, 511, 63])
-    for _ in range(3):
-        serving.step(requests, [1, 1, 1])
-    serving.step(requests, [2, 120, 2])
 
 
 @pytest.mark.fast(2)

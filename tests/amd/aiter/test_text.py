@@ -104,9 +104,3 @@ def test_an_engine_chooses_vectorised_pages_where_more_is_served_over_them(
     engine = Engine(loaded, replace(TORCH, provider="aiter", page_size=AUTO, pool=AUTO))
     assert engine.report().pools == ("vectorised pages",)
     assert_text(loaded, engine)
-
-
-@pytest.mark.usefixtures("on_mi300")
-def test_the_report_names_aiters_kernels(aiter: StandIn) -> None:
-    engine = Engine(model(64, torch.float16), replace(TORCH, provider="aiter"))
-    assert "decode: aiter.paged_attention_ragged" in engine.report().kernels

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from rocm_attn.errors import BadTensor, DeviceFault, WrongState
 from rocm_attn.external import LogAndCount
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.step.external_step import ONE_EACH, ExternalStep
-from tests.amd.external.engines import ENGINES, ROOM, VLLM, Engine, FlashInfer, MakeEngine, SGLang
+from tests.amd.external.engines import ENGINES, VLLM, Engine, MakeEngine, SGLang
 
 each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 each_page_size = pytest.mark.parametrize("page_size", [16, 1])
@@ -37,83 +34,6 @@ def assert_unharmed(engine: Engine, *rows: int) -> None:
     requests = [engine.requests[row] for row in rows]
     engine.run(requests, [1] * len(requests))
     engine.run(requests, [2] * len(requests))
-
-
-@pytest.mark.fast(interpreted=1)
-@each_engine
-@each_page_size
-@pytest.mark.parametrize("length", [-5, ROOM + 1, 2**31 - 1])
-def test_a_length_outside_of_its_row_is_cut_and_reported(
-    make: MakeEngine, page_size: int, length: int, device: torch.device, provider: str
-) -> None:
-    engine = two_requests(make, page_size, device, provider)
-
-    def lie(kv_len: Tensor, slots: Tensor) -> None:
-        kv_len[0] = length
-
-    engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
-    with pytest.raises(DeviceFault, match="a length on the device was outside"):
-        engine.attention.check_device()
-    assert_unharmed(engine, 1, 2)
-
-
-@pytest.mark.fast(interpreted=1)
-@each_page_size
-@pytest.mark.parametrize("row", [-1, 7, 2**31 - 1])
-def test_a_row_outside_of_the_table_is_a_pad_and_reported(
-    page_size: int, row: int, device: torch.device, provider: str
-) -> None:
-    engine = two_requests(SGLang, page_size, device, provider)
-    kv_len, rows = engine.ints([10, 21]), engine.ints([1, row])
-    step = ExternalStep(2, 2, 2, kv_len, ONE_EACH, rows, min_q_len=1, max_q_len=1, max_kv_len=ROOM)
-    given = engine.tensors(2, 2)
-    engine.attention.begin(step)
-    engine.attention.fill()
-    outs = engine.forward(given)
-    assert all((out[1] == 0).all() for out in outs)
-    with pytest.raises(DeviceFault, match="a row that was given lies outside of the table"):
-        engine.attention.check_device()
-    assert_unharmed(engine, 2)
-
-
-@pytest.mark.fast(interpreted=1)
-@pytest.mark.parametrize("make", [SGLang, VLLM])
-@each_page_size
-@pytest.mark.parametrize("kind", ["another's", "its own, one off", "past the pool"])
-def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
-    make: MakeEngine, page_size: int, kind: str, device: torch.device, provider: str
-) -> None:
-    engine = two_requests(make, page_size, device, provider)
-    others = engine.requests[2].pages[Space.FULL][0] * page_size
-    k_before = [k.clone() for k, _ in engine.pages]
-
-    def lie(kv_len: Tensor, slots: Tensor) -> None:
-        slots[2] = {"another's": others, "its own, one off": int(slots[2]) + 1, "past the pool": 2**31 - 1}[kind]
-
-    engine.run_unseen([engine.requests[3]], [5], corrupt=lie)
-    written = [
-        int(((k != old) & ~(k.isnan() & old.isnan())).flatten(2).any(2).sum())
-        for k, old in zip((k for k, _ in engine.pages), k_before, strict=True)
-    ]
-    assert written == [4, 4], "four of the five tokens, and nothing else"
-    with pytest.raises(DeviceFault, match="a slot given for a new token"):
-        engine.attention.check_device()
-    assert_unharmed(engine, 1, 2)
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("make", [SGLang, VLLM])
-def test_a_token_that_is_not_to_be_written_is_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
-    """The slot is -1, or on the page that belongs to no request."""
-    engine = two_requests(make, 16, device, provider)
-
-    def keep_out(kv_len: Tensor, slots: Tensor) -> None:
-        slots[0], slots[1] = -1, 3
-
-    k_before = engine.pages[0][0].clone()
-    engine.run_unseen([engine.requests[3]], [2], corrupt=keep_out)
-    engine.attention.check_device()
-    assert torch.equal(engine.pages[0][0].nan_to_num(), k_before.nan_to_num())
 
 
 def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider: str) -> None:
@@ -224,31 +144,3 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
             engine.attention.tables.use(source)
     with pytest.raises(BadTensor, match="no layer lives in the SWA space; the spaces are FULL"):
         engine.attention.tables.use(TableSource(table), Space.SWA)
-
-
-@pytest.mark.fast(interpreted=0)
-@each_engine
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 6))])
-def test_random_attacks_harm_no_other_request(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:
-    """Lengths and slots of one request are wrong, again and again; the others' rows still equal the reference."""
-    choice = random.Random(seed)
-    policy = LogAndCount()
-    engine = two_requests(make, choice.choice([1, 16, 32]), device, provider, on_fault=policy)
-    attacks: list[Callable[[Tensor, Tensor], None]] = [
-        lambda kv_len, slots: kv_len.__setitem__(0, choice.choice([-1, ROOM + 7, 2**31 - 1])),
-        lambda kv_len, slots: slots.__setitem__(0, choice.choice([choice.randint(0, 700), 2**31 - 1])),
-    ]
-    if isinstance(engine, FlashInfer):
-        del attacks[1]  # its steps give no slots
-    logging.disable(logging.ERROR)
-    try:
-        for _ in range(8):
-            victim = engine.requests[3]
-            engine.run_unseen([victim], [choice.choice([1, 3])], corrupt=choice.choice(attacks))
-            engine.free_request(victim)
-            engine.admit()
-            assert_unharmed(engine, 1, 2)
-        engine.attention.check_device()
-    finally:
-        logging.disable(logging.NOTSET)
-    assert policy.count > 0

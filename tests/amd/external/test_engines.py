@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.external.engines import ENGINES, NAN, ROOM, Engine, SGLang
+from tests.amd.external.engines import ENGINES, NAN, Engine, SGLang
 
 GROUPS = Space("group0"), Space("group1"), Space("group2")
 # Name of the engine, windows of its layers, their spaces.
@@ -87,39 +86,4 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
         replay.run(of_step)
         evict(engine)
         engine.run([a, b], [1, 2], pads=1)
-    engine.attention.check_device()
-
-
-@pytest.mark.fast(2, interpreted=0)
-@pytest.mark.parametrize(
-    ("layout", "page_size"),
-    [
-        # By turns: other tests distinguish layouts and page sizes.
-        pytest.param(layout, size, id=f"{name}-{size}", marks=[pytest.mark.nightly] * (at % 2 != turn))
-        for at, (name, layout) in enumerate(LAYOUTS.items())
-        for turn, size in enumerate((1, 16))
-    ],
-)
-def test_random_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
-    """Requests come and go, other requests reuse pages, and graphs and eager steps run in any order."""
-    engine, choice = build(layout, page_size), random.Random(page_size)
-    engine.attention.seal()
-    graphs = [(4, engine.capture(4)), (8, engine.capture(8))]
-    for _ in range(14):
-        requests = list(engine.requests.values())
-        if len(requests) < 6 and choice.random() < 0.6:
-            requests = [*requests, engine.admit()]
-        short = [request for request in requests if request.kv_len < ROOM - 20]
-        for request in requests:
-            if request not in short:
-                engine.free_request(request)
-        if not short:
-            continue
-        of_step = choice.sample(short, choice.randint(1, len(short)))
-        old = [request for request in of_step if request.kv_len]
-        if old == of_step and choice.random() < 0.6:
-            choice.choice([graph for size, graph in graphs if size >= len(old)]).run(old)
-        else:
-            engine.run(of_step, [choice.choice([1, 2, 5, 19]) for _ in of_step], pads=choice.randint(0, 3))
-        evict(engine)
     engine.attention.check_device()

@@ -82,7 +82,7 @@ def test_the_documentation_lists_the_safeguards_as_they_are() -> None:
     first_table, *measured = (ROOT / "docs" / "guards.md").read_text().split("<!-- guard table on ")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", first_table, re.MULTILINE)
     assert rows == [(guard.id, guard.prevents, guard.report) for guard in GUARDS]
-    # Each table of the random testers has a row per guard, and ends in a part without guards.
+    # Each table of the random tester has a row per guard, and ends in a part without guards.
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in measured]
     assert [ids for ids in tables if ids] == [[guard.id for guard in GUARDS]] * 2
 

@@ -219,19 +219,6 @@ def test_an_engines_lengths_are_published_within_their_bounds(
 
 
 @publishes
-def test_pads_of_an_engine_in_its_last_entries_are_none_of_the_step(
-    publish: Launch, kernel_device: torch.device
-) -> None:
-    """An engine's graph of eight sequences: three real ones, and pads without KV that have a token each."""
-    step = Step([(3, 7, 1), (1, 9, 1), (5, 1, 1), (0, 0, 1), (0, 0, 1)], Q_EACH_ONE, True, True, True, [], 8, 8)
-    found, _ = published(publish, step, kernel_device)
-    assert found.counts == [3, 3, 41, 0]
-    assert found.own_rows == [1, 2, 3, 0, 0, 0, 0, 0]
-    assert found.kv_len == [7, 9, 1, 2, 2, 2, 2, 2]
-    assert found.q_len == [1] * 8
-
-
-@publishes
 @pytest.mark.parametrize(("num_seqs", "error"), [(0, 0), (2, LENGTH_BEYOND_BOUND)])
 def test_boundaries_begin_at_zero(publish: Launch, num_seqs: int, error: int, kernel_device: torch.device) -> None:
     step = Step([(1, 9, 3), (2, 9, 4)][:num_seqs], Q_BOUNDARIES, True, True, False, [], 4, 9)
@@ -526,21 +513,3 @@ def test_cells_of_a_byte_become_bits_in_order(
     assert position_of_token.tolist() == [5, 6, 9, 0, 0, 0]
     assert window_start.tolist() == [2, 2, 5, 0, 0, 0], "from the place of the sequence's first new token at least"
     assert counts.tolist() == [2, 3, 41, TOO_FEW_GIVEN if num_cells > num_given else 0]
-
-
-@packs
-def test_positions_that_were_not_given_are_reported(pack: Launch, kernel_device: torch.device) -> None:
-    """There are two positions for three tokens; nothing is read past them."""
-    positions = engines([5, 6, GARBAGE], torch.int64, 2, kernel_device)[:2]
-    position_of_token, window_start = garbage(4, device=kernel_device), garbage(0, device=kernel_device)
-    counts, kv_len, q_len, seq_of_token = (
-        torch.tensor(values, dtype=torch.int32, device=kernel_device)
-        for values in ([1, 3, 41, TOKEN_WITHOUT_PAGE], [7], [3], [0, 0, 0, 0])
-    )
-    indptr, cells = torch.tensor([0, 21], device=kernel_device), torch.ones(21, dtype=torch.bool, device=kernel_device)
-    lengths = counts, kv_len, q_len, seq_of_token, indptr
-    of_pack_mask(pack)(
-        cells, positions, *lengths, garbage(2, device=kernel_device), position_of_token, window_start, window_left=4
-    )
-    assert position_of_token.tolist() == [5, 6, 0, 0]
-    assert counts.tolist() == [1, 3, 41, TOKEN_WITHOUT_PAGE | TOO_FEW_GIVEN]

@@ -13,7 +13,6 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode import launch_paged_decode
-from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import decode_schedule
@@ -179,15 +178,6 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
-def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
-    """The last block of K, of V or of both is padded, or narrower; a sequence has no key, and programs share rows."""
-    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=32)
-    tensors = build(replace(RAGGED, kv_len=[70, 0, 18], q_len=[1] * 3, dims=dims), kernel_device)
-    run_decode(tensors, num_programs=4, tiles=tiles)
-    assert_served(tensors)
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
@@ -262,25 +252,6 @@ def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     assert_served(tensors)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("kv_len", [[0], [0, 0], [0, 33, 0]], ids=str)
-@pytest.mark.parametrize("window_left", [-1, 20])
-def test_rows_without_keys_get_zeros_where_only_their_end_costs(
-    kv_len: list[int], window_left: int, kernel_device: torch.device
-) -> None:
-    """With a window, each row has a program of its own."""
-    case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(2, 1), dims=(16, 16), window_left=window_left)
-    tensors = build(case, kernel_device)
-    assert (tensors.out == UNTOUCHED).all()
-    assert has_whole_rows(len(kv_len), num_programs=7, window_left=window_left, head_dim=16) == (window_left >= 0)
-    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
-    run_decode(tensors, num_programs=7, tiles=tiles)
-    assert_served(tensors)
-    empty = torch.tensor(kv_len, device=kernel_device) == 0
-    assert (tensors.out[empty] == 0).all()
-    assert (tensors.lse[empty] == float("-inf")).all()
-
-
 @run_either
 def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -294,18 +265,6 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     assert_lse_close(tensors.lse[mine], tensors.reference_lse[mine], torch.float32)
     assert (tensors.out[others] == UNTOUCHED).all()
     assert (tensors.lse[others] == UNTOUCHED).all()
-
-
-@pytest.mark.fast
-@run_either
-@pytest.mark.parametrize("q_len", [[0, 0, 0], [2, 0, 3]])
-def test_a_step_without_decodes_changes_nothing(
-    q_len: list[int], run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
-    tensors = build(Case(kv_len=[5, 0, 30], q_len=q_len, tail=1, dims=(32, 32)), kernel_device)
-    run(tensors)
-    assert (tensors.out == UNTOUCHED).all()
-    assert (tensors.lse == UNTOUCHED).all()
 
 
 @run_either
@@ -340,14 +299,6 @@ def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None],
     )
     run(moved)
     assert same_memory(moved.out, tensors.out)
-
-
-def test_the_same_step_twice_gives_the_same_bits(kernel_device: torch.device) -> None:
-    first, second = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
-    run_decode(first, num_programs=9)
-    run_decode(second, num_programs=9)
-    assert same_memory(first.out, second.out)
-    assert same_memory(first.lse, second.lse)
 
 
 @pytest.mark.parametrize(

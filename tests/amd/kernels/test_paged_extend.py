@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, RowSharing
-from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
-from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
@@ -36,7 +33,6 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
     run_shared_extend,
 )
-from tests.amd.tolerances import assert_same_but_for_rounding
 
 # A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
 RAGGED = Case(kv_len=[60, 0, 17, 33, 1, 30, 12], q_len=[21, 0, 17, 2, 1, 1, 0], tail=3)
@@ -287,24 +283,6 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
     assert_served(tensors)
 
 
-def test_chunks_of_a_prompt_give_what_the_whole_gives(kernel_device: torch.device) -> None:
-    whole = build(Case(kv_len=[50], q_len=[50], heads=(4, 2), dims=(32, 32)), kernel_device)
-    run_extend(whole)
-    for first, end in ((0, 7), (7, 39), (39, 40), (40, 50)):
-        chunk = replace(
-            whole,
-            case=replace(whole.case, kv_len=[end], q_len=[end - first]),
-            q=whole.q[first:end],
-            kv_len=torch.full_like(whole.kv_len, end),
-            q_indptr=torch.tensor([0, end - first], dtype=torch.int32, device=kernel_device),
-            out=torch.full_like(whole.out[first:end], UNTOUCHED),
-            lse=torch.full_like(whole.lse[first:end], UNTOUCHED),
-        )
-        run_extend(chunk)
-        assert_same_but_for_rounding(chunk.out, whole.out[first:end])
-        assert_same_but_for_rounding(chunk.lse, whole.lse[first:end])
-
-
 def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_attn.kernels.refs.attention._GROUP_ELEMENTS", 20_000)
     tensors = build(replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
@@ -398,30 +376,6 @@ def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
             for token in range(first, first + count)
         ]
         assert sorted(tokens) == list(range(num_tokens))
-
-
-def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.device) -> None:
-    int32 = torch.zeros(3, dtype=torch.int32, device=kernel_device)
-    q = torch.zeros(2, 129, 16, device=kernel_device)
-    pages = torch.zeros(2, 16, 1, 16, device=kernel_device)
-    with pytest.raises(ValueError, match="paged extend does not serve this: 129 query heads share a KV head"):
-        launch_paged_extend(
-            AttendArgs(
-                q,
-                LayerPages.plain(pages, pages),
-                int32[None],
-                Queries(int32[:2], int32[:2], int32, 2, 1, 16),
-                torch.zeros_like(q),
-                None,
-                None,
-                None,
-                int32,
-                torch.zeros(0, device=kernel_device),
-            ),
-            scores=Scores(1.0),
-            cut=ExtendCut(1),
-            tiles=ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1),
-        )
 
 
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 20])

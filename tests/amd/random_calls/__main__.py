@@ -1,7 +1,6 @@
-"""python -m tests.amd.random_calls --seeds 0:300 [--tester moves] [--device cuda] [--guard-off ID] [--stop] ...
+"""python -m tests.amd.random_calls --seeds 0:300 [--device cuda] [--guard-off ID] [--stop] ...
 
-Runs both random testers: the one of moves, and the one of pairs and triples of calls. Prints a line for each finding
-and a closing count; ends with 1 if there was a finding.
+Runs random calls. Prints a line for each finding and a closing count; ends with 1 if there was a finding.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from collections import Counter
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.random_calls.run import TESTERS, run_testers
+from tests.amd.random_calls.pairs import run_triples
 
 
 def main() -> int:
     """Run the seeds that were asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.amd.random_calls", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:300", help="first:end, or one seed")
-    parser.add_argument("--tester", choices=[*TESTERS, "both"], default="both", help="which of the two")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--guard-off", metavar="ID", help="run without this safeguard")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after so many")
@@ -34,12 +32,11 @@ def main() -> int:
         logging.getLogger("rocm_attn").setLevel(logging.ERROR)
         guards = Guards().without(options.guard_off)
     prepare(device)
-    testers = list(TESTERS) if options.tester == "both" else [options.tester]
     started, counts, num_findings = time.monotonic(), Counter[str](), 0
     for seed in range(int(first), int(end or int(first) + 1)):
         if time.monotonic() - started > options.seconds or (options.stop and num_findings):
             break
-        outcome = run_testers(seed, device, guards, testers)
+        outcome = run_triples(seed, device, guards)
         counts.update({"seeds": 1, **outcome.counts})
         num_findings += len(outcome.findings)
         for finding in outcome.findings:

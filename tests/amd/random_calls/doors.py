@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,8 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import rocm_attn
 from tests.amd.house import interface
-from tests.amd.random_calls.faults import PROJECT
+
+_PACKAGE = Path(rocm_attn.__file__).resolve().parent
+# Symlinks lead out of the package to the two lower floors, and a frame names either path.
+PROJECT = tuple(
+    f"{folder}/" for folder in {str(_PACKAGE), *(str(_PACKAGE.parent / n) for n in ("kernels", "hip_graphs"))}
+)
 
 # Attributes that a docstring names: at the beginning of a line, or after another one's sentence.
 _NAMED = re.compile(r"(?:^|; )[ ]*((?:\w+, )*\w+):\s", re.MULTILINE)

@@ -1,6 +1,6 @@
 """python -m tests.amd.random_calls.guard_table --results FILE [--seeds N] [--steps N] [--device cuda] [--write] ...
 
-Shows the safeguards that the random testers and the soak need. Each is switched off alone, and they run until one finds
+Shows the safeguards that the random tester and the soak need. Each is switched off alone, and they run until one finds
 a fault. A row goes to FILE as soon as it is known, and a later call with this file runs the other safeguards. With
 --write the table goes to docs/guards.md, between the markers of the kind of device.
 """
@@ -30,7 +30,7 @@ from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from rocm_lab.bench.machine import commit
 from tests.amd.random_calls.__main__ import prepare
-from tests.amd.random_calls.run import TESTERS, run_testers
+from tests.amd.random_calls.pairs import run_triples
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
@@ -53,7 +53,7 @@ UNSEEN_ON = {
     "cpu": {"ring_wait": "on a CPU the device is never late"},
     "cuda": {
         "graph_key": "Triton's kernels freeze no length; those of torch do, on a CPU",
-        **dict.fromkeys(("kv_scales", "path_pages", "copy_sources"), "not within this time; on a CPU the testers do"),
+        **dict.fromkeys(("kv_scales", "path_pages", "copy_sources"), "not within this time; on a CPU the tester does"),
         "ring_wait": "every result is compared before the next step, so the device is never that late",
     },
 }
@@ -63,7 +63,7 @@ UNSEEN_ON = {
 class Row:
     """The findings with a safeguard off.
 
-    by_driver: the seed at which the tester found it; None: by none of them
+    by_driver: the seed at which the tester found it; None: not
     by_soak:   the steps of a soak in which it was found; None: in none
     """
 
@@ -81,7 +81,7 @@ class Row:
 
 
 def found_by_drivers(guard: str, seeds: int, seconds: float, device: torch.device) -> int | None:
-    """The first seed of which a tester has a finding without the safeguard, and none with it.
+    """The first seed that has a finding without the safeguard, and none with it.
 
     seconds: no seed is begun after so many
     """
@@ -89,16 +89,15 @@ def found_by_drivers(guard: str, seeds: int, seconds: float, device: torch.devic
     for seed in range(seeds):
         if time.monotonic() - started > seconds:
             break
-        for tester in TESTERS:
-            if run_testers(seed, device, guards, [tester]).findings and not alone(_finds, seed, device, tester):
-                return seed
+        if run_triples(seed, device, guards).findings and not alone(_finds, seed, device):
+            return seed
     return None
 
 
-def _finds(seed: int, device: torch.device, tester: str) -> bool:
-    """True if a tester has findings with all safeguards on."""
+def _finds(seed: int, device: torch.device) -> bool:
+    """True if the tester has findings with all safeguards on."""
     prepare(device)
-    return bool(run_testers(seed, device, Guards(), [tester]).findings)
+    return bool(run_triples(seed, device, Guards()).findings)
 
 
 def alone(function: Callable[..., _T], *arguments: object) -> _T:
@@ -128,7 +127,7 @@ def found_by_soak(guard: str, steps: int, device: str) -> int | None:
 
 
 def found_without(guard: str, *, seeds: int, seconds: float, steps: int, device: torch.device) -> Row:
-    """The testers and the soak without a safeguard."""
+    """The tester and the soak without a safeguard."""
     logging.getLogger("rocm_attn").setLevel(logging.ERROR)
     prepare(device)
     return Row(guard, found_by_drivers(guard, seeds, seconds, device), found_by_soak(guard, steps, str(device)))
@@ -140,7 +139,7 @@ def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
     table = [
         where,
         "",
-        "| without | found by the random testers | found by the soak | why by neither |",
+        "| without | found by the random tester | found by the soak | why by neither |",
         "|---|---|---|---|",
         *(row.line(device_type) for row in rows),
     ]
@@ -154,7 +153,7 @@ def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
 def main() -> int:
     """Run both with each safeguard off."""
     parser = argparse.ArgumentParser(prog="python -m tests.amd.random_calls.guard_table")
-    parser.add_argument("--seeds", type=int, default=200, help="of each tester, at most")
+    parser.add_argument("--seeds", type=int, default=200, help="at most")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for a safeguard's seeds, at most")
     parser.add_argument("--steps", type=int, default=1600, help="of the soak, at most")
     parser.add_argument("--device", default="cpu")
@@ -168,7 +167,7 @@ def main() -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date()
     machine = "a CPU" if device.type == "cpu" else f"an {torch.cuda.get_device_name(device)}"
     where = (
-        f"At commit {commit()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the testers "
+        f"At commit {commit()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the tester "
         f"(`python -m tests.amd.random_calls`) in at most {options.seconds:.0f} s, and up to {options.steps:,} steps "
         "of `rocm-attn soak`, each until it found something. With all of them on, none finds anything."
     )

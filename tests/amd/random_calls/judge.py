@@ -2,55 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tests.amd.random_calls.draft import Draft
+from rocm_attn.batch.padding import PaddedShape
 from tests.amd.random_calls.model import LayerTables
-from tests.amd.random_calls.oracle import Answer, Layer
+from tests.amd.random_calls.oracle import Answer
+from tests.amd.random_calls.scene import Scene
 from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.world import World
 
 Ints = npt.NDArray[np.int64]
 
 
-def judge(world: World, draft: Draft, rows: Tensor, num_padded: tuple[int, int], num_children: int) -> str:
-    """Returns the error of a step that was run, or an empty string; stores its tokens in the oracle.
+def judge(scene: Scene, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape) -> str:
+    """Returns the error of a step that was run and whose tokens the oracle has, or an empty string.
 
-    rows:       what the forward returned, [num_seqs, ...]
-    num_padded: sequences and tokens that the step had, with its pads
+    rows:  what the forward returned, [num_seqs, ...]
+    shape: what the step was padded to
     """
-    wrong = _places(world, draft, *num_padded, num_children)
+    wrong = _places(scene, seqs, shape)
     if isinstance(wrong, str):
         return wrong
     place_of_token = wrong
-    last = np.cumsum([0, *(len(seq.ids) for seq in draft.seqs)])
-    for number, (tables, layer) in enumerate(zip(world.model.layers, world.oracle.layers, strict=True)):
-        out, lse = _host(tables.out[: num_padded[1]]), _host(tables.lse[: num_padded[1]])
+    last = np.cumsum([0, *(len(seq.ids) for seq in seqs)])
+    for number, (tables, layer) in enumerate(zip(scene.model.layers, scene.oracle.layers, strict=True)):
+        out, lse = _host(tables.out[: shape.num_tokens]), _host(tables.lse[: shape.num_tokens])
         failure = _pads(tables, out, lse, place_of_token)
-        for seq, begin, end in zip(draft.seqs, last[:-1], last[1:], strict=True):
+        for seq, begin, end in zip(seqs, last[:-1], last[1:], strict=True):
             if failure or begin == end:
                 continue
             at = place_of_token[begin:end]
-            answer = world.oracle.attend(layer, seq.row, seq.tokens())
+            answer = scene.oracle.attend(layer, seq.row, seq.tokens())
             failure = _values(answer, out[at], lse[at] if tables.problem.wants_lse else None)
             failure = failure and f"row {seq.row}: {failure}"
-            if not failure and world.runtime.deterministic:
-                failure = _bits(world, number, layer, seq, answer, tables, at)
-            world.num_compared += end - begin
+            scene.counts["compared"] += int(end - begin)
         if failure:
             return f"layer {number}: {failure}"
-    return _returned(world, draft, rows, place_of_token)
+    return _returned(scene, seqs, rows, place_of_token)
 
 
-def _places(world: World, draft: Draft, num_seqs: int, num_padded: int, num_children: int) -> Ints | str:
+def _places(scene: Scene, seqs: Sequence[Seq], shape: PaddedShape) -> Ints | str:
     """Where the step has its tokens, in order; or what is wrong with what it says of them."""
-    model = world.model
+    model, num_seqs, num_padded, num_children = scene.model, shape.num_seqs, shape.num_tokens, shape.num_children
     ids, positions = _host(model.token_ids[:num_padded]), _host(model.positions[:num_padded])
     each = num_padded // num_children
-    places, tokens = [], draft.num_tokens
+    places, tokens = [], sum(len(seq.ids) for seq in seqs)
     for child in range(num_children):
         taken = int((ids[child * each : (child + 1) * each] != 0).sum())
         places += list(range(child * each, child * each + taken))
@@ -59,16 +59,16 @@ def _places(world: World, draft: Draft, num_seqs: int, num_padded: int, num_chil
     at = np.array(places, np.int64)
     pads = np.ones(num_padded, np.bool_)
     pads[at] = False
-    wanted_ids = [token_id for seq in draft.seqs for token_id in seq.ids]
-    wanted_positions = [position for seq in draft.seqs for position in seq.positions]
+    wanted_ids = [token_id for seq in seqs for token_id in seq.ids]
+    wanted_positions = [position for seq in seqs for position in seq.positions]
     if ids[at].tolist() != wanted_ids or ids[pads].any():
         return f"token ids {ids.tolist()} reached the forward of {wanted_ids}"
     if positions[at].tolist() != wanted_positions or positions[pads].any():
         return f"positions {positions.tolist()} reached the forward of {wanted_positions}"
     if num_children == 1:
         last = _host(model.last_token_of_seq[:num_seqs]).tolist()
-        ends = np.cumsum([len(seq.ids) for seq in draft.seqs], dtype=np.int64).tolist()
-        real = zip(draft.seqs, ends, last, strict=False)
+        ends = np.cumsum([len(seq.ids) for seq in seqs], dtype=np.int64).tolist()
+        real = zip(seqs, ends, last, strict=False)
         # A padded sequence's is a padded token, or 0 where it has none.
         of_pads = all(token == 0 or (0 < token < num_padded and pads[int(token)]) for token in last[len(ends) :])
         if not of_pads or any(seq.ids and token != end - 1 for seq, end, token in real):
@@ -87,9 +87,7 @@ def _pads(tables: LayerTables, out: npt.NDArray[np.float64], lse: npt.NDArray[np
 
 
 def _values(answer: Answer, out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64] | None) -> str:
-    if not answer.known.all():
-        return f"token {int(np.argmin(answer.known))} was given KV that was never stored"
-    usable = answer.sound
+    usable = answer.known & answer.sound
     with np.errstate(invalid="ignore"):
         off = ~(np.abs(out - answer.out) <= answer.out_bound)[usable]
     if off.any():
@@ -105,40 +103,20 @@ def _values(answer: Answer, out: npt.NDArray[np.float64], lse: npt.NDArray[np.fl
     return "" if same[usable].all() else f"the LSE of token {int(np.argmin(same[usable].all(1)))} is wrong"
 
 
-def _bits(world: World, number: int, layer: Layer, seq: Seq, answer: Answer, tables: LayerTables, at: Ints) -> str:
-    """Checks a deterministic runtime: a token with the same KV has had the same bits before."""
-    if seq.shows is not None:
-        return ""
-    kv = tuple(world.oracle.kv[seq.row][: seq.end])
-    wants_lse = tables.problem.wants_lse
-    for token, place in enumerate(at.tolist()):
-        if not answer.sound[token]:
-            continue
-        end = seq.begin + token + 1
-        bits = _bytes(tables.out[place]) + (_bytes(tables.lse[place]) if wants_lse else b"")
-        if world.bits.setdefault((number, kv[:end] if layer.causal else kv, end), bits) != bits:
-            return f"row {seq.row}: token {token} has other bits than the same token had before"
-    return ""
-
-
-def _returned(world: World, draft: Draft, rows: Tensor, place_of_token: Ints) -> str:
+def _returned(scene: Scene, seqs: Sequence[Seq], rows: Tensor, place_of_token: Ints) -> str:
     """The forward's rows are those of each sequence's last token, in the order of the batch."""
-    ends = np.cumsum([len(seq.ids) for seq in draft.seqs], dtype=np.int64)
-    seqs = [number for number, seq in enumerate(draft.seqs) if seq.ids]
-    if rows.shape[0] != len(draft.seqs):
-        return f"{rows.shape[0]} rows came back of {len(draft.seqs)} sequences"
-    if not seqs:
+    ends = np.cumsum([len(seq.ids) for seq in seqs], dtype=np.int64)
+    with_tokens = [number for number, seq in enumerate(seqs) if seq.ids]
+    if rows.shape[0] != len(seqs):
+        return f"{rows.shape[0]} rows came back of {len(seqs)} sequences"
+    if not with_tokens:
         return ""
-    places = torch.from_numpy(place_of_token[ends[seqs] - 1]).to(rows.device)
-    wanted = torch.cat([layer.out[places].flatten(1).float() for layer in world.model.layers], 1)
-    if not torch.equal(rows[seqs].nan_to_num(), wanted.nan_to_num()):
+    places = torch.from_numpy(place_of_token[ends[with_tokens] - 1]).to(rows.device)
+    wanted = torch.cat([layer.out[places].flatten(1).float() for layer in scene.model.layers], 1)
+    if not torch.equal(rows[with_tokens].nan_to_num(), wanted.nan_to_num()):
         return "the rows that came back are not those of the sequences' last tokens"
     return ""
 
 
 def _host(tensor: Tensor) -> npt.NDArray[np.float64]:
     return tensor.double().cpu().numpy()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -7,7 +7,7 @@ A token with query q sees some of the keys k_j of its sequence. In each query he
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink))
     lse = log(sum_j exp(s_j) + exp(sink))
 
-A token that sees no key gets 0 and an LSE of -inf, whatever its sink: it is a side that has seen nothing (merging.py).
+A token that sees no key gets 0 and an LSE of -inf, whatever its sink.
 """
 
 from __future__ import annotations
@@ -198,19 +198,3 @@ def bounds(
     half = layer.rounding if layer.rounding > FLOAT32_ROUNDING else 0.0
     of_weights = (2 * of_score + of_sums + half)[:, :, None]
     return of_weights * values + 2 * layer.rounding * out + 1e-7 * half, of_score + of_sums + 2 * FLOAT32_ROUNDING * top
-
-
-def merged(sides: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
-    """Attention over the keys of all sides, each out [tokens, heads, dim] and lse [tokens, heads]."""
-    lses = np.stack([lse for _, lse in sides])
-    top = lses.max(0)
-    base = np.where(np.isfinite(top), top, 0.0)
-    weights = np.exp(lses - base)
-    total = weights.sum(0)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + base
-    parts = [
-        np.where(weight[..., None] > 0, out, 0.0) * weight[..., None]
-        for weight, (out, _) in zip(weights, sides, strict=True)
-    ]
-    return np.sum(parts, axis=0) / np.where(total, total, 1.0)[..., None], lse

@@ -16,7 +16,8 @@ from tests.amd.random_calls.calls import Calls
 from tests.amd.random_calls.engine_scene import ENGINE_KINDS, EngineScene
 from tests.amd.random_calls.engine_verbs import ENGINE_VERBS, engine_clear, engine_prefill, engine_settle
 from tests.amd.random_calls.finding import Outcome, finding_of
-from tests.amd.random_calls.scene import KINDS, Scene
+from tests.amd.random_calls.scene import Scene
+from tests.amd.random_calls.setting import KINDS
 from tests.amd.random_calls.verbs import VERBS, clear, prefill, settle
 
 LAST_CALLS = 10
@@ -61,6 +62,7 @@ _HOMES = {
     "scales_from_scratch": "eight bits",
     "convert": "eight bits",
     "captures": "graphs",
+    "memory_runs_out": "drawn",
 }
 SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
 ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)

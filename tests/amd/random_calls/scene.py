@@ -1,13 +1,14 @@
 """Scene: one small runtime, the oracle beside it, and what every call that was taken must have left there.
 
-The second tester's world. Its rules are the API's: any call may come at any time, with any value. A call that is
-refused changes nothing; one that must be refused is refused, or its rows are reported; whatever else is taken leaves
-each live request, each kept page and each fork with the KV that the oracle has for it.
+Its rules are the API's: any call may come at any time, with any value. A call that is refused changes nothing; one that
+must be refused is refused, or its rows are reported; whatever else is taken leaves each live request, each kept page
+and each fork with the KV that the oracle has for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +18,15 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.check import NO_CHECK, CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import Unsupported
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.compiled import compiled_layers
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Series, Step
 from tests.amd.random_calls.calls import Calls
 from tests.amd.random_calls.finding import Finding
@@ -33,11 +34,7 @@ from tests.amd.random_calls.model import NOT_FINITE_ID, PLACES, VOCABULARY, Mode
 from tests.amd.random_calls.movers import Movers, Sent
 from tests.amd.random_calls.oracle import UNKNOWN, Oracle
 from tests.amd.random_calls.seq import Seq
-
-CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
-MAX_SEQS, MAX_ROWS, MAX_KV_LEN, NUM_PAGES = 4, 8, 40, 64
-KINDS = ("plain", "graphs", "windows", "latent", "eight bits")
-WITH_GRAPHS = ("graphs", "windows", "eight bits")
+from tests.amd.random_calls.setting import DRAWN, MAX_KV_LEN, MAX_ROWS, MAX_SEQS, Setting, setting_of
 
 
 @dataclass(slots=True)
@@ -70,28 +67,15 @@ class Scene(Calls):
     def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
         super().__init__(seed)
         self.kind, self.device = kind, device
-        problems = _problems(kind, device)
-        options = RuntimeOptions(
-            num_pages=NUM_PAGES,
-            swa_pages=2 * NUM_PAGES if kind == "windows" else 0,
-            swa_kept=4 if kind == "windows" else 0,
-            first_swa_page=NUM_PAGES if kind == "windows" else 1,
-            max_num_seqs=MAX_SEQS,
-            max_num_rows=MAX_ROWS,
-            max_kv_len=MAX_KV_LEN,
-            provider="torch" if device.type == "cpu" else "auto",
-            capture_sizes=(MAX_SEQS,),
-            capture_tokens=(16,),
-            split_steps=True,
-            drafts=(CHAIN, TREE),
-        )
-        self.options = options
-        self.runtime = build_runtime(problems, options, device=device, guards=guards)
+        setting, self.runtime = self._served(guards)
+        self.options, problems = setting.options, setting.problems
         self.model = Model(problems, seed, device)
         make_exact(self.model)
         self.oracle = Oracle([])
-        recorder = recorder_for(device) if kind in WITH_GRAPHS else None
-        self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=NO_CHECK)
+        recorder = recorder_for(device) if setting.has_graphs else None
+        checks = kind == DRAWN and self.rng.random() < 0.2
+        check = CaptureCheck(vocabulary=VOCABULARY, seed=seed) if checks else NO_CHECK
+        self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=check)
         self.drafter = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=NO_CHECK)
         self.compiled = compiled_layers(self.runtime)
         self.renew_movers()
@@ -108,6 +92,15 @@ class Scene(Calls):
         self.last: tuple[StepBatch, list[Seq], dict[int, int]] | None = None
         self.verified: tuple[list[Seq], dict[int, int], bool] | None = None
         self.set_weights()
+
+    def _served(self, guards: Guards | None) -> tuple[Setting, AttentionRuntime]:
+        """Returns a setting and its runtime. Raises Unsupported for a kind that no kernel serves."""
+        for _ in range(50 if self.kind == DRAWN else 0):
+            setting = setting_of(self.kind, self.rng, self.device)
+            with suppress(Unsupported):
+                return setting, build_runtime(setting.problems, setting.options, device=self.device, guards=guards)
+        setting = setting_of(self.kind, self.rng, self.device)
+        return setting, build_runtime(setting.problems, setting.options, device=self.device, guards=guards)
 
     def renew_movers(self) -> None:
         """Makes the exporter and the importer, with the present scales."""
@@ -294,6 +287,8 @@ class Scene(Calls):
 
     def compare_draft(self, seqs: Sequence[Seq], drafts: Drafts, step: int, rows: Tensor) -> None:
         """A draft step gave what its first branch sees: the prefix, its ancestors and itself."""
+        if drafts.branches > 1 and any(layer.slopes.any() for layer in self.oracle.layers):
+            return  # ALiBi counts places, and the drafts of other branches lie between those of this one
         width = sum(layer.queries.shape[1] * layer.values.shape[2] for layer in self.oracle.layers)
         rows = rows[: len(seqs), -width:] if rows.shape[1] == width else rows[: len(seqs), step * width :]
         looked = []
@@ -363,27 +358,3 @@ def make_exact(model: Model) -> None:
         for side in (layer.q, layer.k, layer.v):
             some = side[PLACES : NOT_FINITE_ID * PLACES]
             some.copy_((some * 2).round().clamp(-8, 8) / 2)
-
-
-def _problems(kind: str, device: torch.device) -> list[Problem]:
-    dim = 64 if device.type == "cuda" else 4
-    of_kind: dict[str, dict[str, Any]] = {
-        "latent": {"pool": PoolKind.LATENT, "num_kv_heads": 1, "v_head_dim": dim // 2},
-        "eight bits": {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.LAYER},
-    }
-    base: dict[str, Any] = {
-        "num_q_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": dim,
-        "v_head_dim": dim,
-        "dtype": torch.float32,
-        "page_size": 4,
-        "scale": 0.3,
-        "custom_mask": True,
-    }
-    first = Problem(**{**base, **of_kind.get(kind, {})})
-    if kind == "windows":
-        return [first, Problem(**{**base, "window_left": 5, "custom_mask": True})]
-    if kind in ("plain", "graphs"):
-        return [first, Problem(**{**base, "has_sinks": True})]
-    return [first]

@@ -1,4 +1,4 @@
-"""Seq: one sequence of a step, as the host sees it, as the device does, and as the oracle knows it."""
+"""Seq: one sequence of a step, as the runtime and as the oracle know it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ class Seq:
     ids:       of the new tokens
     positions: of the new tokens; their places, unless the step has a mask
     shows:     bool [new tokens, end] of a step with a mask
-    kv_bound, q_bound: what the host says of its lengths
-    kv_on_device, q_on_device: what the device says, where it says anything; beyond the bounds in a step that must fail
     """
 
     row: int
@@ -25,14 +23,8 @@ class Seq:
     ids: list[int]
     positions: list[int] = field(default_factory=list)
     shows: Bools | None = None
-    kv_bound: int = field(init=False)
-    q_bound: int = field(init=False)
-    kv_on_device: int = field(init=False)
-    q_on_device: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kv_bound = self.kv_on_device = self.end
-        self.q_bound = self.q_on_device = len(self.ids)
         if not self.positions:
             self.positions = list(range(self.begin, self.end))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.split_forward import in_batch_order
 from rocm_attn.errors import RocmAttnError
@@ -21,9 +22,11 @@ from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
 from tests.amd.random_calls.calls import REFUSED, in_another_thread
 from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.judge import judge
 from tests.amd.random_calls.model import attend_turned, looked_up
-from tests.amd.random_calls.scene import CHAIN, MAX_ROWS, TREE, Begun, Scene, draft_id
+from tests.amd.random_calls.scene import Begun, Scene, draft_id
 from tests.amd.random_calls.seq import Seq
+from tests.amd.random_calls.setting import CHAIN, MAX_ROWS, TREE
 
 PARENTS = [-1, 0, 0, 0, 2]  # of a verified tree; its path 0, 2, 4 is accepted
 PATH = [0, 2, 4]
@@ -85,10 +88,59 @@ def plain_step(scene: Scene, run: Callable[[Scene, StepBatch], Tensor], what: st
         scene.last = None
 
 
+Run = Callable[[Scene, StepBatch, PadTo | None], Tensor]
+
+
+def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
+    """A whole step, sometimes padded beyond what the ladder pads it to."""
+    seqs, wrong = new_tokens(scene, scene.some())
+    try:
+        batch = scene.batch(seqs)
+    except RocmAttnError:
+        return
+    beyond = scene.rng.random() < 0.15
+    judged_step(scene, run, what, seqs, batch, wrong, halves, PadTo(2 * len(seqs) + 4) if beyond else None)
+
+
+def judged_step(
+    scene: Scene,
+    run: Run,
+    what: str,
+    seqs: list[Seq],
+    batch: StepBatch,
+    wrong: str = "",
+    halves: int = 1,
+    pad_to: PadTo | None = None,
+) -> bool:
+    """Runs a step whose forward notes all that it is given; each of its tokens, and each pad, is judged.
+
+    Returns whether it was taken.
+    """
+    scene.model.forget()
+    given = scene.call(what, lambda: run(scene, batch, pad_to), wrong=wrong)
+    if scene.open is not None:
+        return False
+    if given is REFUSED:
+        scene.last = None
+        return False
+    scene.staged(batch, seqs)
+    scene.stored(seqs)
+    padding = scene.runtime.padding
+    shape = padding.shape(batch, pad_to) if halves == 1 else padding.split_shape(batch, pad_to)
+    found = judge(scene, seqs, given, shape)
+    if found:
+        raise Finding(f"{what}: {found}")
+    return True
+
+
 def finish_by_hand(scene: Scene, step: Step, batch: StepBatch) -> Tensor:
     """Run the parts of a step that was begun, and end it."""
     try:
-        rows = [scene.model.forward(part) for part in step.parts]
+        if len(step.parts) == 2 and scene.rng.random() < 0.5:
+            later, earlier = scene.model.forward_apart([step.parts[1], step.parts[0]])
+            rows = [earlier, later]
+        else:
+            rows = [scene.model.forward(part) for part in step.parts]
     finally:
         scene.runtime.end_step()
     scene.over = step
@@ -98,12 +150,21 @@ def finish_by_hand(scene: Scene, step: Step, batch: StepBatch) -> Tensor:
 
 def step_whole(scene: Scene) -> None:
     """AttentionRuntime.step(), the layers, end_step()."""
-    plain_step(scene, lambda s, b: finish_by_hand(s, s.runtime.step(b), b), "a step")
+    padded_step(scene, by_hand, "a step")
+
+
+def by_hand(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+    """Run a step call by call."""
+    return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to)), batch)
 
 
 def step_halves(scene: Scene) -> None:
     """The same in two halves."""
-    plain_step(scene, lambda s, b: finish_by_hand(s, s.runtime.step(b, s.runtime.plan(b, halves=2)), b), "two halves")
+
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=2)), batch)
+
+    padded_step(scene, run, "two halves", halves=2)
 
 
 def step_compiled(scene: Scene) -> None:
@@ -134,11 +195,12 @@ def step_with_rows_worked(scene: Scene) -> None:
     def run(scene: Scene, batch: StepBatch) -> Tensor:
         with scene.runtime.step(batch) as step:
             part = step.parts[0]
-            calls = scene.one_of("layers", (part.layers, scene.compiled.of(part)))
+            compiled = scene.compiled.of(part)
+            ways = ((part.layers, True), (compiled, True), (part.layers, False), (compiled, False))
+            calls, apart = scene.one_of("layers", ways)
             entry, rows = scene.model.entries(part), []
             for number, layer in enumerate(scene.model.layers):
-                apart = scene.is_latent or scene.rng.random() < 0.5
-                out, lse = attend_turned(calls, number, layer, entry, apart=apart)
+                out, lse = attend_turned(calls, number, layer, entry, apart=apart or scene.is_latent)
                 rows.append(layer.keep(part, out, lse))
         return torch.cat(rows, 1)[: batch.num_seqs]
 
@@ -147,17 +209,22 @@ def step_with_rows_worked(scene: Scene) -> None:
 
 def run_graphed(scene: Scene) -> None:
     """StepRunner.run()."""
-    plain_step(scene, lambda s, b: s.runner.run(b), "runner.run")
+    padded_step(scene, by_runner, "runner.run")
+
+
+def by_runner(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+    """Run a step by the runner, as a graph where there are some."""
+    return scene.runner.run(batch, pad_to)
 
 
 def run_graphed_halves(scene: Scene) -> None:
     """StepRunner.run() in halves."""
-    plain_step(scene, lambda s, b: s.runner.run(b, halves=2), "runner.run in halves")
+    padded_step(scene, lambda s, b, pad_to: s.runner.run(b, pad_to, halves=2), "runner.run in halves", halves=2)
 
 
 def run_eagerly(scene: Scene) -> None:
     """StepRunner.run_eagerly()."""
-    plain_step(scene, lambda s, b: s.runner.run_eagerly(b), "runner.run_eagerly")
+    padded_step(scene, lambda s, b, pad_to: s.runner.run_eagerly(b, pad_to), "runner.run_eagerly")
 
 
 def step_of_a_thread(scene: Scene) -> None:
@@ -274,7 +341,11 @@ def move(scene: Scene) -> None:
         kv = list(scene.oracle.kv[seq.row])
         scene.cut(seq.row, seq.begin)
         # A node without a page moves nothing: what was there stays.
-        extra = [kv[seq.begin + 3]] if far and seq.begin + 30 >= -(-scene.room(seq.row) // 4) * 4 else []
+        extra = (
+            [kv[seq.begin + 3]]
+            if far and seq.begin + 30 >= -(-scene.room(seq.row) // scene.page_size) * scene.page_size
+            else []
+        )
         scene.oracle.store(seq.row, seq.begin, kept + extra)
         scene.unsure.add(seq.row)  # the places of what was not accepted count as stored, too
 

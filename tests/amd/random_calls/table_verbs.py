@@ -12,7 +12,8 @@ from rocm_attn.paging.state_slots import require_state_slots
 from tests.amd.random_calls.calls import REFUSED
 from tests.amd.random_calls.finding import Finding
 from tests.amd.random_calls.movers import Sent
-from tests.amd.random_calls.scene import MAX_KV_LEN, MAX_ROWS, Kept, Scene
+from tests.amd.random_calls.scene import Kept, Scene
+from tests.amd.random_calls.setting import MAX_KV_LEN, MAX_ROWS
 
 # Rows and kept pages
 

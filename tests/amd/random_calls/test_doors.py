@@ -14,12 +14,10 @@ from tests.amd.random_calls.engine_scene import EngineScene
 from tests.amd.random_calls.engine_step_verbs import capture, recorded_fill, seal
 from tests.amd.random_calls.engine_verbs import engine_prefill
 from tests.amd.random_calls.pairs import ENGINE, SERVER, drive
-from tests.amd.random_calls.run import run_moves
 from tests.amd.random_calls.scene import Scene
 from tests.amd.random_calls.step_verbs import step_whole
 from tests.amd.random_calls.verbs import prefill
 
-SEEDS_OF_MOVES = 6
 # The verbs that others continue from.
 FIRST = {SERVER.kinds: "export_pages", ENGINE.kinds: "seal"}
 
@@ -38,7 +36,7 @@ NOT_DRIVEN: dict[str, str] = {
     },
     "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
-    **dict.fromkeys(("guards_from_settings", "pick_tokens"), _VALUES),
+    **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states"), _VALUES),
     "load_model": _SERVER,
     "compile_forward": "torch compiles for seconds; what it calls is driven: CompiledLayers",
     **dict.fromkeys(
@@ -100,12 +98,10 @@ def callables(device: torch.device) -> dict[str, list[CodeType]]:
 
 
 def drive_all(device: torch.device) -> None:
-    """Some seeds of moves, and every verb a few times in a row."""
-    for seed in range(SEEDS_OF_MOVES):
-        run_moves(seed, device)
+    """Every verb a few times in a row."""
     for side in (SERVER, ENGINE):
         for kind, pairs in side.pairs().items():
-            its = [(FIRST[side.kinds], *[one] * 4) for one, other in pairs if one == other]
+            its = [(FIRST[side.kinds], *[one] * 6) for one, other in pairs if one == other]
             findings = drive(side, kind, its, 1, device).findings
             assert not findings, "\n".join(findings)
 

@@ -7,6 +7,7 @@ import torch
 
 from rocm_attn.guards.registry import Guards
 from tests.amd.random_calls.pairs import ENGINE, SERVER, Side, drive, run_triples
+from tests.amd.random_calls.setting import DRAWN
 
 PAIRS = [*((SERVER, kind) for kind in SERVER.kinds), *((ENGINE, kind) for kind in ENGINE.kinds)]
 # Every run has one part of the pairs, in which each call comes first and second; the night has the others.
@@ -37,19 +38,30 @@ def test_a_seed_is_the_same_every_time(device: torch.device) -> None:
     assert run_triples(5, device) == run_triples(5, device)
 
 
-@pytest.mark.parametrize(
-    ("guard", "finds"),
-    [
-        ("same_rows", 16),
-        ("draft_order", 0),
-        ("draft_lengths", 0),
-        ("slots_in_table", 2),
-        ("null_page", 5),
-        ("kv_scales", 13),
-        ("table_moved", 2),
-    ],
-)
+@pytest.mark.parametrize("seed", [1, 3, 4, 5])
+def test_calls_over_drawn_runtimes_are_refused_reported_or_right(seed: int, device: torch.device) -> None:
+    outcome = drive(SERVER, DRAWN, SERVER.triples(seed), seed, device)
+    assert not outcome.findings, "\n".join(outcome.findings)
+    assert outcome.counts["calls compared"] > 500
+
+
+SERVERS = {
+    "draft_order": 0,
+    "draft_lengths": 0,
+    "table_first": 0,
+    "batch_check": 1,
+    "copy_on_write": 10,
+}
+ENGINES = {
+    **dict.fromkeys(("pads", "store_drops", "full_refresh", "length_bounds", "v_mask", "table_moved", "last_steps"), 2),
+    "slots_in_table": 2,
+    "null_page": 5,
+    "head_weights": 8,
+}
+
+
+@pytest.mark.parametrize(("guard", "finds"), [*SERVERS.items(), *ENGINES.items()])
 def test_a_safeguard_that_is_off_is_found_within_sixty_seeds(guard: str, finds: int, device: torch.device) -> None:
-    """finds: a seed that has found it before, and is tried first"""
-    guards = Guards().without(guard)
-    assert any(run_triples(seed, device, guards).findings for seed in (finds, *range(60)))
+    """finds: a seed that has found it before, and is tried first; every third one's calls are those of an engine"""
+    guards, seeds = Guards().without(guard), range(2, 60, 3) if guard in ENGINES else range(60)
+    assert any(run_triples(seed, device, guards).findings for seed in (finds, *seeds))

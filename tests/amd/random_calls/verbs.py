@@ -16,9 +16,17 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
 from tests.amd.random_calls.calls import REFUSED
 from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.hostile_verbs import (
+    memory_runs_out,
+    step_of_infinities,
+    step_sharing_prefixes,
+    step_with_mask,
+    stray_write,
+)
 from tests.amd.random_calls.oracle import UNKNOWN
-from tests.amd.random_calls.scene import MAX_KV_LEN, Scene
+from tests.amd.random_calls.scene import Scene
 from tests.amd.random_calls.seq import Seq
+from tests.amd.random_calls.setting import MAX_KV_LEN
 from tests.amd.random_calls.step_verbs import (
     again_by_hand,
     again_by_runner,
@@ -241,7 +249,8 @@ VERBS: dict[str, Verb] = {
         store_one, attend_one, old_layers, end, draft_chain, draft_tree, draft_runner, admit, reserve, reserve_all,
         truncate, free, given_to_another, fork, evict, mark_stored, keep, admit_over, drop, look, export_row,
         export_pages, import_row, import_pages, weights, kv_scales, scales_from_scratch, convert, expanded, captures,
-        reopen, unseal, ask, copied, accepted_rows,
+        reopen, unseal, ask, copied, accepted_rows, step_with_mask, step_sharing_prefixes, step_of_infinities,
+        memory_runs_out, stray_write,
     )
 }  # fmt: skip
 

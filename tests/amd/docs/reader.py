@@ -6,6 +6,7 @@ what these depend on. A page without such a command is for readers who have run 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -110,8 +111,35 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def _end(process: subprocess.Popen[str], folder: tempfile.TemporaryDirectory[str]) -> None:
-    process.communicate()
+def _virtual_environment(folder: Path, names: Iterable[str]) -> Path:
+    """Makes one with links to these packages of this one's, and returns the folder of its packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in names:
+        _link(name, packages)
+    return packages
+
+
+@functools.cache
+def _before_readers() -> subprocess.Popen[str]:
+    """Returns the process that readers are forked from: it has imported torch and has what all of them have."""
+    folder = tempfile.TemporaryDirectory()
+    _virtual_environment(Path(folder.name), installed_by({"rocm-attn"}) - OURS.keys())
+    command = [Path(folder.name) / "bin" / "python", Path(__file__).with_name("reader_process.py")]
+    process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, text=True)
+
+    def end() -> None:
+        process.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+    return process
+
+
+def _end(programs: TextIO, answers: TextIO, folder: tempfile.TemporaryDirectory[str]) -> None:
+    programs.close()
+    answers.read()  # up to the end of the process
+    answers.close()
     folder.cleanup()
 
 
@@ -121,28 +149,25 @@ class Reader:
     def __init__(self, requirements: frozenset[str]) -> None:
         folder = tempfile.TemporaryDirectory()
         venv = Path(folder.name)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-        (packages,) = venv.glob("lib/python*/site-packages")
-        for name in installed_by(requirements):
-            _link(name, packages)
+        packages = _virtual_environment(venv, installed_by(requirements))
         (packages / "tests").symlink_to(ROOT / "tests")  # a page's code asks for none of them
         self.python = venv / "bin" / "python"
         command = self.python.with_name("rocm-attn")
         command.write_text(f"#!{self.python}\nimport sys\nfrom rocm_attn.cli import main\nsys.exit(main())\n")
         command.chmod(0o755)
-        script = Path(__file__).with_name("reader_process.py")
-        self._process = subprocess.Popen(
-            [self.python, script], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        weakref.finalize(self, _end, self._process, folder)
+        for pipe in ("programs", "answers"):
+            os.mkfifo(venv / pipe)
+        before = _before_readers()
+        assert before.stdin is not None
+        print(json.dumps([str(venv), str(packages), environment()]), file=before.stdin, flush=True)
+        self._programs, self._answers = (venv / "programs").open("w"), (venv / "answers").open()
+        weakref.finalize(self, _end, self._programs, self._answers, folder)
 
     def run(self, program: str, *, name: str, folder: Path) -> tuple[int, str]:
         """Runs a Python program in a folder and returns its exit code and its output, errors included."""
         text = _TINY + program.lstrip() if "load_model" in program else program
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([text, name, str(folder)]), file=self._process.stdin, flush=True)
-        code, output = json.loads(self._process.stdout.readline())
+        print(json.dumps([text, name, str(folder)]), file=self._programs, flush=True)
+        code, output = json.loads(self._answers.readline())
         return code, output
 
 

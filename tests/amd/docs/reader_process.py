@@ -1,16 +1,20 @@
-"""The process of reader.py: runs the programs that its standard input brings, with what the reader has installed.
+"""The processes of reader.py: each runs the programs of a reader, with what that reader has installed.
 
-It runs as a script and imports nothing that the reader may lack.
+It runs as a script and imports torch, which all readers have, and nothing that one may lack.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import linecache
+import multiprocessing
 import os
+import signal
 import sys
+import sysconfig
 import traceback
 
 
@@ -31,15 +35,36 @@ def run_program(text: str, name: str) -> tuple[int, str]:
     return 0, output.getvalue()
 
 
+def read(venv: str, packages: str, environment: dict[str, str]) -> None:
+    """Becomes a process of this virtual environment.
+
+    Answers each line of its pipe `programs`, a JSON list of program, name and folder, with a line of code and output.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = [packages if path == sysconfig.get_path("purelib") else path for path in sys.path]
+    sys.prefix = sys.exec_prefix = venv
+    sys.executable = f"{venv}/bin/python"
+    multiprocessing.set_executable(sys.executable)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 (open until the end)
+    with open(f"{venv}/programs") as programs, open(f"{venv}/answers", "w") as answers:
+        for line in programs:
+            text, name, folder = json.loads(line)
+            os.chdir(folder)
+            print(json.dumps(run_program(text, name)), file=answers, flush=True)
+
+
 def main() -> None:
-    """Answers each line of standard input, a JSON list of program, name and folder, with a line of code and output."""
-    answers = os.fdopen(os.dup(1), "w")
+    """Forks a reader for each line of standard input, a JSON list of the arguments of read()."""
     os.dup2(2, 1)  # what a program's own processes print is no answer
     sys.path.pop(0)  # the folder of this file
+    importlib.import_module("torch")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        text, name, folder = json.loads(line)
-        os.chdir(folder)
-        print(json.dumps(run_program(text, name)), file=answers, flush=True)
+        if os.fork() == 0:
+            read(*json.loads(line))
+            return
 
 
 if __name__ == "__main__":

@@ -76,8 +76,17 @@ def test_at_build_leaves_the_host_out(pretend: dict[str, Machine], capsys: pytes
     assert "gpu-nodes" not in capsys.readouterr().out
 
 
-def test_this_machine_is_diagnosed_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "rocm_attn.cli", "doctor", "--json"]
+DIAGNOSED = """
+import sys
+from rocm_attn.cli import main
+code = main(["doctor", "--json"])
+assert not {"torch", "triton", "aiter"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+def test_this_machine_is_diagnosed_without_importing_torch_or_triton() -> None:
+    command = [sys.executable, "-c", DIAGNOSED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (DONE, FAILED), done.stderr
     findings = {entry["id"]: entry for entry in json.loads(done.stdout)}

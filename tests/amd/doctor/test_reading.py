@@ -34,7 +34,6 @@ from rocm_attn.cli.doctor.reading import (
     read_nvidia_gpus,
     read_rocm,
 )
-from tests.amd.house.source_tree import ROOT
 
 GONE = ImportFailure("it is not there")
 COPY = AiterCopy("/nowhere/aiter", is_amds=True, missing=(), modules=(), installed=0.0)
@@ -170,7 +169,10 @@ def test_modules_that_cannot_be_loaded_say_why(tmp_path: Path) -> None:
     extension = Path(numpy.random._bounded_integers.__file__)
     (tmp_path / "good.so").write_bytes(extension.read_bytes() + b"hipv4-amdgcn-amd-amdhsa--gfx942\0")
     (tmp_path / "bad.so").write_bytes(b"no module" * 100)
-    bad, good = modules_in(tmp_path)
+    (tmp_path / "elsewhere.so").symlink_to(tmp_path / "bad.so")
+    write(tmp_path / "packaged.so", "no module")
+    bad, elsewhere, good = modules_in(tmp_path, but=("packaged.so",))
+    assert Path(elsewhere.path).name == "elsewhere.so"
     assert "bad.so: invalid ELF header" in bad.error
     assert bad.archs == ()
     assert good.error == ""
@@ -193,13 +195,8 @@ def test_modules_of_the_package_that_the_cache_links_to_are_not_counted_as_compi
     packaged = write(tmp_path / "aiter" / "jit" / "packaged.so", "no module")
     (cache / "packaged.so").symlink_to(packaged)
     (cache / "elsewhere.so").symlink_to(write(tmp_path / "elsewhere.so", "no module"))
-    write(cache / "compiled.so", "no module")
     assert linked_modules(cache, (copy,)) == ("packaged.so",)
     assert linked_modules(cache, ()) == ()
-    assert [Path(module.path).name for module in modules_in(cache, but=("packaged.so",))] == [
-        "compiled.so",
-        "elsewhere.so",
-    ]
 
 
 def test_a_lock_is_left_over_when_no_process_holds_it(tmp_path: Path) -> None:
@@ -250,17 +247,6 @@ def test_a_library_that_prints_while_it_is_imported_is_understood(
     write(tmp_path / "triton" / "__init__.py", "print('[aiter] hello'); __version__ = '3.6.0'")
     write(tmp_path / "triton" / "backends" / "__init__.py", "backends = {'amd': 1}")
     assert probe("triton") == {"version": "3.6.0", "backends": ["amd"]}
-
-
-def test_this_machine_is_read_without_importing_torch_or_triton(tmp_path: Path) -> None:
-    code = (
-        "import sys, os\nfrom rocm_attn.cli.doctor.reading import read_machine\n"
-        "machine = read_machine(os.environ)\n"
-        "assert not {'torch', 'triton', 'aiter'} & set(sys.modules)\nprint(machine.torch.version)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == torch.__version__
 
 
 def test_a_sandbox_that_hides_the_driver_has_the_gpus_that_torch_counts(

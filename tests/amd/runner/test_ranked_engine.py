@@ -56,8 +56,9 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_imported() -> Iterator[None]:
     """Ranks begin with it; docs/tensor_parallel.md, whose code runs, has ranks that import it."""
+    context = forked.context()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", lambda _: forked.context())
+        patch.setattr(multiprocessing, "get_context", lambda _: context)
         yield
 
 

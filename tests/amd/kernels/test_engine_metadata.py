@@ -451,6 +451,7 @@ def test_a_row_that_two_sequences_store_in_is_reported(publish: Launch, kernel_d
         assert counts.tolist() == [600, 1198 + new, step + 1, ROW_TWICE if step == 1 else 0]
 
 
+@pytest.mark.fast(1)
 @takes
 @settings(max_examples=120)
 @given(data=st.data(), dtype=INT_TYPES, stride=st.sampled_from([1, 3]), null_page=st.booleans(), has_map=st.booleans())

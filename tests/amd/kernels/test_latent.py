@@ -82,7 +82,7 @@ EXTENDED = {
 }
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -150,7 +150,7 @@ def test_blocks_of_one_word_and_of_two_read_their_bits(
     assert_served(tensors)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", EXTENDED.values(), ids=EXTENDED)
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -175,6 +175,7 @@ def test_the_twins_of_linear_pages_serve_latent_ones(case: Case, kernel_device: 
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("compute_units", [1, 7, pytest.param(40, marks=pytest.mark.nightly)])
 def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel_device: torch.device) -> None:
     case = replace(DRAFTS, kv_len=[100, 3, 50, 0, 20], q_len=[1, 2, 4, 0, 1], dims=(24, 16), dtype=torch.float16)

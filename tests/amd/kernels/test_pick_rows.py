@@ -118,6 +118,7 @@ def test_a_row_that_no_token_can_be_picked_from_is_reported_and_has_one_that_exi
     assert found[6] in (1, 2)
 
 
+@pytest.mark.fast(1)
 @picks
 def test_a_rows_token_does_not_depend_on_the_others(pick: Pick, kernel_device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -94,6 +94,7 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
         assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("num_programs", [1, 3, 40])
 def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
     """Either one program finishes a row, or the merge does."""
@@ -103,7 +104,7 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
     assert_served(tensors)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("run", [run_decode, run_shared_decode])
 @pytest.mark.parametrize(
     "tiles",
@@ -150,7 +151,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     assert_served(tensors)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -104,13 +104,11 @@ def verdict(folder: Path, check: str, trial: Trial, *, most_operations: int = MO
 def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender: Connection) -> None:
     """Runs in the forked process, in which rocm_attn.kernels is the copy in folder."""
     import rocm_attn
-    from tests.amd.interpreted import quicken
 
     rocm_attn.__path__ = [str(folder), *rocm_attn.__path__]
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
-    quicken()
     if trial.is_backwards:
         _run_programs_backwards()
     _count_operations(most_operations)

@@ -17,10 +17,8 @@ FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
 FILES_BY_DAY = (
     "attention/decode.py",
     "attention/key_loop.py",
-    "attention/finish.py",
     "cache/store.py",
     "experts/product.py",
-    "attention/segment_parts.py",
     "latent/decode.py",
     "metadata/table_update.py",
     "model/add_norm.py",

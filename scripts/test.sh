@@ -12,8 +12,8 @@
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
-#   soak             500 random steps of a tiny model, every output checked against the oracle
-#   random           10 seeds of a random tester and a fifth of all pairs of calls; their oracle shares no code with the
+#   soak             200 random steps of a tiny model, every output checked against the oracle
+#   random           10 seeds of a random tester and a tenth of all pairs of calls; their oracle shares no code with the
 #                    project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
@@ -168,7 +168,7 @@ run_stage() {
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
-    soak) rocm-attn soak --steps 500 --seed 0 ;;
+    soak) rocm-attn soak --steps 200 --seed 0 ;;
     load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
     offline) compile -m "not llvm_mca and not nightly" ;;
@@ -202,7 +202,7 @@ rm -f "$VENV"/stage-* "$VENV"/output-*
 
 if [ $# -eq 0 ]; then
     # The longest first: what is left at the end is short, and no core idles for long.
-    set -- lint images 'host interpreter random offline text simulator mutation oldest types soak' engines
+    set -- 'host interpreter offline simulator types text random oldest mutation soak images lint engines'
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

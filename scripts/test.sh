@@ -154,8 +154,16 @@ run_stage() {
     types) mypy -p rocm_attn -p rocm_serve -p rocm_lab -p tests ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
-    interpreter-long) TRITON_INTERPRET=1 spread -m "nightly" tests/amd/{kernels,runtime,external,integrations} ;;
+    # Of the runtime, by day, the files that launch every kind of kernel; the night has all of it.
+    interpreter)
+        TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/kernels \
+            tests/amd/runtime/test_{layer_kinds,storing_steps}.py \
+            tests/amd/external/test_calls.py tests/amd/integrations/test_{kv_transfer,flashinfer_program}.py
+        ;;
+    interpreter-long)
+        TRITON_INTERPRET=1 spread -m nightly tests/amd/kernels
+        TRITON_INTERPRET=1 spread tests/amd/{runtime,external,integrations}
+        ;;
     mutation) spread -m "not nightly" tests/amd/mutation ;;
     mutation-long) spread -m nightly tests/amd/mutation ;;
     offline-long) compile -m "nightly" ;;

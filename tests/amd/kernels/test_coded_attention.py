@@ -91,7 +91,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
         assert_served(tensors)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @by_turns(
     "scores",
     [

@@ -114,12 +114,24 @@ def test_a_sequences_share_does_not_depend_on_its_place(
 
 @pytest.mark.fast
 @both
-@pytest.mark.parametrize("num_seqs", [1, 256, pytest.param(513, marks=pytest.mark.nightly)])
-def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("num_seqs", "longest"), [(256, 60), (1, 1000), pytest.param(513, 1000, marks=pytest.mark.nightly)]
+)
+def test_any_number_of_sequences_and_long_prompts(
+    fill: Fill, num_seqs: int, longest: int, kernel_device: torch.device
+) -> None:
     generator = random.Random(num_seqs)
     seqs = [(length := generator.randint(0, 20), min(length, generator.randint(0, 6) // 6)) for _ in range(num_seqs)]
-    seqs[num_seqs // 2] = (1000, 40)
-    case = Case(seqs, (1, 0), num_seqs + 3, sum(new for _, new in seqs) + 5, 9000, 2, random_pages(seqs, 500, 1))
+    seqs[num_seqs // 2] = (longest, 40)
+    case = Case(
+        seqs,
+        (1, 0),
+        num_seqs + 3,
+        sum(new for _, new in seqs) + 5,
+        5000 + longest,
+        2,
+        random_pages(seqs, longest // 2, 1),
+    )
     check(fill, case, kernel_device)
 
 

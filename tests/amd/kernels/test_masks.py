@@ -100,6 +100,7 @@ def test_masks_that_begin_anywhere_in_a_key_block_are_right(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -158,6 +159,7 @@ def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device:
         assert changed == [other == token for other in range(3)], f"bit of token {token} and key {key}"
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     case = Case([9, 40], [9, 4], dims=(32, 32), page_size=4)

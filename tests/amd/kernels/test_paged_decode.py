@@ -182,6 +182,7 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
 def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
     """The last block of K, of V or of both is padded, or narrower; a sequence has no key, and programs share rows."""
@@ -218,7 +219,7 @@ def test_every_cut_of_the_merge_is_right(
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_pads", [0, 2])
 def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
     """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 more position.

@@ -229,7 +229,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("programs", "parts", "layer"),
     [
@@ -281,6 +281,7 @@ def test_a_step_of_nothing_but_padding_is_all_zeros(
     assert (tensors.out == 0).all()
 
 
+@pytest.mark.fast(1)
 @run_either
 def test_padded_tokens_and_sequences_never_change_a_real_one(
     run: Callable[[Tensors], None], kernel_device: torch.device

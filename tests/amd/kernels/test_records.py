@@ -37,6 +37,7 @@ def pages_of(dims: tuple[int, int], encoding: Encoding, device: torch.device, nu
     return LayerPages(k, k[..., : dims[1]], form)
 
 
+@pytest.mark.fast(4)
 @every_encoding
 @every_store
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -197,6 +197,7 @@ CODED = {
 }
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
 def test_keys_and_queries_may_be_eight_bit_codes(case: IndexCase, kernel_device: torch.device) -> None:
     selected(build_index(case, kernel_device))

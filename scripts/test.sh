@@ -11,7 +11,7 @@
 #   types            mypy --strict over the package, the tests and the laboratory
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         a mask of each folder of kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             200 random steps of a tiny model, every output checked against the oracle
 #   random           10 seeds of a random tester and a tenth of all pairs of calls; their oracle shares no code with the
 #                    project

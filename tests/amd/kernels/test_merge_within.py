@@ -41,9 +41,9 @@ CASES: dict[str, tuple[Case, DecodeTiles, int]] = {
     ),
     "one_group": (LONG, TILES, 8),
     "a_group_and_a_part": (replace(LONG, kv_len=[1152]), TILES, 9),
-    "two_levels": (replace(LONG, sinks=True, dims=(16, 40)), TILES, 30),
+    "two_levels": (replace(LONG, kv_len=[600], sinks=True, dims=(16, 40)), TILES, 30),
     "two_levels_and_a_part": (replace(LONG, kv_len=[1040]), TILES, 65),
-    "rows_of_levels": (replace(LONG, kv_len=[600, 1000, 8], q_len=[1] * 3, heads=(4, 2)), TILES, 60),
+    "rows_of_levels": (replace(LONG, kv_len=[300, 600, 8], q_len=[1] * 3, heads=(4, 2)), TILES, 60),
 }
 
 

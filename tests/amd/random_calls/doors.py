@@ -158,7 +158,7 @@ class Tracer:
             yield
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
 
     def _note(self, frame: FrameType, event: str, arg: object) -> None:
         # Nothing is returned: no line of the call is traced.

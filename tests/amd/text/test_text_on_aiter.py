@@ -24,7 +24,7 @@ TORCH = EngineOptions(
 )
 
 
-@pytest.mark.parametrize(("graphs", "new_tokens"), [pytest.param(False, 24, marks=pytest.mark.nightly), (True, 3)])
+@pytest.mark.parametrize(("graphs", "new_tokens"), [pytest.param(False, 24, marks=pytest.mark.nightly), (True, 6)])
 def test_text_on_aiter_is_greedy(
     graphs: bool, new_tokens: int, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,15 +123,8 @@ def test_any_number_of_sequences_and_long_prompts(
     generator = random.Random(num_seqs)
     seqs = [(length := generator.randint(0, 20), min(length, generator.randint(0, 6) // 6)) for _ in range(num_seqs)]
     seqs[num_seqs // 2] = (longest, 40)
-    case = Case(
-        seqs,
-        (1, 0),
-        num_seqs + 3,
-        sum(new for _, new in seqs) + 5,
-        5000 + longest,
-        2,
-        random_pages(seqs, longest // 2, 1),
-    )
+    pages, num_tokens = random_pages(seqs, longest // 2, 1), sum(new for _, new in seqs) + 5
+    case = Case(seqs, (1, 0), num_seqs + 3, num_tokens, 5000 + longest, 2, pages, wanted=(*REQUIRED, *PAGE_LIST))
     check(fill, case, kernel_device)
 
 

@@ -11,9 +11,9 @@
 #   types            mypy --strict over the package, the tests and the laboratory
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
-#   soak             500 random steps of a tiny model, every output checked against the oracle
-#   random           a fifth of all pairs of calls, with any values; the reference shares no code with the project
+#   mutation         a mask of each folder of kernels removed in a copy: a check under Triton's interpreter must notice
+#   soak             200 random steps of a tiny model, every output checked against the oracle
+#   random           a tenth of all pairs of calls, with any values; the reference shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -138,13 +138,23 @@ with_triton() {
     "$@"
 }
 
-# is_anothers STAGE: whether it is no run of pytest, and whole in another shard.
+# is_anothers STAGE: whether it is no run of pytest, and whole in another shard. Such stages are dealt out in turn: two of
+# an hour never meet in one shard.
 is_anothers() {
-    case $1 in
-    random-long | load-long | soak | soak-long | simulator@* | lint | types | images) ;;
-    *) return 1 ;;
-    esac
-    [ -n "${SHARD:-}" ] && [ $(($(cksum <<<"$1" | cut -d ' ' -f 1) % ${SHARD#*/} + 1)) -ne "${SHARD%/*}" ]
+    local each turn=0
+    [ -n "${SHARD:-}" ] || return 1
+    for each in $all_stages; do
+        case $each in
+        random-long | load-long | soak | soak-long | simulator@* | lint | types | images) ;;
+        *) continue ;;
+        esac
+        if [ "$each" = "$1" ]; then
+            [ $((turn % ${SHARD#*/} + 1)) -ne "${SHARD%/*}" ]
+            return
+        fi
+        turn=$((turn + 1))
+    done
+    return 1
 }
 
 run_stage() {
@@ -153,8 +163,16 @@ run_stage() {
     types) mypy -p rocm_attn -p rocm_serve -p rocm_lab -p tests ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
-    interpreter-long) TRITON_INTERPRET=1 spread -m "nightly" tests/amd/{kernels,runtime,external,integrations} ;;
+    # Of the runtime, by day, the files that launch every kind of kernel; the night has all of it.
+    interpreter)
+        TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/kernels \
+            tests/amd/runtime/test_{layer_kinds,storing_steps}.py \
+            tests/amd/external/test_calls.py tests/amd/integrations/test_{kv_transfer,flashinfer_program}.py
+        ;;
+    interpreter-long)
+        TRITON_INTERPRET=1 spread -m nightly tests/amd/kernels
+        TRITON_INTERPRET=1 spread tests/amd/{runtime,external,integrations}
+        ;;
     mutation) spread -m "not nightly" tests/amd/mutation ;;
     mutation-long) spread -m nightly tests/amd/mutation ;;
     offline-long) compile -m "nightly" ;;
@@ -167,7 +185,7 @@ run_stage() {
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
-    soak) rocm-attn soak --steps 500 --seed 0 ;;
+    soak) rocm-attn soak --steps 200 --seed 0 ;;
     load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
     offline) compile -m "not llvm_mca and not nightly" ;;
@@ -201,11 +219,13 @@ rm -f "$VENV"/stage-* "$VENV"/output-*
 
 if [ $# -eq 0 ]; then
     # The longest first: what is left at the end is short, and no core idles for long.
-    set -- lint images 'host interpreter random offline text simulator mutation oldest types soak' engines
+    set -- 'host interpreter offline simulator types text random oldest mutation soak images lint engines'
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi
 fi
+
+readonly all_stages=$*
 
 # time_stage STAGE: runs it and writes what came of it into $VENV/stage-STAGE.
 time_stage() {

@@ -76,7 +76,9 @@ def run(options: argparse.Namespace) -> None:
         states = {"state_bytes_per_request": state_bytes}
         expected = {} if times is None or budget is None else {"budget": asdict(budget), **times.as_json(most)}
         print(
-            json.dumps({**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **states, **expected}, indent=2)
+            json.dumps(
+                {**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **states, **expected}, indent=2
+            )
         )
     else:
         ranks = "" if options.tp == 1 else f", one of {options.tp} ranks"

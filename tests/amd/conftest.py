@@ -48,12 +48,6 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.amd.interpreted import quicken
-
-    quicken()
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Returns a GPU if there is one, else the CPU."""

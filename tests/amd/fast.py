@@ -66,12 +66,13 @@ def values_of(item: pytest.Function) -> list[Hashable]:
 def number_of(item: pytest.Function) -> int | None:
     """Returns the number of cases in every run, None for each value once.
 
-    A test's own mark goes before its module's, which may add `interpreted`, the number under Triton's interpreter.
+    A test's own mark goes before its module's, which may add `interpreted`, the number under Triton's interpreter: two
+    where no mark has a number.
     """
     marks = list(item.iter_markers("fast"))
     numbers: list[int] = [number for mark in marks for number in mark.args]
     if os.environ.get("TRITON_INTERPRET") == "1":
-        numbers = [mark.kwargs["interpreted"] for mark in marks if "interpreted" in mark.kwargs] or numbers
+        numbers = [mark.kwargs["interpreted"] for mark in marks if "interpreted" in mark.kwargs] or numbers or [2]
     return numbers[0] if numbers else None
 
 

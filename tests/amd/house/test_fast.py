@@ -77,6 +77,13 @@ def test_a_case_that_is_the_nights_stands_for_no_value() -> None:
     assert [item.add_marker.called for item in items] == [False, False, True]
 
 
+def test_under_the_interpreter_two_cases_are_left_where_the_mark_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    items = [item_of((value, "x"), pytest.mark.fast) for value in "abcd"]
+    leave_to_the_night(items)
+    assert [item.add_marker.called for item in items].count(False) == 2
+
+
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_every_run_has_as_many_cases_as_their_mark_says(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,6 +29,26 @@ def test_each_case_is_in_one_shard_and_a_group_in_the_same_one() -> None:
     assert sorted(id(item) for shard in shards for item in shard) == sorted(map(id, items))
     assert all(len(shard) > 3 for shard in shards)
     assert sum(items[0] in shard and items[8] in shard for shard in shards) == 1
+
+
+def test_two_stages_that_no_shard_can_part_are_not_in_the_same_one() -> None:
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    function = re.search(r"^is_anothers\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL)
+    assert function
+
+    def stages_of(shard: str) -> list[str]:
+        loop = "for each in $all_stages; do is_anothers $each || echo $each; done"
+        done = subprocess.run(
+            ["bash", "-c", f'{function.group()}\nall_stages="host-long random-long load-long soak-long"\n{loop}'],
+            env={**os.environ, "SHARD": shard},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.split()
+
+    shards = [stages_of(f"{number}/4") for number in (1, 2, 3, 4)]
+    assert shards == [["host-long", stage] for stage in ("random-long", "load-long", "soak-long")] + [["host-long"]]
 
 
 def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def followed(tree: Tree, drawn: Sequence[int]) -> tuple[list[int], int]:
     return [], -1
 
 
+@pytest.mark.fast(1)
 @by_drawn
 @settings(max_examples=40)
 @given(trees=st.lists(tree_of(9, 3), max_size=4), seed=st.integers(0, 999))
@@ -257,6 +258,7 @@ def emitted_by(
     return to.token_ids[:, 0].cpu(), p
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "children", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
 )

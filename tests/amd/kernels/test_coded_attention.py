@@ -79,6 +79,7 @@ def test_extend_reads_every_encoding_with_every_kind_of_scale(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @each_scales
 @pytest.mark.parametrize("dtype", dtypes()[1:], ids=str)
 def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
@@ -90,6 +91,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
         assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @by_turns(
     "scores",
     [
@@ -125,6 +127,7 @@ def test_two_heads_in_one_row_have_a_scale_each(
         assert_served(tensors)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("dims", "page_size"), [((24, 40), 2), ((24, 40), 8), ((24, 40), 48), ((33, 40), 8), ((24, 17), 8)], ids=str
 )

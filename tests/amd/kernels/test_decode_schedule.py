@@ -243,6 +243,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     assert device_words(batch, kernel_device) == batch.words
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("num_programs", [1, 6, 13])
 @pytest.mark.parametrize("num_seqs", [1, 2, 5, 600])
 def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
@@ -262,10 +263,10 @@ def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
     ("num_seqs", "kv_len", "num_programs", "rows", "pad"),
     # Shares of a row's cost, which is its blocks plus 2: halves, padded halves, whole rows, two rows each; none.
     [
-        (16, 1024, 264, 0.5, 0),
-        pytest.param(16, 1008, 264, 0.5, 1, marks=pytest.mark.nightly),
-        (32, 256, 264, 1, 0),
-        (64, 1024, 264, 2, 0),
+        (2, 1024, 33, 0.5, 0),
+        pytest.param(2, 1008, 33, 0.5, 1, marks=pytest.mark.nightly),
+        (4, 256, 33, 1, 0),
+        (8, 1024, 33, 2, 0),
         (1, 256, 264, 0, 0),
     ],
 )
@@ -293,13 +294,13 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
 ) -> None:
     """The end of a row then has no positions of its own: padding after rows is negative."""
     tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2)
-    batch = Batch([kv_len] * 8, [1] * 8, 8, 132, tiles)
+    batch = Batch([kv_len] * 2, [1] * 2, 8, 33, tiles)
     words = device_words(batch, kernel_device)
     assert words == batch.words
     assert words[7] == 4 * max(blocks) - batch.blocks_of(0) - 2
-    visits = [walk(batch, program) for program in range(132)]
+    visits = [walk(batch, program) for program in range(33)]
     assert {end - first for visit in visits for _, first, end in visit} == blocks
-    assert sum(map(len, visits)) == 8 * 4 * 4
+    assert sum(map(len, visits)) == 2 * 4 * 4
     assert max(map(len, visits)) == 1
 
 
@@ -309,8 +310,8 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     # Four rows per sequence: equal parts, and padded ones; different rows, with idle programs and without; too few
     # programs for a sequence's rows.
     [
-        ([4096] * 8, 132, True),
-        ([4080] * 8, 132, True),
+        ([4096] * 2, 33, True),
+        ([4080] * 2, 33, True),
         ([4096] * 7 + [90], 132, True),
         ([100, 0, 4096, 7, 513, 4000], 67, True),
         ([4096] * 8, 8, True),
@@ -361,6 +362,7 @@ def test_programs_work_side_by_side_on_few_rows_if_few_are_left_without_work(
     assert DecodeCut.of(tiles, num_kv_heads=rows, programs=programs, window_left=-1).axes == axes
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("kv_len", "share", "num_used"),
     # Four rows per sequence, each of 64 blocks plus 2: one for each of 32 programs; three for each of the first 8; 3.5;

@@ -203,7 +203,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
 
 @pytest.mark.fast(1)
 @publishes
-@settings(max_examples=120)
+@settings(max_examples=30)
 @given(step=steps())
 def test_an_engines_lengths_are_published_within_their_bounds(
     publish: Launch, kernel_device: torch.device, step: Step
@@ -290,7 +290,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 @pytest.mark.fast(1)
 @gathers
-@settings(max_examples=120)
+@settings(max_examples=30)
 @given(case=tables(), dtype=INT_TYPES, stride=st.sampled_from([1, 2]))
 def test_tables_of_any_kind_become_one_of_pages(
     gather: Launch, kernel_device: torch.device, case: Table, dtype: torch.dtype, stride: int
@@ -438,8 +438,9 @@ def test_a_row_that_two_sequences_store_in_is_reported(publish: Launch, kernel_d
         assert counts.tolist() == [600, 1198 + new, step + 1, ROW_TWICE if step == 1 else 0]
 
 
+@pytest.mark.fast(1)
 @takes
-@settings(max_examples=120)
+@settings(max_examples=30)
 @given(data=st.data(), dtype=INT_TYPES, stride=st.sampled_from([1, 3]), null_page=st.booleans(), has_map=st.booleans())
 def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     take: Launch,

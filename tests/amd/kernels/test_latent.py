@@ -82,7 +82,7 @@ EXTENDED = {
 }
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -129,7 +129,7 @@ def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(kernel
     torch.testing.assert_close(tensors.lse, tensors.kv_len.float().log()[:, None].expand_as(tensors.lse))
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED)
 def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -150,7 +150,7 @@ def test_blocks_of_one_word_and_of_two_read_their_bits(
     assert_served(tensors)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", EXTENDED.values(), ids=EXTENDED)
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -175,6 +175,7 @@ def test_the_twins_of_linear_pages_serve_latent_ones(case: Case, kernel_device: 
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("compute_units", [1, 7, pytest.param(40, marks=pytest.mark.nightly)])
 def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel_device: torch.device) -> None:
     case = replace(DRAFTS, kv_len=[100, 3, 50, 0, 20], q_len=[1, 2, 4, 0, 1], dims=(24, 16), dtype=torch.float16)
@@ -183,6 +184,7 @@ def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel
     assert_served(tensors)
 
 
+@pytest.mark.nightly
 def test_rows_that_are_cut_alike_may_have_padding_after_them(kernel_device: torch.device) -> None:
     """Rows have 31 blocks, which cost 33, in two shares of 17."""
     tensors = build(replace(DECODES, kv_len=[490] * 6, q_len=[1] * 6, tail=0), kernel_device)
@@ -276,6 +278,7 @@ def test_deterministic_decode_refuses_rows_that_are_cut_alike(kernel_device: tor
         run_latent_segment_decode(tensors, tiles=even)
 
 
+@pytest.mark.nightly
 def test_who_runs_a_segment_changes_no_bit(kernel_device: torch.device) -> None:
     def decoded(compute_units: int) -> Tensors:
         case = replace(DECODES, kv_len=[300, 0, 64, 129], q_len=[1] * 4, window_left=200, dtype=torch.float16)

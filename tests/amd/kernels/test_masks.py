@@ -57,7 +57,7 @@ EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", EXTENDS)
 
 
-@pytest.mark.fast(12)
+@pytest.mark.fast(3)
 @in_each_way("feature", FEATURES, EXTENDS)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -67,7 +67,7 @@ def test_a_masked_extend_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(1)
 @run_extends
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.nightly] * (seed % 3 > 0)) for seed in range(6)]
@@ -84,7 +84,7 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @run_extends
 @pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
 def test_masks_that_begin_anywhere_in_a_key_block_are_right(
@@ -100,6 +100,7 @@ def test_masks_that_begin_anywhere_in_a_key_block_are_right(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -126,6 +127,7 @@ def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.devi
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """This holds with a sink too: without keys there is no output to reduce."""
@@ -137,6 +139,7 @@ def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], ker
     assert (tensors.lse == float("-inf")).all()
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """One bit less changes the output of its token, and of no other."""
@@ -156,6 +159,7 @@ def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device:
         assert changed == [other == token for other in range(3)], f"bit of token {token} and key {key}"
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     case = Case([9, 40], [9, 4], dims=(32, 32), page_size=4)

@@ -72,6 +72,7 @@ def test_a_table_without_an_entry_to_spare_is_enough(run: Run, kernel_device: to
     assert_served(tensors)
 
 
+@pytest.mark.fast(2)
 @each_run
 def test_pages_beyond_two_to_the_31_elements_are_read(run: Run, kernel_device: torch.device) -> None:
     decodes = Case(kv_len=[40, 3], q_len=[1, 1], heads=(4, 2), dtype=torch.float16)

@@ -68,7 +68,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.fast(20)
+@pytest.mark.fast(5)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -91,6 +91,7 @@ def test_keys_may_begin_after_the_first_pages_of_a_row(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
     kv_len = [*range(6), 13, 14, 15, 16, 17, 31, 32, 33, 47, 48, 49]
@@ -101,7 +102,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
 def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32)), kernel_device)
@@ -135,6 +136,7 @@ def test_every_form_of_the_inner_loop_is_right(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("num_programs", [4, 12])
 def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int, kernel_device: torch.device) -> None:
@@ -149,6 +151,7 @@ def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int
     assert_served(tensors)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("heads", "dim", "heads_per_row", "layer"),
     [
@@ -178,7 +181,7 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
     [
@@ -205,7 +208,7 @@ def test_every_cut_of_the_merge_is_right(
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_pads", [0, 2])
 def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
     """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 more position.
@@ -223,7 +226,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert_served(tensors)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "rounds", "is_by_row"),
     [
@@ -282,6 +285,7 @@ def test_padded_sequences_get_zeros_and_never_change_a_real_one(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @run_either
 def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, dims=(32, 32), page_size=4), kernel_device)

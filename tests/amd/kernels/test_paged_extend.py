@@ -63,7 +63,7 @@ RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)
 run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
-@pytest.mark.fast(15)
+@pytest.mark.fast(4)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -74,6 +74,7 @@ def test_extend_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
     lengths = [
@@ -101,7 +102,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -120,6 +121,7 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("heads", "dims", "heads_per_row", "layer"),
     [
@@ -146,7 +148,7 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("page_size", [2, 3, 16, 64])
 def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_device: torch.device) -> None:
     """Blocks have several pages, a whole one, or a part of one; pages of three are in two blocks."""
@@ -155,6 +157,7 @@ def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_de
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("lengths", "programs", "alike_keys", "size"),
     [
@@ -185,7 +188,7 @@ def test_rows_may_be_cut_alike(
     assert_served(tensors)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("one_launch", [True, False])
 @pytest.mark.parametrize("layer", [{}, {"window_left": 33, "sinks": True}, {"masked": True}], ids=str)
 def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
@@ -222,7 +225,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("programs", "parts", "layer"),
     [
@@ -249,6 +252,7 @@ def test_few_rows_of_many_parts_are_merged_by_row(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device: torch.device) -> None:
     """Extend leaves single tokens to decode, decode leaves the rest: together they serve everything once."""
@@ -273,6 +277,7 @@ def test_a_step_of_nothing_but_padding_is_all_zeros(
     assert (tensors.out == 0).all()
 
 
+@pytest.mark.fast(1)
 @run_either
 def test_padded_tokens_and_sequences_never_change_a_real_one(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -303,7 +308,7 @@ BY_SEGMENTS = RowSharing(
 )
 
 
-@pytest.mark.fast
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "sharing",
     [

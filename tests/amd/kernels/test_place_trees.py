@@ -96,7 +96,7 @@ def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
 @pytest.mark.fast
 @both
 @pytest.mark.parametrize("nodes_before", [0, 2])
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_a_draft_sees_the_prefix_its_ancestors_and_itself(
     place: Place, nodes_before: int, data: st.DataObject, kernel_device: torch.device
@@ -134,6 +134,7 @@ def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
     assert step.mask_words.tolist()[0] & 0b111111 == 0b111_011
 
 
+@pytest.mark.fast(2)
 @both
 @pytest.mark.parametrize(
     ("parents", "cells", "is_wrong"),

@@ -23,6 +23,7 @@ CASES = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_plain_kernel_equals_the_reference_and_the_fast_one(

@@ -37,6 +37,7 @@ def pages_of(dims: tuple[int, int], encoding: Encoding, device: torch.device, nu
     return LayerPages(k, k[..., : dims[1]], form)
 
 
+@pytest.mark.fast(4)
 @every_encoding
 @every_store
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -103,6 +104,7 @@ def test_rope_and_store_writes_the_records_of_its_twin(kernel_device: torch.devi
         launch_rope_store(Projected(q, k, k, q), TokenPlaces(positions, slots, counts), QkvWork(None), pages)
 
 
+@pytest.mark.fast(1)
 @every_encoding
 @pytest.mark.parametrize("programs", [1, 40])
 def test_without_a_selection_a_token_sees_all_up_to_its_own(

@@ -56,7 +56,7 @@ RUN_EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", RUN_EXTENDS)
 
 
-@pytest.mark.fast(12)
+@pytest.mark.fast(4)
 @in_each_way("feature", FEATURES, RUN_DECODES)
 def test_decode_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -66,7 +66,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.fast(12)
+@pytest.mark.fast(4)
 @in_each_way("feature", FEATURES, RUN_EXTENDS)
 def test_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -76,7 +76,7 @@ def test_extend_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "window_left", [2, 16, *(pytest.param(keys, marks=pytest.mark.nightly) for keys in (0, 1, 14, 15, 17, 31, 32, 33))]
 )
@@ -94,6 +94,7 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
         assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("num_programs", [1, 3, 40])
 def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
     """Either one program finishes a row, or the merge does."""
@@ -103,7 +104,7 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
     assert_served(tensors)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("run", [run_decode, run_shared_decode])
 @pytest.mark.parametrize(
     "tiles",
@@ -139,6 +140,7 @@ def test_every_extend_tile_has_every_feature(
     assert_served(tensors)
 
 
+@pytest.mark.fast(1)
 @run_extends
 def test_queries_may_outnumber_the_keys_they_look_at(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -150,7 +152,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     assert_served(tensors)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

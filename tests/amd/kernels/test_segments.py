@@ -43,7 +43,7 @@ def tiles_at(device: torch.device, case: Case) -> SegmentTiles:
 
 
 CASES = {
-    "plain": Case([130, 64, 65, 1, 200], [130, 3, 1, 1, 9]),
+    "plain": Case([130, 64, 65, 1, 100], [40, 3, 1, 1, 9]),
     "odd": Case([90, 129], [17, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True),
     "wide": Case([66], [2], heads=(1, 1), dims=(512, 384)),
     "mha": Case([70, 128], [6, 64], heads=(2, 2), dims=(16, 16), page_size=1),
@@ -56,7 +56,7 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @every_case
 def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
@@ -72,7 +72,7 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
     assert_same_bits(decoded, extended)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["plain", "odd", "window"])
 def test_where_an_extend_keeps_what_lies_left_of_a_segment_changes_no_bit(
     name: str, kernel_device: torch.device
@@ -111,7 +111,7 @@ def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: tor
     assert torch.equal(mine.lse, other.lse)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["plain", "odd", "mha", "window", "long_window", "cap_slopes", "not_causal"])
 @pytest.mark.parametrize("programs", [2, 5, 11])
 def test_how_programs_share_rows_of_an_extend_changes_no_bit(
@@ -155,7 +155,7 @@ MASKED = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
 def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_device: torch.device) -> None:
@@ -164,7 +164,7 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_d
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])
 def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, kernel_device: torch.device) -> None:

@@ -83,6 +83,7 @@ def attended(problem: SelectedProblem, programs: int) -> None:
     problem.assert_served()
 
 
+@pytest.mark.fast(3)
 @every_case
 def test_every_token_sees_its_selection(case: SelectedCase, kernel_device: torch.device) -> None:
     attended(build_selected(case, kernel_device), programs=1)

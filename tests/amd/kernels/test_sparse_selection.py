@@ -128,7 +128,7 @@ LINES = {
 }
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("longest_part", [16, 8192])
 @pytest.mark.parametrize("scores", LINES.values(), ids=LINES)
 def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(
@@ -173,7 +173,7 @@ def selected(problem: IndexProblem, programs: int = 5) -> None:
     problem.assert_selected()
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @every_indexing
 def test_every_token_gets_its_units(indexing: Indexing, kernel_device: torch.device) -> None:
     case = IndexCase(STEP, indexing)
@@ -197,6 +197,7 @@ CODED = {
 }
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
 def test_keys_and_queries_may_be_eight_bit_codes(case: IndexCase, kernel_device: torch.device) -> None:
     selected(build_index(case, kernel_device))

@@ -133,7 +133,7 @@ def test_each_step_tells_what_plain_python_tells(
 ) -> None:
     """Rows continue, go back or are replaced, with new tokens or none, over a table whose entries change."""
     choice, reported = random.Random(page_size), []
-    for _ in range(12):
+    for _ in range(4):
         both = Both(watch_pages, page_size, null_page, kernel_device)
         pages = choice.sample(range(-1, ROWS * WIDTH - 1), ROWS * WIDTH)
         table = [pages[row * WIDTH : row * WIDTH + WIDTH] for row in range(ROWS)]
@@ -149,8 +149,8 @@ def test_each_step_tells_what_plain_python_tells(
                 reported.append(both.step(table, seqs, {choice.randint(0, 9)}))
             row, page_no = choice.randrange(ROWS), choice.randrange(WIDTH)
             table[row][page_no] = choice.choice([*choice.choice(table), *choice.choice(table), -1, 0, PAGES])
-    assert reported.count(True) > 1
-    assert reported.count(False) > 30
+    assert True in reported
+    assert reported.count(False) > 10
 
 
 @watches

@@ -16,11 +16,8 @@ FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
 # The first mask of these files, at least one per folder, is removed in every run; the other masks at night.
 FILES_BY_DAY = (
     "attention/decode.py",
-    "attention/key_loop.py",
-    "attention/finish.py",
     "cache/store.py",
     "experts/product.py",
-    "attention/segment_parts.py",
     "latent/decode.py",
     "metadata/table_update.py",
     "model/add_norm.py",

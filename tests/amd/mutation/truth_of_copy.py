@@ -19,7 +19,6 @@ from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import ALL_KEYS, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.truth.check import NeedleCheck, TruthPlan
-from tests.amd.interpreted import quicken
 
 # Pages of 32 KiB, so that few of them reach beyond 2 GiB. Those of index keys are as large.
 _HEADS, _DIM, _PAGE_SIZE = 2, 128, 128
@@ -30,7 +29,6 @@ def main(folder: str, *, selects: bool) -> None:
     import rocm_attn.kernels.launch as copied
 
     assert (copied.__file__ or "").startswith(folder)
-    quicken()
     indexing = Indexing(_DIM**-0.5, top=2, unit_keys=16, last=1)
     indexer = Indexer(2, _HEADS * _DIM, indexing, KVEncoding.E4M3FN, Scales.TOKEN)
     problem = Problem(

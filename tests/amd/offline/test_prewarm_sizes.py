@@ -195,7 +195,7 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(replace(LLAMA, num_q_heads=8, num_kv_heads=2), "gfx942", SIZES, id="llama-gfx942"),
         pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90", marks=pytest.mark.nightly),
         # Hopper's own kernel serves few new tokens and the plain one serves one; or Hopper's serves all.
-        pytest.param(LATENT, HOPPER, SIZES, id="latent-hopper"),
+        pytest.param(LATENT, HOPPER, SIZES, id="latent-hopper", marks=pytest.mark.nightly),
         pytest.param(
             replace(LATENT, num_q_heads=128), HOPPER, SIZES, id="latent-128-hopper", marks=pytest.mark.nightly
         ),
@@ -279,6 +279,7 @@ def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_ow
     served.assert_prewarmed()
 
 
+@pytest.mark.nightly
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:
     """The variants that the tests above cover: each of three kinds of tiles, with and without a store.
 

@@ -58,7 +58,7 @@ def test_page_numbers_are_loaded_once_for_each_page_on_nvidia_alone() -> None:
     assert on_amd == kernels("gfx942", early=False)["_extend_kernel"].asm["ttir"]
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size"),
     [

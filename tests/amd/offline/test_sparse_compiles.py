@@ -14,10 +14,8 @@ from tests.amd.offline.test_compiles import names_of_sparse_kernels, too_few_wav
 
 # One row of each kind in every run; the others in the nightly one.
 _QUICK = (
-    "gfx942-coded_queries",
     "gfx942-latent_16",
     "gfx942-segments_128",
-    "gfx942-segments_latent_16",
     "gfx950-64_heads",
     "sm_90-latent_16",
 )

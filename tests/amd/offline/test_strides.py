@@ -50,6 +50,7 @@ def kernels_of_layer(head_dim: int, q_len: tuple[int, ...]) -> list[CompiledKern
     )
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("name", "q_len"), [("_decode_kernel", (1, 1)), ("_extend_kernel", (9, 9))])
 def test_rows_of_heads_of_40_are_loaded_by_16_bytes(name: str, q_len: tuple[int, ...]) -> None:
     ptx = loads_of_kernel(name, 40, q_len)

@@ -21,6 +21,8 @@ from tests.amd.random_calls.setting import KINDS
 from tests.amd.random_calls.verbs import VERBS, clear, prefill, settle
 
 LAST_CALLS = 10
+# Every run has one part of the pairs, in which each call comes first and second; the night has the others.
+PARTS = 10
 SEQUENCES_OF_A_SEED = 12
 # A new scene then undoes what verbs leave for good, such as a seal.
 SEQUENCES_OF_A_SCENE = 60
@@ -50,6 +52,11 @@ class Side:
             kind = self.kinds[(one[0] + other[0]) % len(self.kinds)]
             found[self.homes.get(other[1], self.homes.get(one[1], kind))].append((one[1], other[1]))
         return found
+
+    def part(self, kind: str, number: int, of: int) -> list[Sequence_]:
+        """Part `number` of a kind's pairs. Each verb comes first and second in each part, unless 3 divides `of`."""
+        at = {verb: place for place, verb in enumerate(self.verbs)}
+        return [(one, other) for one, other in self.pairs()[kind] if (3 * at[one] + at[other]) % of == number]
 
     def triples(self, seed: int) -> list[Sequence_]:
         """Three to five verbs at random."""

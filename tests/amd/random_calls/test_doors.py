@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import CodeType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from tests.amd.random_calls import doors
 from tests.amd.random_calls.engine_scene import EngineScene
 from tests.amd.random_calls.engine_step_verbs import capture, recorded_fill, seal
 from tests.amd.random_calls.engine_verbs import engine_prefill
-from tests.amd.random_calls.pairs import ENGINE, SERVER, drive
+from tests.amd.random_calls.pairs import ENGINE, PARTS, SERVER, drive
 from tests.amd.random_calls.scene import Scene
 from tests.amd.random_calls.step_verbs import step_whole
 from tests.amd.random_calls.verbs import prefill
@@ -97,13 +99,19 @@ def callables(device: torch.device) -> dict[str, list[CodeType]]:
     return found
 
 
-def drive_all(device: torch.device) -> None:
-    """Every verb a few times in a row."""
+class Driven(NamedTuple):
+    """What the tester has called, and its findings."""
+
+    called: set[str]
+    findings: list[str]
+
+
+def drive_all(device: torch.device) -> Iterator[str]:
+    """The pairs of every run, and each verb a few times in a row. Yields the findings."""
     for side in (SERVER, ENGINE):
         for kind, pairs in side.pairs().items():
-            its = [(FIRST[side.kinds], *[one] * 6) for one, other in pairs if one == other]
-            findings = drive(side, kind, its, 1, device).findings
-            assert not findings, "\n".join(findings)
+            in_a_row = [(FIRST[side.kinds], *[one] * 6) for one, other in pairs if one == other]
+            yield from drive(side, kind, [*side.part(kind, 0, PARTS), *in_a_row], 1, device).findings
 
 
 def why_not_driven(name: str) -> str:
@@ -118,18 +126,22 @@ def there(device: torch.device) -> dict[str, list[CodeType]]:
 
 
 @pytest.fixture(scope="module")
-def called(device: torch.device, there: dict[str, list[CodeType]]) -> set[str]:
-    """Those that the testers call."""
+def driven(device: torch.device, there: dict[str, list[CodeType]]) -> Driven:
+    """What comes of the drivers, once for all tests."""
     tracer = doors.Tracer(there)
     with tracer.watching():
-        drive_all(device)
-    return tracer.called
+        findings = list(drive_all(device))
+    return Driven(tracer.called, findings)
+
+
+def test_every_pair_of_calls_of_a_run_is_refused_reported_or_right(driven: Driven) -> None:
+    assert not driven.findings, "\n".join(driven.findings)
 
 
 def test_every_public_callable_that_reaches_storage_is_called_by_a_driver(
-    there: dict[str, list[CodeType]], called: set[str]
+    there: dict[str, list[CodeType]], driven: Driven
 ) -> None:
-    side_doors = [name for name in sorted(there) if name not in called and not why_not_driven(name)]
+    side_doors = [name for name in sorted(there) if name not in driven.called and not why_not_driven(name)]
     assert not side_doors, (
         f"{', '.join(side_doors)} can reach pages, rows, states or graphs, and no random tester calls it: give it a "
         "verb in tests/amd/random_calls/verbs.py or engine_verbs.py, or say in NOT_DRIVEN why there is none"
@@ -143,12 +155,12 @@ def test_every_class_of_the_interface_is_met_by_a_driver(device: torch.device) -
     assert not unknown, f"no tester holds a {', '.join(sorted(unknown))}; drive it, or say in NOT_DRIVEN why not"
 
 
-def test_what_is_said_not_to_be_driven_is_there_and_is_not(there: dict[str, list[CodeType]], called: set[str]) -> None:
+def test_what_is_said_not_to_be_driven_is_there_and_is_not(there: dict[str, list[CodeType]], driven: Driven) -> None:
     classes = {name.partition(".")[0] for name in there} | {cls.__name__ for cls in doors.classes_with_behaviour()}
     gone = [name for name in NOT_DRIVEN if name not in there and name not in classes]
     assert not gone, f"{', '.join(gone)} is in NOT_DRIVEN and is no door any more; take it out"
-    driven = [name for name in NOT_DRIVEN if name in called]
-    assert not driven, f"{', '.join(driven)} is in NOT_DRIVEN, and a tester calls it; take it out"
+    called = [name for name in NOT_DRIVEN if name in driven.called]
+    assert not called, f"{', '.join(called)} is in NOT_DRIVEN, and a tester calls it; take it out"
 
 
 class Door:

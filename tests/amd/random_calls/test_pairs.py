@@ -6,22 +6,19 @@ import pytest
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.random_calls.pairs import ENGINE, SERVER, Side, drive, run_triples
+from tests.amd.random_calls.pairs import ENGINE, PARTS, SERVER, Side, drive, run_triples
 from tests.amd.random_calls.setting import DRAWN
 
 PAIRS = [*((SERVER, kind) for kind in SERVER.kinds), *((ENGINE, kind) for kind in ENGINE.kinds)]
-# Every run has one part of the pairs, in which each call comes first and second; the night has the others.
-PARTS = 5
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.nightly] * (part > 0)) for part in range(PARTS)]
-)
+@pytest.mark.nightly  # test_doors.py drives part 0, and watches what it calls
+@pytest.mark.parametrize("part", range(1, PARTS))
 @pytest.mark.parametrize(("side", "kind"), PAIRS, ids=lambda each: each if isinstance(each, str) else "")
 def test_every_pair_of_calls_is_refused_reported_or_right(
     side: Side, kind: str, part: int, device: torch.device
 ) -> None:
-    outcome = drive(side, kind, side.pairs()[kind][part::PARTS], 1, device)
+    outcome = drive(side, kind, side.part(kind, part, PARTS), 1, device)
     assert not outcome.findings, "\n".join(outcome.findings)
 
 
@@ -29,9 +26,10 @@ def test_every_pair_is_driven_and_every_call_comes_first_and_second_in_every_run
     for side in (SERVER, ENGINE):
         its = [pair for pairs in side.pairs().values() for pair in pairs]
         assert len({*its}) == len(its) == len(side.verbs) ** 2
-        by_day = [pair for pairs in side.pairs().values() for pair in pairs[::PARTS]]
+        parts = [[pair for kind in side.kinds for pair in side.part(kind, part, PARTS)] for part in range(PARTS)]
+        assert sorted(its) == sorted(pair for part in parts for pair in part)
         for place in range(2):
-            assert {pair[place] for pair in by_day} == {*side.verbs}
+            assert {pair[place] for pair in parts[0]} == {*side.verbs}
 
 
 def test_a_seed_is_the_same_every_time(device: torch.device) -> None:

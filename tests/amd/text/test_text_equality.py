@@ -18,7 +18,7 @@ from tests.amd.text.hf_reference import greedy_steps, hf_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 MANY_NEW_TOKENS = 64
 NARROW = 1e-4
 

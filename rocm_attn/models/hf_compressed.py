@@ -22,8 +22,8 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
     read. A row exists once its last token does, and that token sees it (transformers 5.24.0: DeepseekV4CSACompressor,
     DeepseekV4HCACompressor; vLLM: get_compressed_slot_mapping). In V4.1 the layers of kv_source_layer_ids make rows,
     those of index_source_layer_ids choose, and other layers use what the nearest earlier one did. Its rows do not
-    overlap, and index keys are projections of rows. Layers after candidate_source_layer_id choose among the blocks of
-    rows that it leaves (NVIDIA-NeMo/Automodel: deepseek_v41/attention.py).
+    overlap, and index keys are projections of rows. Layers that choose after candidate_source_layer_id do so among the
+    blocks of rows that it leaves (NVIDIA-NeMo/Automodel: deepseek_v41/attention.py).
     """
     dim, heads = fields.count("head_dim"), fields.count("num_attention_heads")
     before = window_left(fields.count("sliding_window"))
@@ -42,7 +42,8 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
         own_rows, own_choice = not makers or number in makers, not choosers or number in choosers
         top = indexer if is_chosen else (EVERY_ROW, 0, 0)
         is_v4 = is_chosen and not makers
-        candidates = left if 0 <= candidate_source < number else EVERY_ROW
+        chooser = max((each for each in choosers if each <= number), default=number)
+        candidates = left if 0 <= candidate_source < chooser else EVERY_ROW
         rows = CompressedRows(tokens, dim, *top, own_rows, own_choice, is_v4, is_v4, candidates)
         layers.append(replace(plain, compressed=(rows,)) if tokens else plain)
     return AttentionGeometry.of(layers)

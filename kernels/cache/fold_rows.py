@@ -66,19 +66,22 @@ def _fold_rows_kernel(
             place = first + tl.arange(0, AT_ONCE)
             position = seen - SPAN + place
             is_there = (place < SPAN) & (position >= 0)
-            page = tl.load(line + tl.maximum(position, 0) // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
-            offset = (tl.maximum(position, 0) % PAGE_SIZE).to(tl.int64)
+            # A place that is not there has the page of one that is.
+            position = tl.minimum(tl.maximum(position, 0), seen - 1)
+            page = tl.load(line + position // PAGE_SIZE).to(tl.int64)
+            offset = (position % PAGE_SIZE).to(tl.int64)
             half = tl.where(place < SPAN - TOKENS, 0, SPAN - TOKENS) // TOKENS * COLUMNS
             at = half[:, None] + column[None, :]
             mask = is_there[:, None] & is_column[None, :]
             gate = tl.load(gates + (page * gates_page + offset * gates_token)[:, None] + at, mask=mask, other=0.0)
             value = tl.load(values + (page * values_page + offset * values_token)[:, None] + at, mask=mask, other=0.0)
-            gate = tl.where(mask, gate * LOG2_E, float("-inf"))
+            gate = tl.where(mask, gate, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(gate, 0))
             # All of these places may be before the sequence; the subtractions below must not be inf - inf.
             base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            decay = tl.exp2(maximum - base)
-            weight = tl.exp2(gate - base[None, :])
+            # Differences of gates, not gates, are made larger: these may have any size.
+            decay = tl.exp2((maximum - base) * LOG2_E)
+            weight = tl.exp2((gate - base[None, :]) * LOG2_E)
             acc = acc * decay + tl.sum(weight * value, 0)
             total = total * decay + tl.sum(weight, 0)
             maximum = new_maximum

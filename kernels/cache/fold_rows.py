@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.attention.scores import LOG2_E
+from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2

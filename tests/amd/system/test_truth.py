@@ -60,7 +60,7 @@ def selecting(indexing: Indexing, problem: Problem = DENSE) -> list[Problem]:
 
 
 def rows() -> list[Problem]:
-    """Returns rows of 4 tokens that an indexer chooses from, a layer that reuses its choice, and all rows of 8 tokens."""
+    """Returns rows of 4 tokens that an indexer chooses from, a layer that shares its choice, and all rows of 8."""
     chosen = replace(LATENT, row=Row(4, overlaps=True, also=128), indexer=Indexer(4, 128, ROWS))
     shared = replace(chosen, row=Row(4, overlaps=True), indexer=EarlierSelection(ROWS))
     return [chosen, shared, replace(LATENT, row=Row(8))]

@@ -301,6 +301,10 @@ class _Attend:
             out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
             is_latent = problem.pool is PoolKind.LATENT
             v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
+            if problem.state_format is not None:
+                shape = num_tokens, problem.state_format.head_dim
+                given, rows = self._zeros("fold", shape, torch.float32), (num_tokens, problem.fold_columns)
+                part.layers.fold(layer, given, given, self._zeros("rows", rows, torch.float32))
             # A kernel may store in its own launch, which is another variant.
             part.layers.store_and_attend(layer, q, k, v, out)
             part.layers.store(layer, k, v)

@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.models.families import attention_geometry
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.merging import merge_states
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.outputs import PerToken
 from rocm_attn.step.step import Part
 from tests.amd.tolerances import assert_layers_close
 
@@ -164,6 +167,20 @@ class ServedV4:
                 found.append(self.forward(step.parts[0])[:new])
         self.runtime.table.free(row)
         return torch.cat(found)
+
+
+def test_a_fresh_graph_of_such_layers_passes_its_check() -> None:
+    """Requests with random states, rows and windows: a replay equals the eager step, and so do the pages."""
+    served = ServedV4(TinyV4(), swa_pages=12, capture_sizes=(2,))
+    runner = StepRunner(served.runtime, lambda part: PerToken(served.forward(part)), recorder_for(torch.device("cpu")))
+    rows, tokens = [served.runtime.table.admit() for _ in range(2)], torch.randint(0, 64, (2, 21)).tolist()
+    for done in (20, 21):
+        for row in rows:
+            served.runtime.table.reserve(row, done)
+        new = 20 if done == 20 else 1
+        fed = [token for each in tokens for token in each[done - new : done]]
+        runner.run(StepBatch(rows, [done] * 2, [new] * 2, fed))
+    assert (runner.counters.replays, str(runner.counters.graphs_off)) == (1, "")
 
 
 @pytest.mark.parametrize("swa_pages", [0, 12], ids=["one space", "two spaces"])

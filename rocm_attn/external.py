@@ -401,6 +401,11 @@ def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: 
     """Layers must have one page size, every space of a layer a table, and every table a layer. Raises BadProblem."""
     if not problems:
         raise BadProblem("there are no layers; give one LayerSource for each attention layer of the model")
+    if any(problem.row.tokens > 1 for problem in problems):
+        raise BadProblem(
+            "a layer has rows of several tokens, whose state no engine's pages hold here; build a runtime with pages "
+            "of its own"
+        )
     sizes = sorted({problem.page_size for problem in problems})
     if len(sizes) > 1:
         raise BadProblem(f"layers disagree on the page size ({sizes}); build an ExternalAttention for each")

@@ -31,6 +31,7 @@ __all__ = [
     "PoolKind",
     "Pooling",
     "Problem",
+    "Row",
     "Scales",
 ]
 
@@ -144,6 +145,44 @@ def _number(name: str, value: object) -> float:
         return math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tokens that a row of a layer's pages stands for.
+
+    A row of several tokens is there once its last token is stored, and that token sees it: a token at position p sees
+    the first (p + 1) // tokens rows. Such a layer also keeps a state: values and gates of recent tokens, which
+    step.layers.fold() makes rows of.
+
+    tokens:   of a row
+    overlaps: whether a row is folded from the tokens before it too, as many as its own; a token then has two halves of
+              values and gates, the first for the row after its own
+    also:     columns that are folded beside a row's, such as those of an index key
+
+    Raises BadProblem.
+    """
+
+    tokens: int = 1
+    overlaps: bool = False
+    also: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "also"):
+            object.__setattr__(self, name, _whole(f"{name} of a row", getattr(self, name)))
+        if min(self.tokens, self.also + 1) < 1 or (self.tokens == 1 and (self.overlaps or self.also)):
+            raise BadProblem(
+                f"a row of {self.tokens} tokens with overlaps={self.overlaps} and also={self.also}; give 1 token or "
+                "more, and False and 0 with 1 token, which nothing is folded of"
+            )
+
+    @property
+    def span(self) -> int:
+        """Tokens that a row is folded from."""
+        return self.tokens * (1 + self.overlaps)
+
+
+OF_ONE_TOKEN = Row()
+
+
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
     if (encoding is KVEncoding.LIKE_Q) != (scales is Scales.NONE):
         raise BadProblem(
@@ -174,6 +213,7 @@ class Problem:
     custom_mask:                whether a step may bring a mask (step_mask.py) that says what its queries see, in place
                                 of causality; a window still hides keys further back
     indexer:                    how the keys are chosen that attend_selected() attends to
+    row:                        the tokens that a row of K and V stands for
     """
 
     num_q_heads: int
@@ -194,6 +234,7 @@ class Problem:
     kv_scales: Scales = Scales.NONE
     wants_lse: bool = False
     indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
+    row: Row = OF_ONE_TOKEN
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim", "window_left"):
@@ -247,6 +288,8 @@ class Problem:
         if self.kv_scales is Scales.GROUP:
             self._check_records()
         self._check_indexer()
+        if self.row != OF_ONE_TOKEN:
+            self._check_row()
         if self.pool is PoolKind.VECTORIZED:
             self._check_vectors()
 
@@ -281,6 +324,26 @@ class Problem:
                 "that it sees"
             )
 
+    def _check_row(self) -> None:
+        tokens, indexer = self.row.tokens, self.indexer
+        if self.page_size % tokens:
+            raise BadProblem(f"rows of {tokens} tokens in pages of {self.page_size}; the page size must be a multiple")
+        whole = self.pool is PoolKind.LATENT and self.causal and self.window_left == UNLIMITED_WINDOW
+        if not whole or self.has_alibi_slopes or self.custom_mask:
+            raise BadProblem(
+                "a layer with rows of several tokens must be latent and causal, without a window, ALiBi slopes and "
+                "custom masks: its rows have no places of single tokens"
+            )
+        if isinstance(indexer, AllKeys):
+            return
+        indexing = indexer.indexing
+        if (indexing.key_tokens, indexing.unit_keys, indexing.last_unit) != (tokens, 1, LastUnit.LEFT_OUT):
+            raise BadProblem(
+                f"an indexer of keys of {indexing.key_tokens} tokens and units of {indexing.unit_keys} keys, whose "
+                f"last unit is {indexing.last_unit.value}, for rows of {tokens} tokens; it must choose whole rows: "
+                f"key_tokens={tokens}, unit_keys=1, last_unit=LEFT_OUT"
+            )
+
     def _check_vectors(self) -> None:
         for name in ("head_dim", "v_head_dim", "page_size"):
             if getattr(self, name) % self.vector_elements:
@@ -306,7 +369,7 @@ class Problem:
         return PageFormat(
             self.kv_encoding.over(self.dtype),
             self.pool,
-            self.page_size,
+            self.page_size // self.row.tokens,
             self.num_kv_heads,
             self.head_dim,
             self.v_head_dim,
@@ -322,3 +385,16 @@ class Problem:
         encoding = self.indexer.key_encoding.over(self.dtype)
         page_keys = self.page_size // self.indexer.indexing.key_tokens
         return PageFormat(encoding, PoolKind.LATENT, page_keys, 1, dim, dim, self.indexer.key_scales)
+
+    @property
+    def fold_columns(self) -> int:
+        """Elements that fold() gives for a row: those of the row, then row.also; 0: there is no fold()."""
+        return self.head_dim + self.row.also if self.row.tokens > 1 else 0
+
+    @property
+    def state_format(self) -> PageFormat | None:
+        """The format of the pages of the layer's state; None if it has none. K holds values, and V gates, float32."""
+        if not self.fold_columns:
+            return None
+        columns = self.fold_columns * (1 + self.row.overlaps)
+        return PageFormat(Encoding.of(torch.float32), PoolKind.SPLIT, self.page_size, 1, columns, columns)

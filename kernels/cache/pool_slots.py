@@ -1,8 +1,9 @@
-"""The destinations of index keys of pools of tokens: a pool's key comes with its last token.
+"""The destinations of index keys and rows of pools of tokens: a pool's key comes with its last token.
 
     slot_of_pool[t] = slot_of_token[t] // key_tokens     if token t is the last one of a pool, else a dropped slot
+    last_row[t] = (position_of_token[t] + 1) // tokens - 1
 
-It uses operations of torch, on any device: few models pool their index keys, and a step does this once for all layers.
+It uses operations of torch, on any device: few models pool their tokens, and a step does this once for all layers.
 """
 
 from __future__ import annotations
@@ -26,3 +27,13 @@ def write_pool_slots(
         torch.full_like(slot_of_pool, 0 if null_page else -1),
         out=slot_of_pool,
     )
+
+
+def write_last_rows(position_of_token: Tensor, last_row: Tensor, *, tokens: int) -> None:
+    """Fills last_row: the last row of so many tokens that each token sees, -1 if it sees none.
+
+    position_of_token, last_row: int32 [T]
+    """
+    torch.add(position_of_token, 1, out=last_row)
+    torch.div(last_row, tokens, rounding_mode="floor", out=last_row)
+    last_row.sub_(1)

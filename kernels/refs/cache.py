@@ -44,6 +44,35 @@ def store_kv(
     counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
 
 
+def fold_rows(
+    pages: LayerPages,
+    table: Tensor,
+    row_of_token: Tensor,
+    position_of_token: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    *,
+    tokens: int,
+    overlaps: bool,
+) -> None:
+    """Twin of launch_fold_rows. All tokens fold at once: for each one it gathers the values and gates of a span."""
+    num_tokens, columns = rows.shape
+    place = torch.arange(tokens * (1 + overlaps), device=rows.device)
+    position = position_of_token.long()[:, None] - len(place) + 1 + place
+    is_there = (position >= 0)[..., None]
+    page_no, offset = position.clamp(min=0) // pages.format.page_size, position.clamp(min=0) % pages.format.page_size
+    page = table.long()[row_of_token.long()[:, None], page_no.clamp(max=table.shape[1] - 1)]
+    half = (place >= tokens)[None, :, None] if overlaps else torch.zeros_like(is_there[:1])
+    values, gates = (
+        torch.where(half, side[page, offset, 0, -columns:], side[page, offset, 0, :columns])
+        for side in (pages.k, pages.v)
+    )
+    weights = gates.masked_fill(~is_there, float("-inf")).softmax(1)
+    folded = (weights * values.masked_fill(~is_there, 0)).sum(1)
+    ends = (torch.arange(num_tokens, device=rows.device) < counts[1]) & ((position_of_token + 1) % tokens == 0)
+    rows.copy_(torch.where(ends[:, None], folded, 0))
+
+
 def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Tensor, Tensor]:
     """Finite rows [T, kv_heads, dim] as pages hold them, and the scales of their tokens [T, kv_heads]."""
     if not form.encoding.is_fp8:

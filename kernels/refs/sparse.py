@@ -191,13 +191,17 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
              whether a key is seen, bool [tokens, kv_heads, keys]
     """
     selection, tokens, pages = args.selection, _tokens(args.tokens, first, end), args.pages
-    assert isinstance(selection, SelectedKeys)
-    num_kv_heads, unit_tokens = args.heads[0], selection.unit_tokens
-    entry = (key // unit_tokens).clamp(max=selection.width - 1)
-    units = selection.units[first:end][:, :, entry]
-    position = units.long() * unit_tokens + key % unit_tokens
-    listed = key // unit_tokens < selection.counts[first:end][:, :, None]
-    seen = listed & (units >= 0) & (position < _visible(tokens)[:, None, None])
+    num_kv_heads = args.heads[0]
+    if isinstance(selection, SelectedKeys):
+        unit_tokens = selection.unit_tokens
+        entry = (key // unit_tokens).clamp(max=selection.width - 1)
+        units = selection.units[first:end][:, :, entry]
+        position = units.long() * unit_tokens + key % unit_tokens
+        listed = (key // unit_tokens < selection.counts[first:end][:, :, None]) & (units >= 0)
+    else:
+        position = key.expand(end - first, 1, -1)
+        listed = torch.ones_like(position, dtype=torch.bool)
+    seen = listed & (position < _visible(tokens)[:, None, None])
     seen = seen.expand(-1, num_kv_heads, -1)
     position = torch.where(seen, position.expand(-1, num_kv_heads, -1), 0)
     page, offset = _place(args.table, tokens.row_of_token, position.flatten(1), pages.keys.page_size)

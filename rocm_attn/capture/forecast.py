@@ -16,7 +16,7 @@ from rocm_attn.capture.graphs import capture_shapes, draft_shapes
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, Unit
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.kv_pool import page_bytes, state_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -156,8 +156,11 @@ def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> It
     for table in spaces:
         pool, pages = runtime.pool.in_space(table.space), table.pages
         of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
-        assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds its pages and no other buffer"
-        knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
+        of_page = page_bytes(of_space)
+        if table.space is runtime.pool.space_of_states:
+            of_page += state_bytes(problems)
+        assert pool.num_bytes == pool.num_pages * of_page, "the pool holds its pages and no other buffer"
+        knob = f"{pages.knob} {pages.num_pages} of {of_page} bytes"
         yield Allocation(f"{_prefix(table.space)}KV pool", pool.num_bytes, knob)
 
 

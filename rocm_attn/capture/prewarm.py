@@ -29,6 +29,7 @@ from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, sha
 from rocm_attn.capture.probe_requests import as_steps_of, evenly, typical_new_tokens
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
+from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
@@ -305,6 +306,11 @@ class ZeroInputs:
         v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
         return q, k, v, out
 
+    def of_fold(self, state: PageFormat, columns: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The values, or gates, and the rows that Layers.fold() takes for a layer with that state."""
+        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), torch.float32)
+        return of_tokens, self._zeros("rows", (num_tokens, columns), torch.float32)
+
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)
         held = self._held.get((name, dtype))
@@ -324,6 +330,9 @@ class _Attend:
     def __call__(self, part: Part) -> None:
         for layer, problem in self._layers.items():
             q, k, v, out = self._inputs.of(problem, len(part.token_ids))
+            if problem.state_format is not None:
+                given, rows = self._inputs.of_fold(problem.state_format, problem.fold_columns, len(part.token_ids))
+                part.layers.fold(layer, given, given, rows)
             # A kernel may store in its own launch, which is another variant.
             part.layers.store_and_attend(layer, q, k, v, out)
             part.layers.store(layer, k, v)

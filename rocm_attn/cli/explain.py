@@ -23,7 +23,7 @@ from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
 from rocm_attn.models.cut import cost_of_heads
-from rocm_attn.models.geometry import AttentionGeometry, CompressedRows
+from rocm_attn.models.geometry import EVERY_ROW, AttentionGeometry, CompressedRows
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
@@ -45,7 +45,8 @@ class LayerKind:
     layers:   indices into the model's layers
     reads:    the layer whose K and V each of them reads
     outcome:  the kernels, or why there are none
-    compressed: rows that they attend to in addition, which no kernel does
+    compressed: rows that they attend to in addition
+    of_rows:  the kernels of each of these, or why there are none
     """
 
     problem: Problem
@@ -53,6 +54,12 @@ class LayerKind:
     reads: tuple[int, ...]
     outcome: Selection | Unsupported
     compressed: tuple[CompressedRows, ...] = ()
+    of_rows: tuple[Selection | Unsupported, ...] = ()
+
+    @property
+    def is_served(self) -> bool:
+        """True if kernels serve all that the layers attend to."""
+        return all(isinstance(outcome, Selection) for outcome in (self.outcome, *self.of_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +81,32 @@ class Explained:
 
     def not_served(self) -> str:
         """Why a kind of layer is not served; "" if all are."""
-        if refused := [kind for kind in self.kinds if isinstance(kind.outcome, Unsupported)]:
+        if refused := [kind for kind in self.kinds if not kind.is_served]:
             return f"{len(refused)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}"
-        parts = tuple(sorted(layer for kind in self.kinds if kind.compressed for layer in kind.layers))
-        whole = tuple(sorted(layer for kind in self.kinds if not kind.compressed for layer in kind.layers))
-        if not parts:
+        few = [kind for kind in self.kinds if any(rows.candidates != EVERY_ROW for rows in kind.compressed)]
+        if not few:
             return ""
-        served = f"kernels serve the windows alone of {count_of(parts)}, whose compressed rows no step reads"
-        return f"{served}, and all of {count_of(whole)}" if whole else served
+        layers = tuple(sorted(layer for kind in few for layer in kind.layers))
+        rows = few[0].compressed[0]
+        return (
+            f"kernels serve every layer, but {count_of(layers)} only up to {rows.candidates * rows.tokens:,} tokens: "
+            "no indexer chooses among the rows that an earlier layer leaves"
+        )
+
+    @property
+    def no_server(self) -> str:
+        """Why neither the engine nor a plug-in serves the layers, though kernels do; "" if the layers do not say so."""
+        if not any(kind.compressed for kind in self.kinds):
+            return ""
+        return (
+            "the plug-ins keep no state of compressed rows, and rocm-attn serve has no decoder with such layers; a "
+            "runner of your own calls them (docs/compressed.md)"
+        )
 
     def require_served(self, page_size: int | str | None) -> None:
         """Raises Unsupported if a kind of layer is not served. page_size: that of the option; None: none was given"""
         if why := self.not_served():
-            searched = page_size in (None, AUTO) or all(isinstance(kind.outcome, Selection) for kind in self.kinds)
+            searched = page_size in (None, AUTO) or all(kind.is_served for kind in self.kinds)
             raise Unsupported(why if searched else f"{why}; --page-size auto searches other page sizes")
 
 
@@ -98,13 +118,21 @@ def explained(options: argparse.Namespace) -> Explained:
     whole = described_model(options.config).geometry
     geometry = whole.on_one_of(options.tp)
 
-    def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
-
     dtype, kv = getattr(torch, options.dtype), KVFormat.named(options.kv_dtype, options.kv_scales, target)
     least = geometry.least_page_size
     stored = [layer.problem(dtype=dtype, page_size=least, kv=kv) for layer in geometry.layers[: geometry.num_storing]]
     over = [stored[read] for read in geometry.reads]
+    compressed = dict.fromkeys(rows for layer in geometry.layers for rows in layer.compressed)
+
+    def choose(problem: Problem) -> Selection:
+        # Windows beside compressed rows are the layers that are asked for a log-sum-exp.
+        beside = [rows.problem(problem) for rows in compressed] if problem.wants_lse else []
+        *_, chosen = (
+            select(each, target, options.provider, pool=pool, deterministic=options.deterministic)
+            for each in (*beside, problem)
+        )
+        return chosen
+
     pages = _pages(options, over, choose)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry, target, options.provider, pool, deterministic=options.deterministic)
@@ -150,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{what} known of {options.engine} with this model (docs/known_bad.md)")
         print("\n".join([*(f"- {row.sentence(needs)}\n  fix: {row.fix}" for row, needs in known), ""]))
     model = explained(options)
-    server = served_by(options.config, model.not_served())
+    server = served_by(options.config, model.not_served() or model.no_server)
     target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
         of = target.releases
@@ -213,7 +241,9 @@ def _with_measured_choices(target: Target, named: str | None) -> tuple[Target, s
 
 def _choice_lines(kinds: Sequence[LayerKind], about_choices: str) -> list[str]:
     """The tiles of all layers with the rows that they come from."""
-    served = [(count_of(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
+    outcomes = [(count_of(kind.layers), kind.outcome) for kind in kinds]
+    outcomes += [(f"rows of {count_of(kind.layers)}", outcome) for kind in kinds for outcome in kind.of_rows]
+    served = [(layers, outcome) for layers, outcome in outcomes if isinstance(outcome, Selection)]
     rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_choices(outcome)]
     said = ["", "tiles of Triton's kernels:", *rows] if rows else []
     return said + ([about_choices] if about_choices else [])
@@ -240,6 +270,7 @@ def layer_kinds(
             tuple(places[geometry.reads[number]] for number in where),
             _outcome(problem, target, provider, pool, deterministic),
             compressed,
+            tuple(_outcome(rows.problem(problem), target, provider, pool, deterministic) for rows in compressed),
         )
         for (problem, compressed), where in kinds.items()
     ]
@@ -256,32 +287,41 @@ def _outcome(
 
 def lines_of(kind: LayerKind) -> list[str]:
     """A kind of layer, its kernels, and the kernels that were refused."""
-    head = "\n".join((f"{count_of(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind), *_not_served(kind)))
+    head = "\n".join((f"{count_of(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind), *_row_lines(kind)))
     if isinstance(kind.outcome, Unsupported):
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
 
 
-def _not_served(kind: LayerKind) -> list[str]:
-    """The rows that the kernels of a kind leave out, and what a runtime would need for them."""
+def _row_lines(kind: LayerKind) -> list[str]:
+    """The rows that a kind attends to beside its window, what they take, and their kernels."""
     lines = []
-    for rows in kind.compressed:
-        missing = ["a step that attends to these rows and to a window with one softmax"]
+    for rows, outcome in zip(kind.compressed, kind.of_rows, strict=True):
         lines.append(f"  and {rows.describe()}")
         if rows.own_rows:
             count = f"floor(tokens / {rows.tokens}) rows" if rows.tokens > 1 else "as many rows as tokens"
             num_bytes = rows.head_dim * kind.problem.dtype.itemsize
             lines.append(f"  a request has {count}, of {num_bytes:,} bytes each, K and V in one")
-            if rows.tokens > 1:
-                missing = [
-                    f"pages with a slot for {rows.tokens} tokens",
-                    "a state with the tokens of a row that is not full",
-                    *missing,
-                ]
-        lines += [f"  not served: rocm_attn does not have {each}" for each in missing]
-        lines.append("  docs/models.md has the sources; the window alone has:")
+            state = rows.problem(kind.problem).state_format
+            if state is not None:
+                held = f"{state.page_bytes // state.page_size:,} bytes for each token of its window"
+                lines.append(f"  and a state of {held}, float32")
+        if rows.candidates != EVERY_ROW:
+            lines.append(f"  {_restricted(rows)}")
+        if isinstance(outcome, Unsupported):
+            lines += [f"  rows: not served: {reason}" for reason in outcome.reasons]
+        else:
+            lines += [f"  rows: {line}" for line in outcome.lines() if ": not " not in line]
+        lines.append("  the window:")
     return lines
+
+
+def _restricted(rows: CompressedRows) -> str:
+    return (
+        f"not served: a choice among the {rows.candidates:,} rows that an earlier layer leaves; select() chooses among "
+        f"all, which is the same up to {rows.candidates * rows.tokens:,} tokens, and give_selection() takes any choice"
+    )
 
 
 def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:
@@ -362,22 +402,22 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
             "has_sinks": problem.has_sinks,
             "pool": problem.pool.name.lower(),
         },
-        "compressed_rows": [asdict(rows) for rows in kind.compressed],
+        "compressed_rows": [
+            {**asdict(rows), **_kernels_as_json(outcome)}
+            for rows, outcome in zip(kind.compressed, kind.of_rows, strict=True)
+        ],
     }
-    if isinstance(kind.outcome, Unsupported):
-        return {
-            **described,
-            "provider": None,
-            "kernels": {},
-            "over_a_selection": [],
-            "refusals": list(kind.outcome.reasons),
-            "tiles": [],
-        }
+    return {**described, **_kernels_as_json(kind.outcome)}
+
+
+def _kernels_as_json(outcome: Selection | Unsupported) -> dict[str, Any]:
+    if isinstance(outcome, Unsupported):
+        refusals = list(outcome.reasons)
+        return {"provider": None, "kernels": {}, "over_a_selection": [], "refusals": refusals, "tiles": []}
     return {
-        **described,
-        "provider": kind.outcome.provider,
-        "kernels": {step.value: kernel.entry.name for step, kernel in kind.outcome.kernels.items()},
-        "over_a_selection": [] if kind.outcome.sparse is None else list(kind.outcome.sparse.entries),
-        "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in kind.outcome.refusals],
-        "tiles": [row.as_json() for row in tile_choices(kind.outcome)],
+        "provider": outcome.provider,
+        "kernels": {step.value: kernel.entry.name for step, kernel in outcome.kernels.items()},
+        "over_a_selection": [] if outcome.sparse is None else list(outcome.sparse.entries),
+        "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in outcome.refusals],
+        "tiles": [row.as_json() for row in tile_choices(outcome)],
     }

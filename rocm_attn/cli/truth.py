@@ -135,9 +135,9 @@ def _report(options: argparse.Namespace, way: Way, problems: Sequence[Problem], 
 
 
 def _side_bytes(problem: Problem) -> int:
-    """Bytes of a page in the larger of a layer's K pages and V pages."""
-    form = problem.page_format
-    return max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize
+    """Bytes of a page in the largest of a layer's K pages, V pages and pages of its state."""
+    forms = filter(None, (problem.page_format, problem.state_format))
+    return max(max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize for form in forms)
 
 
 def _lines(way: Way, pages: PageChoice, report: TruthReport) -> list[str]:
@@ -163,6 +163,8 @@ def _geometry(problem: Problem) -> str:
     kind = f"{problem.num_q_heads} query heads over {problem.num_kv_heads} KV heads of {problem.head_dim}"
     if problem.pool is PoolKind.LATENT:
         kind = f"{problem.num_q_heads} heads over latents of {problem.v_head_dim} in rows of {problem.head_dim}"
+    if problem.row.tokens > 1:
+        kind += f" for {problem.row.tokens} tokens each"
     if problem.window_left >= 0:
         kind += f", a window of {problem.window_left + 1}"
     if isinstance(problem.indexer, AllKeys):

@@ -148,6 +148,10 @@ class CompiledLayers(LayerCalls):
         """Does the same as LayerCalls.finish."""
         torch.ops.rocm_attn.finish(self.state, out, gate, *_flat_rope(undo), self.number, self.part, layer)
 
+    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        """Does the same as LayerCalls.fold."""
+        torch.ops.rocm_attn.fold(self.state, values, gates, rows, self.number, self.part, layer)
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """Does the same as LayerCalls.store_index."""
         torch.ops.rocm_attn.store_index(self.state, k, self.number, self.part, layer)
@@ -277,6 +281,10 @@ def _finish(state: Tensor, out: Tensor, gate: Tensor | None, *flat: Any) -> None
     _of(number).layers(part).finish(layer, out, gate=gate, undo=_table(*undo))
 
 
+def _fold(state: Tensor, values: Tensor, gates: Tensor, rows: Tensor, number: int, part: int, layer: int) -> None:
+    _of(number).layers(part).fold(layer, values, gates, rows)
+
+
 def _store_index(state: Tensor, k: Tensor, number: int, part: int, layer: int) -> None:
     _of(number).layers(part).store_index(layer, k)
 
@@ -302,6 +310,7 @@ _OPERATIONS: Mapping[str, tuple[str, Callable[..., None]]] = {
     "rope_and_store": (f"Tensor q, Tensor k, Tensor? v, Tensor(b!) q_out, {_ROPE_WORK}", _rope_and_store),
     "rope_queries": (f"Tensor q, Tensor(b!) q_out, {_ROPE_WORK}", _rope_queries),
     "finish": ("Tensor(b!) out, Tensor? gate, Tensor? cos_sin, bool neighbours, bool at_end", _finish),
+    "fold": ("Tensor values, Tensor gates, Tensor(b!) rows", _fold),
     "store_index": ("Tensor k", _store_index),
     "select": ("Tensor q, Tensor? weights", _select),
     "give_selection": ("Tensor units, Tensor counts", _give_selection),

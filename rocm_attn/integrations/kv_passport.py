@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rocm_attn.errors import BadSetting, BadTensor
+from rocm_attn.errors import BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
@@ -105,6 +105,8 @@ class KVPassport:
     def of(cls, owner: Owner) -> KVPassport:
         """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device if scales lie there."""
         problems, spaces = problems_of(owner), spaces_of(owner)
+        if any(problem.row.tokens > 1 for problem in problems):
+            raise Unsupported("rows of several tokens and their state cannot be sent; compute the prompt again", [])
         layers = zip(range(len(problems)), problems, spaces, strict=True)
         return cls(tuple(_layer(pool_of(owner), *each) for each in layers))
 

@@ -17,8 +17,11 @@ from rocm_attn.problem import (
     AllKeys,
     EarlierSelection,
     Indexer,
+    Indexing,
+    LastUnit,
     PoolKind,
     Problem,
+    Row,
 )
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
@@ -33,6 +36,9 @@ class CompressedRows:
     tokens, head_dim: tokens and elements of a row, which is K and V
     top: rows that an indexer of index_heads heads of index_dim elements chooses for a query
     own_rows, own_choice: whether the layer makes the rows, and chooses, or the nearest earlier layer that does
+    overlaps, folds_index: as of Row: whether rows are folded from the tokens before theirs too, and index keys beside
+                           rows; if not, the model projects an index key from a row
+    candidates: rows that an earlier layer leaves to choose from; EVERY_ROW: all
     """
 
     tokens: int
@@ -42,6 +48,18 @@ class CompressedRows:
     index_dim: int = 0
     own_rows: bool = True
     own_choice: bool = True
+    overlaps: bool = False
+    folds_index: bool = False
+    candidates: int = EVERY_ROW
+
+    def problem(self, window: Problem) -> Problem:
+        """The rows as a layer of the attention runtime. window: the layer that attends to them. Raises BadProblem."""
+        indexer: AllKeys | Indexer = ALL_KEYS
+        if self.top != EVERY_ROW:
+            indexing = Indexing(self.index_dim**-0.5, self.top, key_tokens=self.tokens, last_unit=LastUnit.LEFT_OUT)
+            indexer = Indexer(self.index_heads, self.index_dim, indexing)
+        row = Row(self.tokens, self.overlaps, self.index_dim if self.folds_index else 0)
+        return replace(window, window_left=UNLIMITED_WINDOW, has_sinks=False, indexer=indexer, row=row)
 
     def describe(self) -> str:
         """The rows and the choice in words."""
@@ -62,7 +80,7 @@ class AttentionLayer:
     window_left: previous keys that a query attends to in addition to its own; -1: all of them
     indexer:     selects the keys that are attended to; whole on every rank, except for selections per KV head
     latent_dim:  of latent attention: the first elements of a token's one row, which are V; 0: K and V of their own
-    compressed:  what the layer attends to in addition; no kernel does
+    compressed:  what the layer attends to in addition, with the same softmax
     """
 
     num_q_heads: int
@@ -103,6 +121,7 @@ class AttentionLayer:
             window_left=self.window_left,
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
+            wants_lse=bool(self.compressed),
             indexer=self.indexer,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
             kv_encoding=kv.encoding,
@@ -150,9 +169,22 @@ class AttentionGeometry:
 
     @property
     def least_page_size(self) -> int:
-        """Tokens of the smallest page that every layer can have: index keys of several tokens are not cut."""
+        """Tokens of the smallest page that every layer can have: rows and index keys of several are not cut."""
         indexers = [layer.indexer for layer in self.layers]
-        return math.lcm(*(each.indexing.key_tokens for each in indexers if not isinstance(each, AllKeys)))
+        of_rows = (rows.tokens for layer in self.layers for rows in layer.compressed)
+        return math.lcm(*of_rows, *(each.indexing.key_tokens for each in indexers if not isinstance(each, AllKeys)))
+
+    @property
+    def making_rows(self) -> tuple[int, ...]:
+        """Layers that make compressed rows, in order."""
+        return tuple(n for n, layer in enumerate(self.layers) if any(rows.own_rows for rows in layer.compressed))
+
+    def rows_of(self, layer: int) -> int:
+        """The number, among problems(), of the compressed rows that a layer attends to. Raises Unsupported."""
+        before = [place for place, maker in enumerate(self.making_rows) if maker <= layer]
+        if not self.layers[layer].compressed or not before:
+            raise Unsupported(f"layer {layer} attends to no compressed rows", [])
+        return self.num_storing + before[-1]
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all recurrent states of a request in a model of dtype."""
@@ -169,13 +201,13 @@ class AttentionGeometry:
     def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; a layer that reads them has that layer's.
 
-        Raises BadProblem, and Unsupported if a layer attends to compressed rows too.
+        Then one for the compressed rows of each layer that makes some: a layer that attends to them attends by both
+        numbers, its own and rows_of(), and merges the two.
+        Raises BadProblem.
         """
-        storing = self.layers[: self.num_storing]
-        for place, layer in zip(self.places, storing, strict=False):
-            for rows in layer.compressed:
-                raise Unsupported(f"layer {place} attends to a window and to {rows.describe()}; no step does both")
-        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv=kv) for layer in storing)
+        windows = [layer.problem(dtype=dtype, page_size=page_size, kv=kv) for layer in self.layers[: self.num_storing]]
+        makers = ((windows[layer], self.layers[layer].compressed[0]) for layer in self.making_rows)
+        return (*windows, *(rows.problem(window) for window, rows in makers))
 
 
 def window_left(sliding_window: int) -> int:

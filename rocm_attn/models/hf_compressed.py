@@ -18,16 +18,20 @@ _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 def compressed_layers(fields: Fields) -> AttentionGeometry:
     """A window, and compressed rows of some tokens each. Raises BadModel, Unsupported.
 
-    V4's layers make their own: rows of 4 tokens, of which an indexer chooses, or of 128, which are all read. A row
-    exists once its last token does, and that token sees it (transformers 5.24.0: DeepseekV4CSACompressor,
+    V4's layers make their own: rows of 4 tokens that overlap, of which an indexer chooses, or of 128, which are all
+    read. A row exists once its last token does, and that token sees it (transformers 5.24.0: DeepseekV4CSACompressor,
     DeepseekV4HCACompressor; vLLM: get_compressed_slot_mapping). In V4.1 the layers of kv_source_layer_ids make rows,
-    those of index_source_layer_ids choose, and other layers use what the nearest earlier one did.
+    those of index_source_layer_ids choose, and other layers use what the nearest earlier one did. Its rows do not
+    overlap, and index keys are projections of rows. Layers that choose after candidate_source_layer_id do so among the
+    blocks of rows that it leaves (NVIDIA-NeMo/Automodel: deepseek_v41/attention.py).
     """
     dim, heads = fields.count("head_dim"), fields.count("num_attention_heads")
-    left = window_left(fields.count("sliding_window"))
-    plain = AttentionLayer(heads, 1, dim, scale=dim**-0.5, window_left=left, has_sinks=True, latent_dim=dim)
+    before = window_left(fields.count("sliding_window"))
+    plain = AttentionLayer(heads, 1, dim, scale=dim**-0.5, window_left=before, has_sinks=True, latent_dim=dim)
     indexer = fields.count("index_topk"), fields.count("index_n_heads"), fields.count("index_head_dim")
     makers, choosers = fields.ids("kv_source_layer_ids"), fields.ids("index_source_layer_ids")
+    candidate_source = fields.whole("candidate_source_layer_id", -1)
+    left = fields.count("candidate_topk_blocks", 1) * fields.count("candidate_block_size", 1)
     layers = []
     for number, (tokens, is_chosen) in enumerate(_compressions(fields)):
         if tokens and any(ids and min(ids) > number for ids in (makers, choosers)):
@@ -37,7 +41,10 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
             )
         own_rows, own_choice = not makers or number in makers, not choosers or number in choosers
         top = indexer if is_chosen else (EVERY_ROW, 0, 0)
-        rows = CompressedRows(tokens, dim, *top, own_rows, own_choice)
+        is_v4 = is_chosen and not makers
+        chooser = max((each for each in choosers if each <= number), default=number)
+        candidates = left if 0 <= candidate_source < chooser else EVERY_ROW
+        rows = CompressedRows(tokens, dim, *top, own_rows, own_choice, is_v4, is_v4, candidates)
         layers.append(replace(plain, compressed=(rows,)) if tokens else plain)
     return AttentionGeometry.of(layers)
 

@@ -25,4 +25,8 @@ def what_was_written(table: RequestTable, pool: HybridKVPool, layers: Iterable[i
             written.append(f"page 0 of layer {layer}")
         if pool.has_index(layer) and bool(pool.index(layer).raw_k[RESERVED_PAGE].any()):
             written.append(f"index page 0 of layer {layer}")
+        if pool.has_state(layer) and any(
+            bool(side[RESERVED_PAGE].any()) for side in pool.state(layer).tensors().values()
+        ):
+            written.append(f"state page 0 of layer {layer}")
     return f"{', '.join(written)} must stay zero and was written" if written else ""

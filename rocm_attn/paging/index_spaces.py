@@ -15,6 +15,7 @@ A sequence's last page holds (kv_len - 1) % page_size + 1 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -47,6 +48,14 @@ class Space:
 
 
 Space.FULL, Space.SWA = Space("full"), Space("swa")
+
+
+def space_of_states(spaces: Collection[Space]) -> Space:
+    """The space of the states of layers whose rows stand for several tokens: tokens leave them as they leave windows.
+
+    spaces: of the model's pages
+    """
+    return Space.SWA if Space.SWA in spaces else Space.FULL
 
 
 def num_pages(kv_len: Index, page_size: int) -> Index:

@@ -16,7 +16,7 @@ from rocm_attn.errors import BadProblem, NeverFits
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
-from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, space_of_states
 from rocm_attn.problem import UNLIMITED_WINDOW, VECTOR_BYTES, Problem
 
 
@@ -27,10 +27,19 @@ class KVPool:
     of its own: Triton uses AMD's buffer loads only on storages of up to 2 GiB, which all layers together exceed. A
     layer with an indexer has index pages too, with the same ids.
 
-    layers: the pages of every layer, then the index pages of those that have an indexer
+    states: formats of pages with the state of layers, which may be those of another space
+    layers: the pages of every layer, then the index pages of those that have an indexer, then states
     """
 
-    def __init__(self, problems: Sequence[Problem], *, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        *,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        states: Sequence[PageFormat] = (),
+    ) -> None:
         self.page_size = page_size
         if num_pages < 2:
             raise NeverFits(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
@@ -43,6 +52,7 @@ class KVPool:
         self.device = device
         formats = [problem.page_format for problem in problems]
         formats += [problem.index_format for problem in problems if problem.index_format is not None]
+        formats += states
         self.layers = tuple(self._allocate(form) for form in formats)
 
     @property
@@ -105,6 +115,7 @@ class HybridKVPool:
     spaces:    the space of each
     num_pages: space -> pages, the reserved page 0 included
     layer:     layer of the model -> its pages, in the space of its problem
+    space_of_states: the space of the layers' states
 
     Raises BadProblem, NeverFits.
     """
@@ -125,14 +136,18 @@ class HybridKVPool:
         self.page_size = sizes[0]
         self.device = device
         self._space_of_layer = tuple(spaces)
-        if Space.SWA in num_pages and Space.SWA not in spaces:
+        folding = [layer for layer, problem in enumerate(problems) if problem.state_format is not None]
+        if Space.SWA in num_pages and Space.SWA not in spaces and not folding:
             raise BadProblem("no layer has a window, so the SWA space would be empty; leave swa_pages out")
+        self.space_of_states = space_of_states(num_pages)
+        states = [form for problem in problems if (form := problem.state_format) is not None]
         self._pools = {
             space: KVPool(
                 [problem for problem, its in zip(problems, spaces, strict=True) if its is space],
                 num_pages=pages,
                 page_size=self.page_size,
                 device=device,
+                states=states if space is self.space_of_states else (),
             )
             for space, pages in num_pages.items()
         }
@@ -142,6 +157,7 @@ class HybridKVPool:
         self.layer: Callable[[int], LayerPages] = self._layers.__getitem__
         indexed = [layer for layer, problem in enumerate(problems) if problem.index_format is not None]
         self._index = {layer: next(pages[spaces[layer]]) for layer in indexed}
+        self._states = {layer: next(pages[self.space_of_states]) for layer in folding}
 
     def format(self, layer: int) -> PageFormat:
         """The format of the pages of a layer."""
@@ -158,6 +174,14 @@ class HybridKVPool:
     def has_index(self, layer: int) -> bool:
         """True if a layer of the model has index pages."""
         return layer in self._index
+
+    def state(self, layer: int) -> LayerPages:
+        """The pages of the state of a layer whose rows stand for several tokens: K holds values, and V gates."""
+        return self._states[layer]
+
+    def has_state(self, layer: int) -> bool:
+        """True if a layer of the model has a state."""
+        return layer in self._states
 
     def space_of_layer(self, layer: int) -> Space:
         """The space that a layer lives in."""
@@ -183,7 +207,12 @@ def space_of(problem: Problem, *, has_swa: bool) -> Space:
     return Space.SWA if has_swa and problem.window_left != UNLIMITED_WINDOW else Space.FULL
 
 
+def state_bytes(problems: Sequence[Problem]) -> int:
+    """Bytes that one page of the states of all layers takes."""
+    return sum(form.page_bytes for problem in problems if (form := problem.state_format) is not None)
+
+
 def page_bytes(problems: Sequence[Problem]) -> int:
-    """Bytes that one page takes over all layers, index keys included."""
+    """Bytes that one page takes over all layers, index keys included, states not."""
     formats = (form for problem in problems for form in (problem.page_format, problem.index_format))
     return sum(form.page_bytes for form in formats if form is not None)

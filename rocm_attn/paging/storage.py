@@ -66,3 +66,7 @@ class PagePool(Protocol):
     def index(self, layer: int) -> LayerPages:
         """The index pages of a layer that has an indexer; v is all of k."""
         ...
+
+    def state(self, layer: int) -> LayerPages:
+        """The pages of the state of a layer whose rows stand for several tokens: K holds values, and V gates."""
+        ...

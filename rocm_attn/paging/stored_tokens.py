@@ -7,6 +7,7 @@ raised halfway through the layers has stored nothing, and one that only attends 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -84,11 +85,49 @@ class StoredTokens:
         self.mark(rows[wrote], reached[wrote])
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """All that a step stores, numbered: K and V of every layer, then index keys, then states.
+
+    num_layers: of the runtime
+    indexed:    layers with index keys
+    folding:    layers with a state
+    """
+
+    num_layers: int
+    indexed: tuple[int, ...] = ()
+    folding: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.num_layers + len(self.indexed) + len(self.folding)
+
+    def index(self, layer: int) -> int:
+        """The number of a layer's index keys."""
+        return self.num_layers + self.indexed.index(layer)
+
+    def state(self, layer: int) -> int:
+        """The number of a layer's state."""
+        return self.num_layers + len(self.indexed) + self.folding.index(layer)
+
+    def of_layer(self, layer: int) -> list[int]:
+        """The numbers of all that a layer stores."""
+        indexed = [self.index(layer)] if layer in self.indexed else []
+        return [layer, *indexed, *([self.state(layer)] if layer in self.folding else [])]
+
+    def name(self, number: int) -> str:
+        """The words for a number in an error."""
+        if number < self.num_layers:
+            return f"layer {number}"
+        of_index = number - self.num_layers
+        if of_index < len(self.indexed):
+            return f"index keys {of_index}"
+        return f"the state of layer {self.folding[of_index - len(self.indexed)]}"
+
+
 class StepStores:
     """The layers in which the running step has stored.
 
-    num_layers:     of the runtime
-    num_indexed:    number of layers with index keys to store, which come after the layers
+    sides:          all that a step stores
     tokens:         records the stored tokens
     require_stored: raises BadBatch unless the required tokens of a batch's rows are stored
     refusal:        why the step may not store; empty if it may
@@ -96,14 +135,13 @@ class StepStores:
 
     def __init__(
         self,
-        num_layers: int,
-        num_indexed: int,
+        sides: Sides,
         tokens: StoredTokens,
         require_stored: Callable[[StepBatch, Int32Array], None],
     ) -> None:
         self._tokens = tokens
-        self._num_layers = num_layers
-        self._all = (1 << num_layers + num_indexed) - 1
+        self._sides = sides
+        self._all = (1 << len(sides)) - 1
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
         self._done = [0]
@@ -210,10 +248,7 @@ class StepStores:
         """Keeps the layers in which a finished step has not stored, for the error of the next step."""
         done = self.layers
         missing = [number for number in range(self._all.bit_length()) if not done >> number & 1]
-        names = [
-            f"layer {number}" if number < self._num_layers else f"index keys {number - self._num_layers}"
-            for number in missing[:8]
-        ]
+        names = [self._sides.name(number) for number in missing[:8]]
         words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
         for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
             self._tokens.left_out[row] = start, words

@@ -30,6 +30,7 @@ from rocm_attn.providers.launches import (
     DeriveDraftSteps,
     Fill,
     Finish,
+    FoldRows,
     GatherTable,
     Likeliest,
     MakeNextStep,
@@ -194,7 +195,7 @@ SMALLEST_POOL = PoolSize(num_pages=2, max_kv_len=1, max_num_seqs=1)
 
 def side_bytes(problem: Problem, pool: PoolSize) -> int:
     """Bytes of one layer's K pages or of its V pages, whichever is larger."""
-    tokens = pool.num_pages * problem.page_size
+    tokens = pool.num_pages * problem.page_format.page_size
     row_elements = problem.num_kv_heads * max(problem.page_format.k_row, problem.v_head_dim)
     return tokens * row_elements * problem.page_format.encoding.dtype.itemsize
 
@@ -229,6 +230,7 @@ class Limits:
     aligned_rows:  True if it reads only rows of K and V that begin at multiples of 16 elements
                    (LayerPages.has_aligned_rows)
     tritons:       the only releases of Triton that it may run with; an unknown release is not one of them
+    row_tokens:    tokens that a row stands for
     """
 
     archs: tuple[str, ...]
@@ -262,16 +264,20 @@ class Limits:
     least_gqa_ratio: int = 1
     aligned_rows: bool = False
     tritons: tuple[Release, ...] = ()
+    row_tokens: tuple[int, int] = (1, 1)
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Every limit that the problem breaks, one clause each; empty if the kernel serves it.
 
-        On another arch, or in a pool of another kind, no other limit is checked.
+        On another arch, in a pool of another kind, or with rows of more or fewer tokens, no other limit is checked.
         """
         if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
             return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
         if problem.pool not in self.pools:
             return (f"it reads {_either(kind.value for kind in self.pools)}, not {problem.pool.value}",)
+        least, most = self.row_tokens
+        if not least <= problem.row.tokens <= most:
+            return (f"it reads rows of {'several tokens' if least > 1 else 'one token'}, not of {problem.row.tokens}",)
         reasons = []
         if self.tritons and target.releases.triton not in self.tritons:
             reasons.append(f"it needs Triton {_either(self.tritons)}, and {target.releases.triton} is installed")
@@ -499,6 +505,7 @@ class StepOps:
     rope_queries: RopeQueries
     finish: Finish
     zero_tails: ZeroTails
+    fold_rows: FoldRows
     clear_pads: ClearPads
     merge_states: MergeStates
     # For steps whose lengths, tables, slots and masks an engine owns.

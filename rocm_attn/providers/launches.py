@@ -126,6 +126,23 @@ class Finish(Protocol):
     ) -> None: ...
 
 
+class FoldRows(Protocol):
+    """launch_fold_rows, or its twin."""
+
+    def __call__(
+        self,
+        pages: LayerPages,
+        table: Tensor,
+        row_of_token: Tensor,
+        position_of_token: Tensor,
+        counts: Tensor,
+        rows: Tensor,
+        *,
+        tokens: int,
+        overlaps: bool,
+    ) -> None: ...
+
+
 class ZeroTails(Protocol):
     """launch_zero_tails, or its twin."""
 

@@ -12,6 +12,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs import (
     attention,
@@ -43,6 +44,7 @@ from rocm_attn.providers.contract import (
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.torch_sparse import TorchEveryRow
 
 # Plain torch has no limits of its own; these bound sensible values.
 _LIMITS = Limits(
@@ -124,6 +126,10 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TorchExten
     return TorchExtend(problem)
 
 
+def _bind_rows(problem: Problem, target: Target, pool: PoolSize) -> TorchEveryRow:
+    return TorchEveryRow(problem)
+
+
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMasked:
     return TorchMasked(problem)
 
@@ -156,6 +162,13 @@ def torch_entry(
         needs_host_lengths=False,
         bind=bind,
     )
+
+
+def _rows_entry(kind: StepKind) -> KernelEntry:
+    row = torch_entry("torch.rows", kind, _bind_rows, Baked.MAX_KV_LEN)
+    of_rows = {"pools": (PoolKind.LATENT,), "row_tokens": (2, limits.MAX_PAGE_SIZE), "scales": SCALES_BESIDE_ROWS}
+    off = {"window": False, "soft_cap": False, "alibi": False, "non_causal": False}
+    return replace(row, limits=replace(_LIMITS, **of_rows, **off))  # type: ignore[arg-type]
 
 
 def _segments_entry(kind: StepKind) -> KernelEntry:
@@ -191,6 +204,7 @@ def _ops() -> StepOps:
         rope_queries=rope.rope_queries,
         finish=rope.finish,
         zero_tails=cache.zero_tails,
+        fold_rows=cache.fold_rows,
         clear_pads=pads.clear_pads,
         merge_states=merge_states.merge_states,
         publish_engine=engine_metadata.publish_engine,
@@ -228,6 +242,7 @@ TORCH = Provider(
             needs=frozenset({Need.MASK}),
             limits=_LIMITS,
         ),
+        *map(_rows_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
         _shared_entry(),
         *map(_segments_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
         _masked_segments_entry(),

@@ -374,7 +374,7 @@ TRITON = Provider(
             "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
         ),
         *triton_latent.ENTRIES,
-        *triton_sparse.RECORD_ENTRIES,
+        *triton_sparse.EVERY_ROW_ENTRIES,
     ),
     ops=triton_ops,
 )

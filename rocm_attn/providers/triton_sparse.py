@@ -101,17 +101,19 @@ class TritonSelected:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonRecords:
-    """Attention of every kind of step to all records that a token sees, each token for itself.
+class TritonEveryRow:
+    """Attention of every kind of step to all rows that a token sees, each token for itself.
 
-    selected: attention over a selection, of as many keys as a sequence may have
+    name:     of the kernel
+    selected: attention over a selection, of as many rows as a sequence may have
     """
 
+    name: str
     selected: TritonSelected
     schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
-        return f"triton.records({self.selected.describe()}, keys={self.selected.keys})"
+        return f"{self.name}({self.selected.describe()}, keys={self.selected.keys})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.selected.workspace_words(shape)
@@ -156,8 +158,17 @@ def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: Pool
     return TritonIndexer(indexer.indexing, tiles, coded_q_tiles, max_kv_len, target.compute_units)
 
 
-def _bind_records(problem: Problem, target: Target, pool: PoolSize) -> TritonRecords:
-    return TritonRecords(_selected(problem, target, round_up(pool.max_kv_len, problem.page_size)))
+def _bind_records(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
+    return _every_row("triton.records", problem, target, pool)
+
+
+def _bind_rows(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
+    return _every_row("triton.rows", problem, target, pool)
+
+
+def _every_row(name: str, problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
+    rows = round_up(pool.max_kv_len, problem.page_size) // problem.row.tokens
+    return TritonEveryRow(name, _selected(problem, target, rows))
 
 
 def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
@@ -189,10 +200,10 @@ def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
 
 
 def _keys(problem: Problem) -> int:
-    """Keys that a selection of the layer has room for."""
+    """Rows that a selection of the layer has room for."""
     assert not isinstance(problem.indexer, AllKeys)
     indexing = problem.indexer.indexing
-    return indexing.width * indexing.unit_tokens
+    return indexing.width * indexing.unit_tokens // problem.row.tokens
 
 
 INDEXER_ENTRIES = (
@@ -227,6 +238,7 @@ _SELECTED_LIMITS = Limits(
     encodings=tuple(KVEncoding),
     scales=tuple(Scales),
     page_strides=True,
+    row_tokens=(1, limits.MAX_PAGE_SIZE),
 )
 
 SELECTED_ENTRIES = (
@@ -254,10 +266,22 @@ _RECORD_LIMITS = replace(
     pools=(PoolKind.LATENT,),
     encodings=(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
     scales=(Scales.GROUP,),
+    row_tokens=(1, 1),
 )
 
-# Attention to all records, which no other kernel of dense steps reads.
-RECORD_ENTRIES = tuple(
-    triton_entry("triton.records", kind, _bind_records, limits=_RECORD_LIMITS)
+_ROW_LIMITS = replace(
+    _SELECTED_LIMITS,
+    pools=(PoolKind.LATENT,),
+    scales=SCALES_BESIDE_ROWS,
+    row_tokens=(2, limits.MAX_PAGE_SIZE),
+)
+
+# Attention to all records, and to all rows of several tokens, which no other kernels of dense steps read.
+EVERY_ROW_ENTRIES = tuple(
+    triton_entry(name, kind, bind, limits=of_rows)
+    for name, bind, of_rows in (
+        ("triton.records", _bind_records, _RECORD_LIMITS),
+        ("triton.rows", _bind_rows, _ROW_LIMITS),
+    )
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 )

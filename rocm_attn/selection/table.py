@@ -24,7 +24,8 @@ CPU those for CPUs before PyTorch's. A prefill step is an extend step in which n
 without a kernel of its own it runs as an extend step. A verify step has up to four new tokens in each sequence, and a
 masked step its own mask; layers without a kernel for one run it as a mixed step. A shared step decodes sequences that
 share prefixes; layers that cannot share them run it as a decode step. One table has sliding windows, soft caps, sinks,
-ALiBi slopes and attention that is not causal; another has the encodings of K and V.
+ALiBi slopes and attention that is not causal; another has the encodings of K and V. `triton.rows` and `torch.rows`
+attend to [rows of several tokens](compressed.md), and no other kernel of these steps does.
 
 Vectorised pages hold K and V in another order, which some of AITER's kernels read, and torch's reference; a function
 that reads both orders has two entries. `--pool auto --page-size auto` chooses layout and page size before a pool is

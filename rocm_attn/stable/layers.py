@@ -6,6 +6,7 @@
 from rocm_attn.problem import ALL_KEYS as ALL_KEYS
 from rocm_attn.problem import AllKeys as AllKeys
 from rocm_attn.problem import Indexer as Indexer
+from rocm_attn.problem import Row as Row
 from rocm_attn.problem import EarlierSelection as EarlierSelection
 from rocm_attn.kernels.sparse.arguments import Indexing as Indexing
 from rocm_attn.kernels.sparse.arguments import LastUnit as LastUnit

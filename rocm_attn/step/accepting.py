@@ -177,6 +177,12 @@ class AcceptedMoves:
     def _sides_of(self, layer: int) -> Sequence[Tensor]:
         """All tensors in which a layer keeps data of a token, in the form of AlikePages."""
         pages = self._pool.layer(layer)
+        if pages.format.page_size != self._pool.page_size:
+            raise Unsupported(
+                f"a row of layer {layer} stands for several tokens, so it cannot follow one that moves; verify chains, "
+                "whose tokens do not move",
+                [],
+            )
         sides = _sides(pages)
         if layer in self._kinds.selecting.indexed:
             index = self._pool.index(layer)

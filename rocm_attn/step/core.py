@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.kernels.cache.pool_slots import write_pool_slots
+from rocm_attn.kernels.cache.pool_slots import write_last_rows, write_pool_slots
 from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
@@ -99,10 +99,8 @@ class StepCore:
         self._table, self._pool = table, pool
         self._page_size = pool.page_size
         self._windows = tuple(space.window_left for space in table.spaces)
-        # One kind for each pool whose index keys stand for several tokens.
-        kind_of_pool = {pool: kind for kind, pool in enumerate(pools_of(kinds))}
-        self._pooled = [(kind, tokens) for (_, tokens), kind in kind_of_pool.items() if tokens > 1]
-        self._fills_by_launches = does_only_launch(self.ops.fill) and not self._pooled
+        has_pools = any(tokens > 1 for _, tokens in pools_of(kinds))
+        self._fills_by_launches = does_only_launch(self.ops.fill) and not has_pools
 
     def fill(self, children: Sequence[DeviceStep], plan: StepPlan) -> None:
         """Derives the metadata of a step's children on the device, which is the current one. Captured with the step.
@@ -132,15 +130,11 @@ class StepCore:
         """Launches all kernels that derive the metadata of a step of a plan."""
         for tensors, window_left in zip(step.spaces, self._windows, strict=True):
             self.ops.fill(tensors, page_size=self._page_size, window_left=window_left)
-        for kind, key_tokens in self._pooled:
-            of_kind = step.of_kind[kind]
-            write_pool_slots(
-                of_kind.slot_of_token,
-                of_kind.position_of_token,
-                step.index_slots[kind],
-                key_tokens=key_tokens,
-                null_page=of_kind.terms.null_page,
-            )
+        for tokens, of_space, slots, rows in step.pools:
+            at = of_space.slot_of_token, of_space.position_of_token
+            write_pool_slots(*at, slots, key_tokens=tokens, null_page=of_space.terms.null_page)
+            if len(rows):
+                write_last_rows(of_space.position_of_token, rows, tokens=tokens)
         for kind in plan.built_kinds:
             schedule = plan.kernels[kind].bound.schedule
             schedule.build(step.queries, step.of_kind[kind], plan.bounds, step.schedules[kind])
@@ -154,5 +148,7 @@ class StepCore:
         }
         for layer in self.kinds.selecting.indexed:
             pages[f"index_pages_{layer}"] = self._pool.index(layer).k
+        for layer in self.layers.sides.folding:
+            pages[f"state_values_{layer}"], pages[f"state_gates_{layer}"] = self._pool.state(layer).tensors().values()
         tables = {name_in(table.space, "table"): table.entries for table in self._table.spaces}
         return {**self.memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}

@@ -190,7 +190,7 @@ class StepGate:
         self._changed, self._in_turn = MethodType(guards.changed, table.checks), guards.in_turn
         self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
         selecting = core.layers.selecting
-        self.stores = StepStores(len(core.layers), len(selecting.indexed), table.tokens, self._check_stored)
+        self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored)
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
@@ -468,11 +468,7 @@ class StepGate:
         step, staged = self._step, self._staged
         if step is None or staged is None:
             return 0
-        selecting = self._core.layers.selecting
-        sides = [
-            *layers,
-            *(len(self._core.layers) + selecting.place_of(each) for each in layers if each in selecting.indexed),
-        ]
+        sides = [side for layer in layers for side in self._core.layers.sides.of_layer(layer)]
         done, batch = self.stores.layers, staged[0]
         return max(batch.kv_len[batch.rows == row], default=0) if all(done >> side & 1 for side in sides) else 0
 

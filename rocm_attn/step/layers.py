@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
@@ -20,7 +21,7 @@ from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedAr
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.settings import settings
 from rocm_attn.paging.storage import PagePool
-from rocm_attn.paging.stored_tokens import StepStores
+from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepOps, StoringKernel
 from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
@@ -70,6 +71,8 @@ class Layers:
         self._read_by = guards.read_by
         self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
         self._pool, self._head_weights, self._ops = pool, head_weights, ops
+        folding = tuple(layer for layer, problem in enumerate(kinds.problems) if problem.state_format is not None)
+        self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding)
         self._device, self._device_index = pool.device, pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
@@ -103,6 +106,7 @@ class Layers:
             self._after_store(plan, layer, tensors)
 
     def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
+        self._require_rows_of_one(layer)
         tensors = step.of_kind[self._kind_of(layer)]
         call = self._forms.rope_and_store(step.prepared, layer, given, work) if self._prepares() else _AS_IT_IS
         if call is None:
@@ -115,14 +119,14 @@ class Layers:
             self._after_store(plan, layer, tensors)
 
     def rope_queries(self, step: DeviceStep, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        tensors = step.of_kind[self._kind_of(layer)]
+        tensors = step.tensors
         self._check_queries(layer, q, q_out, work, tensors.slot_of_token.shape[0])
         with on_device(self._device):
             self._ops.rope_queries(q, q_out, tensors.positions, work)
 
     def finish(self, step: DeviceStep, layer: int, out: Tensor, gate: Tensor | None, undo: RopeTable | None) -> None:
         kind = self._kind_of(layer)
-        problem, tensors = self._selections[kind].problem, step.of_kind[kind]
+        problem, tensors = self._selections[kind].problem, step.tensors
         shape = tensors.slot_of_token.shape[0], problem.num_q_heads, problem.v_head_dim
         self._check("out", out, shape, problem.dtype)
         if gate is not None:
@@ -202,6 +206,27 @@ class Layers:
         with on_device(self._device):
             self._ops.store_kv(rows, rows, slots, tensors.counts, pages, null_page=null_page)
 
+    def fold(self, step: DeviceStep, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        problem, state = self.problem(layer), step.of_state
+        num_tokens = state.slot_of_token.shape[0]
+        pages, places = self.state(layer), (state.row_of_token, state.position_of_token, state.counts)
+        for name, given in (("values", values), ("gates", gates)):
+            self._check(name, given, (num_tokens, pages.format.head_dim), torch.float32)
+        self._check("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
+        null_page, row = state.terms.null_page, problem.row
+        with on_device(self._device):
+            self._ops.store_kv(
+                values[:, None], gates[:, None], state.slot_of_token, state.counts, pages, null_page=null_page
+            )
+            self._ops.fold_rows(pages, state.table, *places, rows, tokens=row.tokens, overlaps=row.overlaps)
+
+    def state(self, layer: int) -> LayerPages:
+        """The pages of a layer's state. Raises BadTensor for a layer without one."""
+        if layer not in self.sides.folding:
+            named = ", ".join(map(str, self.sides.folding)) or "none"
+            raise BadTensor(f"layer {layer} has rows of one token and no state; the layers with one are {named}")
+        return self._pool.state(layer)
+
     def select(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
         problem, indexer = self._indexer(layer)
         kind = self._kind_of_layer[layer]
@@ -266,7 +291,7 @@ class Layers:
 
     def attend_selected(self, step: DeviceStep, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         kind = self._kind_of(layer)
-        selection, tensors, selected = self._selections[kind], self._read_by(step, kind), step.selected[kind]
+        selection, tensors, (places, selected) = self._selections[kind], self._read_by(step, kind), step.attended[kind]
         assert selected is not None
         assert selection.sparse is not None
         self._check_rows(selection.problem, tensors.slot_of_token.shape[0], q, out, lse)
@@ -274,7 +299,7 @@ class Layers:
             name = selection.sparse.entries[0]
             raise BadTensor(f"{name} returns no lse; build the runtime of problems with wants_lse=True")
         sinks, pages = self._head_weights.of(layer).sinks, self._pool.layer(layer)
-        args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
+        args = SelectedArgs(q, pages, tensors.table, places, selected, out, lse, sinks, step.workspace)
         with on_device(self._device):
             selection.sparse.selected.attend(args)
 
@@ -333,6 +358,15 @@ class Layers:
         self._check("q_out", q_out, (num_tokens, problem.num_q_heads, dim), problem.dtype)
         if work.q_norm is not None and work.q_norm.dim != dim:
             raise BadTensor(f"q_norm has {work.q_norm.dim} weights; rows of q have {dim} elements")
+
+    def _require_rows_of_one(self, layer: int) -> None:
+        """Raises BadTensor for a layer whose rows stand for several tokens: they have places of their own."""
+        tokens = self.problem(layer).row.tokens
+        if tokens > 1:
+            raise BadTensor(
+                f"a row of layer {layer} stands for {tokens} tokens, and rope turns by the places of tokens; turn what "
+                f"fold() gives by the place of its first token, positions // {tokens} * {tokens}, then call store()"
+            )
 
     def _check_gate(self, gate: Tensor, shape: tuple[int, int, int]) -> None:
         if not gate.is_floating_point():
@@ -531,6 +565,15 @@ class StepLayers(LayerCalls):
         self._stores.before_attend(self._part, layer)
         self._layers.attend_selected(self._step, layer, q, out, lse)
 
+    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        self._require_running()
+        self._layers.state(layer)
+        state = self._layers.sides.state(layer)
+        self._stores.before_store(self._part, state)
+        self._layers.fold(self._step, layer, values, gates, rows)
+        self._stores.after_store(self._part, state)
+
     def _index_of(self, layer: int) -> int:
-        """The index of a layer's index keys among all that a step stores, after the layers' K and V."""
-        return len(self._layers) + self._layers.selecting.place_of(layer)
+        """The number of a layer's index keys among all that a step stores. Raises BadTensor for a layer without any."""
+        self._layers.selecting.place_of(layer)
+        return self._layers.sides.index(layer)

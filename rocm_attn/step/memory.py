@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, NO_PARENT, Need, StepTensors, Unit
 from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, SparseTokens
 from rocm_attn.kernels.sparse.arguments import SelectedKeys as SelectedUnits
-from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.index_spaces import Space, space_of_states
 from rocm_attn.paging.storage import RowTable, SpaceTable
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
@@ -37,12 +38,36 @@ from rocm_attn.step.plan import StepPlan, keep_latest
 from rocm_attn.step.prepared import PreparedCalls
 
 
+class PoolPlaces(NamedTuple):
+    """The places of tokens among slots that stand for several tokens each.
+
+    tokens: of a slot
+    step:   the step in its space
+    slots:  int32 [T], the slot that the token is the last one of, or a dropped slot
+    rows:   int32 [T], the last whole slot of its sequence that it sees, -1 if there is none; empty if no layer has rows
+            of so many tokens
+    """
+
+    tokens: int
+    step: StepTensors
+    slots: Tensor
+    rows: Tensor
+
+
+class SelectedPlaces(NamedTuple):
+    """The places of tokens, and the selection, as attention over it reads them; None if a kind attends to all keys."""
+
+    places: SparseTokens
+    selected: SelectedUnits | None
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
 
     spaces:    the step in each space, in the table's order; tensors that belong to no space are the same in all of them
-    of_kind:   per kind of layer, the step in its space: its layers write to its slots and read through its table
+    of_kind:   per kind of layer, the step in its space: its layers write to its slots and read through its table. If
+               their rows stand for several tokens, slots and places are those of rows
     windows:   a mask is placed in each of these, by its window_left. There is one if masked layers have one window or
                none; otherwise they differ in window_start alone
     schedules: int32, per kind of layer; kinds with equal schedules share one
@@ -50,7 +75,10 @@ class DeviceStep:
     queries:   the sequences that attend, which are the same in every space
     places:    the places of the tokens, the same in every space, for attention over a selection
     selected:  per kind of layer, the place of its selection; None if it attends to all keys
+    attended:  per kind of layer, places and selection as its kernel reads them: in its rows
     index_slots: per kind of layer, int32 [T], the slots of its index keys; if it has none, those of tokens
+    pools:     places that are derived from those of tokens, for each space and number of tokens that a slot stands for
+    of_state:  the step in the space of the layers' states
     parents:   of a draft step, int32 [S, K * steps]: for each draft of the round the number of its parent among them,
                or NO_PARENT; draft step * K + branch is a draft's number. Empty if there are no branches
     prepared:  the layers' calls that were made in these views
@@ -64,7 +92,10 @@ class DeviceStep:
     queries: Queries
     places: SparseTokens
     selected: tuple[SelectedUnits | None, ...]
+    attended: tuple[SelectedPlaces, ...]
     index_slots: tuple[Tensor, ...]
+    pools: tuple[PoolPlaces, ...]
+    of_state: StepTensors
     parents: Tensor
     prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, repr=False, compare=False)
 
@@ -170,29 +201,54 @@ class StepMemory:
 
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
         first, longest = next(iter(spaces.values())), (plan.bounds.max_q_len, plan.bounds.max_kv_len)
+        pools = {
+            (space, tokens): PoolPlaces(
+                tokens, spaces[space], view(_pool_slots_name(space, tokens)), view(_rows_name(space, tokens))
+            )
+            for space, tokens in self._pools
+            if tokens > 1
+        }
         windows = _windows_of(self._selections)
         of_window = {window: view(_window_name(window)) for window in windows if window != UNLIMITED_WINDOW}
-        of_kind = tuple(
+        of_kind = [
             replace(spaces[space], window_start=of_window[window]) if window in of_window else spaces[space]
             for space, window in zip(self._space_of_kind, windows, strict=True)
-        )
+        ]
+        places = SparseTokens(first.row_of_token, first.position_of_token, first.counts[1:2], *longest)
+        attended = []
+        for kind, (selection, indexing) in enumerate(
+            zip(self._selections, indexings_of(self._selections), strict=True)
+        ):
+            selected = None if indexing is None else self._selected(plan.shape, view, indexing, first)
+            tokens = selection.problem.row.tokens
+            if tokens > 1:
+                pool = pools[self._pools[kind]]
+                of_kind[kind] = replace(pool.step, slot_of_token=pool.slots, position_of_token=pool.rows)
+                in_rows = places._replace(position_of_token=pool.rows, max_kv_len=longest[1] // tokens)
+                # A chosen unit is a row here, and was a few tokens to the indexer.
+                attended.append(SelectedPlaces(in_rows, selected and selected._replace(unit_tokens=1)))
+            else:
+                attended.append(SelectedPlaces(places, selected))
         return DeviceStep(
             spaces=tuple(spaces.values()),
-            of_kind=of_kind,
+            of_kind=tuple(of_kind),
             windows=tuple((replace(first, window_start=at), window) for window, at in of_window.items())
             or ((first, ALL_KEYS),),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=view(WORKSPACE),
             queries=plan.bounds.queries(first),
-            places=SparseTokens(first.row_of_token, first.position_of_token, first.counts[1:2], *longest),
+            places=places,
+            attended=tuple(attended),
             selected=tuple(
                 None if indexing is None else self._selected(plan.shape, view, indexing, first)
                 for indexing in indexings_of(self._selections)
             ),
             index_slots=tuple(
-                view(_pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
+                pools[space, tokens].slots if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools
             ),
+            pools=tuple(pools.values()),
+            of_state=spaces.get(space_of_states(spaces), first),
             parents=view(_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
 
@@ -237,6 +293,9 @@ class StepMemory:
             specs.append(of_tokens(SELECTION_COUNTS, sets, of_round=True))
         pools = dict.fromkeys((space, tokens) for space, tokens in self._pools if tokens > 1)
         specs += [of_tokens(_pool_slots_name(*pool)) for pool in pools]
+        rows = (s.problem.row.tokens > 1 for s in self._selections)
+        of_rows = dict.fromkeys(pool for pool, is_row in zip(self._pools, rows, strict=True) if is_row)
+        specs += [of_tokens(_rows_name(*pool), pad=-1) for pool in of_rows]
         for kind, selection in enumerate(self._selections):
             words = partial(_schedule_words, selection)
             specs.append(BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0))
@@ -263,9 +322,12 @@ def _windows_of(selections: Sequence[Selection]) -> list[int]:
 
 
 def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
-    """Per kind of layer, its space and the tokens per index key; 1 if it has no index keys."""
-    indexers = [selection.problem.indexer for selection in kinds.selections]
-    tokens = [indexer.indexing.key_tokens if isinstance(indexer, Indexer) else 1 for indexer in indexers]
+    """Per kind of layer, its space and the tokens per row, or per index key; 1 if it has neither of several tokens."""
+    problems = [selection.problem for selection in kinds.selections]
+    tokens = [
+        max(each.row.tokens, each.indexer.indexing.key_tokens if isinstance(each.indexer, Indexer) else 1)
+        for each in problems
+    ]
     return tuple(zip(kinds.spaces, tokens, strict=True))
 
 
@@ -299,8 +361,13 @@ def _masked_tokens(shape: PaddedShape) -> int:
 
 
 def _pool_slots_name(space: Space, key_tokens: int) -> str:
-    """The name of the buffer with the slots of index keys that stand for key_tokens tokens each."""
+    """The name of the buffer with the slots of index keys and rows that stand for key_tokens tokens each."""
     return name_in(space, f"slot_of_pool_{key_tokens}")
+
+
+def _rows_name(space: Space, tokens: int) -> str:
+    """The name of the buffer with the last row of so many tokens that each token sees."""
+    return name_in(space, f"row_of_{tokens}_tokens")
 
 
 def _schedule_name(kind: int) -> str:

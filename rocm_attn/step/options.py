@@ -128,7 +128,9 @@ class RuntimeOptions:
         """The SWA space, if there is one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
-        window_left = max([0, *(problem.window_left for problem in problems)])
+        # A row of several tokens is folded from tokens before its last one.
+        reaches = [max(problem.window_left, problem.row.span - 1) for problem in problems]
+        window_left = max([0, *reaches])
         return (SpacePages(Space.SWA, self.swa_pages, "swa_pages", window_left, self.swa_kept, self.first_swa_page),)
 
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:

@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.plan import StepPlan
@@ -91,6 +92,23 @@ class LayerCalls(Protocol):
         gate: floating point, [T, q_heads] of any strides, or [T, q_heads, v_head_dim] of any strides but the last
         undo: rotates out by the negative angle of its token, for layers whose V is rotated with K (DeepSeek-V4)
         """
+
+    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        """Keeps values and gates of the step's new tokens, and makes rows of them, in a layer with rows of several.
+
+            rows[t, c] = sum over j:   softmax over j (gates[j, c]) * values[j, c]      t ends a row, else 0
+
+        j runs over the tokens of the row that t ends. If rows overlap, it also runs over as many tokens before them:
+        those give the first half of their columns, and the row's own tokens the second half. Tokens before the first of
+        a sequence have no weight. This is DeepSeek-V4's compressor without norm and rotation, which come before
+        store(), and before store_index().
+
+        values, gates: float32 [T, columns], columns = rows' columns, or twice as many if rows overlap; any strides but
+                       the last
+        rows:          float32 [T, head_dim + row.also], written; any strides but the last
+        Raises what store() raises.
+        """
+        raise BadTensor(f"layer {layer} has no state here")
 
     @abstractmethod
     def store_index(self, layer: int, k: Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.step.protocols import LayerCalls
@@ -112,6 +113,9 @@ class NeedleLayer:
         is_latent = problem.pool is PoolKind.LATENT
         self._v = self._k[..., : problem.v_head_dim] if is_latent else rows(problem.num_kv_heads, problem.v_head_dim)
         self._out = rows(problem.num_q_heads, problem.v_head_dim)
+        columns = problem.fold_columns * (1 + problem.row.overlaps)
+        self._values, self._gates = (rows(columns, dtype=torch.float32) for _ in range(2))
+        self._folded = rows(problem.fold_columns, dtype=torch.float32)
         self._index: list[IndexHaystack] = []
         if isinstance(problem.indexer, Indexer):
             indexer, self._source = problem.indexer, self
@@ -130,7 +134,7 @@ class NeedleLayer:
     def prepare(self, done: Sequence[int], q_len: Sequence[int]) -> None:
         """Sets the inputs of a step. done: tokens of each sequence before it; q_len: the new ones"""
         # Padding is NaN, so that any use of it shows.
-        for rows in (self._q, self._k, self._v, self._out):
+        for rows in (self._q, self._k, self._v, self._out, self._values, self._gates):
             rows.fill_(float("nan"))
         self._requested, self._pointed = [], []
         at = 0
@@ -140,6 +144,8 @@ class NeedleLayer:
             requested, haystack = self._ask(seq, there), self._haystacks[seq]
             self._q[here] = haystack.queries(requested, self.problem, self._sharpness)
             self._k[here] = haystack.k[there]
+            if self.problem.fold_columns:
+                self._scatter(seq, here, there)
             if self.problem.pool is not PoolKind.LATENT:
                 self._v[here] = haystack.v[there]
             self._requested.append(requested)
@@ -153,6 +159,21 @@ class NeedleLayer:
             self._index_k[here] = index.stored(there, indexer.indexing)
             self._index_q[here] = index.queries(pointed, self.problem, indexer)
 
+    def _scatter(self, seq: int, here: slice, there: slice) -> None:
+        """Sets values and gates of which fold() makes the needles of rows: one token of each row has all the weight."""
+        row, index = self.problem.row, self._index[seq] if self._index else None
+        needles = [self._haystacks[seq].k[:, 0], *([index.k] if index is not None and row.also else [])]
+        token = torch.arange(there.start, there.stop, device=self._k.device)
+        end = token // row.tokens * row.tokens + row.tokens - 1
+        has_weight = token % row.tokens == end // row.tokens % row.tokens
+        wanted = torch.cat([each[end.clamp(max=len(each) - 1)].float() for each in needles], 1)
+        wanted = pad(wanted, (0, self.problem.fold_columns - wanted.shape[1]))
+        # Any part of what has no weight would be noticed.
+        self._values[here], self._gates[here] = 1e3, -1e4
+        own = slice(-self.problem.fold_columns, None)
+        self._values[here, own] = torch.where(has_weight[:, None], wanted, 1e3)
+        self._gates[here, own] = torch.where(has_weight[:, None], 0.0, -1e4)
+
     def _ask(self, seq: int, there: slice) -> NeedleQueries:
         if isinstance(self.problem.indexer, AllKeys):
             return NeedleQueries.of(self.problem, there.start, there.stop, self._generator)
@@ -162,12 +183,19 @@ class NeedleLayer:
     def run(self, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
         """Stores, selects and attends. Returns the outputs, [num_tokens, q_heads, v_head_dim]. May be captured."""
         q, k, v, out = (rows[:num_tokens] for rows in (self._q, self._k, self._v, self._out))
+        index_k = self._index_k[:num_tokens] if isinstance(self.problem.indexer, Indexer) else None
+        if self.problem.fold_columns:
+            folded, dim = self._folded[:num_tokens], self.problem.head_dim
+            layers.fold(number, self._values[:num_tokens], self._gates[:num_tokens], folded)
+            k.copy_(folded[:, None, :dim])
+            if index_k is not None and self.problem.row.also:
+                index_k.copy_(folded[:, dim:])
         if isinstance(self.problem.indexer, AllKeys):
             layers.store_and_attend(number, q, k, v, out)
             return out
         layers.store(number, k, v)
-        if isinstance(self.problem.indexer, Indexer):
-            layers.store_index(number, self._index_k[:num_tokens])
+        if index_k is not None:
+            layers.store_index(number, index_k)
             layers.select(number, self._index_q[:num_tokens], self._index_weights[:num_tokens])
         layers.attend_selected(number, q, out)
         return out

@@ -194,18 +194,18 @@ class NeedleQueries:
         """Returns keys for tokens first .. end - 1 of a sequence, which one step stores and which attend to all keys.
 
         They are keys of _places in turn, and sometimes a hidden one: the last one before the token's window, or the
-        token after it; a visible one if neither exists.
+        token after it; a visible one if neither exists. A row of several tokens has the place of its last one.
         """
         token, turn = _turns(first, end, problem.num_q_heads, generator.device)
-        windowed = problem.window_left != UNLIMITED_WINDOW
-        lowest = (token - problem.window_left).clamp(min=0) if windowed else torch.zeros_like(token)
-        highest = token if problem.causal else torch.full_like(token, end - 1)
-        before, after = lowest - 1, token + 1
+        windowed, of_row = problem.window_left != UNLIMITED_WINDOW, problem.row.tokens
+        lowest = (token - problem.window_left).clamp(min=0) if windowed else torch.full_like(token, of_row - 1)
+        highest = (token + 1) // of_row * of_row - 1 if problem.causal else torch.full_like(token, end - 1)
+        before, after, sees_none = lowest - of_row, highest + of_row, highest < lowest
         is_hidden = (before >= 0) | (problem.causal & (after < end))
         is_hidden &= turn == _NUM_KINDS - 1
         hidden = torch.where(before >= 0, before, after)
-        places = _places(lowest, highest, turn, problem.page_size, generator)
-        return cls(torch.where(is_hidden, hidden, places), ~is_hidden)
+        places = _row_end(_places(lowest, highest.clamp(min=0), turn, problem.page_size, generator), problem)
+        return cls(torch.where(is_hidden, hidden, places.clamp(max=end - 1)), ~(is_hidden | sees_none))
 
     @classmethod
     def of_selection(cls, problem: Problem, pointed: Pointed, first: int, end: int) -> NeedleQueries:
@@ -218,11 +218,12 @@ class NeedleQueries:
         head = torch.arange(problem.num_q_heads, device=device)
         kv_head = head // problem.gqa_ratio
         of_set = kv_head if pointed.key.shape[1] > 1 else torch.zeros_like(kv_head)
-        key = pointed.key[:, of_set, head % pointed.key.shape[2]]
-        away = pointed.away[:, of_set]
-        queries_after = (turn == _NUM_KINDS - 1) & (token + 1 < end) & (token % 2 == 0)
+        key = _row_end(pointed.key[:, of_set, head % pointed.key.shape[2]], problem).clamp(max=end - 1)
+        away, of_row = pointed.away[:, of_set], problem.row.tokens
+        after = (token + 1) // of_row * of_row + of_row - 1
+        queries_after = (turn == _NUM_KINDS - 1) & (after < end) & (token % 2 == 0)
         queries_away = (turn == _NUM_KINDS - 1) & (away >= 0) & ~queries_after
-        key = torch.where(queries_after, token + 1, torch.where(queries_away, away, key))
+        key = torch.where(queries_after, after, torch.where(queries_away, away, key))
         sees_none = pointed.sees_none[:, None]
         return cls(key, ~(queries_after | queries_away | sees_none))
 
@@ -271,6 +272,12 @@ def _turns(first: int, end: int, columns: int, device: torch.device) -> tuple[Te
     token = torch.arange(first, end, device=device)[:, None].expand(-1, columns)
     turn = torch.arange(columns, device=device) + torch.arange(end - first, device=device)[:, None]
     return token, turn % _NUM_KINDS
+
+
+def _row_end(key: Tensor, problem: Problem) -> Tensor:
+    """Returns the places of the last tokens of the rows that keys lie in."""
+    tokens = problem.row.tokens
+    return key // tokens * tokens + tokens - 1
 
 
 def _places(lowest: Tensor, highest: Tensor, turn: Tensor, page_size: int, generator: torch.Generator) -> Tensor:

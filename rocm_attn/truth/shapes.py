@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.problem import (
+    UNLIMITED_WINDOW,
     EarlierSelection,
     Indexer,
     Indexing,
@@ -15,6 +16,7 @@ from rocm_attn.problem import (
     LastUnit,
     PoolKind,
     Problem,
+    Row,
     Scales,
 )
 
@@ -59,6 +61,17 @@ def _blocks(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
     return (Problem(64, 4, 128, dtype, _PAGE_SIZE, v_head_dim=128, scale=128**-0.5, indexer=indexer),)
 
 
+def _compressed(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
+    """DeepSeek-V4-Flash on one of eight ranks: a window of latents of 512; 512 rows of 4 tokens, which an indexer
+    chooses; and all rows of 128 tokens."""
+    window = Problem(8, 1, 512, dtype, _PAGE_SIZE, window_left=127, has_sinks=True, pool=PoolKind.LATENT)
+    rows = replace(window, window_left=UNLIMITED_WINDOW, has_sinks=False)
+    indexing = Indexing(128**-0.5, top=512, key_tokens=4, last_unit=LastUnit.LEFT_OUT)
+    indexer = Indexer(64, 128, indexing, encoding, _scales(encoding))
+    chosen = replace(rows, row=Row(4, overlaps=True, also=128), indexer=indexer)
+    return window, chosen, replace(rows, row=Row(128))
+
+
 def _scales(encoding: KVEncoding) -> Scales:
     """Returns the scales of index keys: one per key if they have eight bits, else none."""
     return Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.TOKEN
@@ -71,4 +84,5 @@ SHAPES: Mapping[str, Callable[[torch.dtype, KVEncoding], tuple[Problem, ...]]] =
     "tokens": _tokens,
     "pools": _pools,
     "blocks": _blocks,
+    "compressed": _compressed,
 }

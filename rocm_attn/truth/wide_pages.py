@@ -23,10 +23,10 @@ def wrapping_pages(problems: Sequence[Problem], pages: int) -> tuple[int, ...]:
     """Returns the pages, ascending, at which a 32-bit offset into some layer wraps, in bytes or elements."""
     found: set[int] = set()
     for problem in problems:
-        form = problem.page_format
-        for elements in {form.page_size * side for side in form.side_elements if side}:
-            for unit in {1, form.encoding.dtype.itemsize}:
-                found.update(reach // (elements * unit) for reach in _REACHES)
+        for form in filter(None, (problem.page_format, problem.state_format)):
+            for elements in {form.page_size * side for side in form.side_elements if side}:
+                for unit in {1, form.encoding.dtype.itemsize}:
+                    found.update(reach // (elements * unit) for reach in _REACHES)
     return tuple(sorted(page for page in found if page < pages))
 
 

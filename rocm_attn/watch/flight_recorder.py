@@ -23,7 +23,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Row, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
@@ -31,7 +31,7 @@ from rocm_attn.step.protocols import Flight
 from rocm_attn.watch.indexer_json import indexer_as_json, indexer_from_json
 
 NUM_STEPS = 64
-_FORMAT = 7
+_FORMAT = 8
 # Fields of a problem whose values are members of an enum.
 _NAMED = {"pool": PoolKind, "kv_encoding": KVEncoding, "kv_scales": Scales}
 
@@ -302,7 +302,9 @@ def problem_from_json(fields: Mapping[str, Any]) -> Problem:
     """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
     named = {name: getattr(kind, fields[name]) for name, kind in _NAMED.items()}
     indexer = indexer_from_json(fields["indexer"])
-    return Problem(**{**fields, **named, "dtype": getattr(torch, fields["dtype"]), "indexer": indexer})
+    return Problem(
+        **{**fields, **named, "dtype": getattr(torch, fields["dtype"]), "indexer": indexer, "row": Row(**fields["row"])}
+    )
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

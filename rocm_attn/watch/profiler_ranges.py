@@ -97,6 +97,11 @@ class RangedLayers(LayerCalls):
         with self._range(f"layer {layer}: finish"):
             self._layers.finish(layer, out, gate=gate, undo=undo)
 
+    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        """See `LayerCalls.fold`."""
+        with self._range(f"layer {layer}: fold"):
+            self._layers.fold(layer, values, gates, rows)
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """See `LayerCalls.store_index`."""
         with self._range(f"layer {layer}: store_index"):

@@ -80,6 +80,10 @@ class LayerTap(LayerCalls):
         """See `LayerCalls.finish`."""
         self._layers.finish(layer, out, gate=gate, undo=undo)
 
+    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        """See `LayerCalls.fold`."""
+        self._layers.fold(layer, values, gates, rows)
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """See `LayerCalls.store_index`."""
         self._layers.store_index(layer, k)
@@ -160,7 +164,9 @@ class SampledCheck(Generic[Outputs]):
         for path, rows in wrong_rows.items():
             what = f"rows {rows[:8]}{f' of {path}' if path else ''} of a step of {batch.num_seqs} sequences"
             self._note(f"{what} differ from the eager run's", "rows")
-        wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
+        # The reference attends to rows of single tokens.
+        is_compared = taken is not None and self._problems[layer].row.tokens == 1
+        wrong_seqs = self._wrong_seqs(batch, layer, *taken) if is_compared else []
         if wrong_seqs:
             self._runner.metrics.attention_differs += 1
             differs = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference"

@@ -97,10 +97,16 @@ def _rows(model: str) -> list[str]:
     numbers: dict[str, int] = {}
     for kinds in zip(*(each["layer_kinds"] for each in said), strict=True):
         what = _what(kinds[0]["problem"])
-        if kinds[0]["compressed_rows"]:
-            what += "; and compressed rows, **not served**"
-        steps = [_on_each([kind["kernels"].get(step, "none") for kind in kinds]) for step in ("decode", "extend")]
-        chosen = _on_each([", ".join(kind["over_a_selection"]) for kind in kinds])
+        for rows in kinds[0]["compressed_rows"]:
+            of = f"of {rows['tokens']} tokens" if rows["tokens"] > 1 else "of a token"
+            what += f"; and {rows['top'] or 'all'} rows {of}" + " among candidates, **not served**" * bool(
+                rows["candidates"]
+            )
+        steps = [
+            _on_each([", ".join(dict.fromkeys(_kernels(kind, step))) for kind in kinds])
+            for step in ("decode", "extend")
+        ]
+        chosen = _on_each([", ".join(_chosen(kind)) for kind in kinds])
         row = f"{what} | {' | '.join(steps)} | {chosen}"
         numbers[row] = numbers.get(row, 0) + len(kinds[0]["layers"])
     for kind in said[0]["recurrent_layers"]:
@@ -109,6 +115,14 @@ def _rows(model: str) -> list[str]:
         numbers[f"{kind['rule']}, {state}, {size} | **not served** | | "] = len(kind["layers"])
     name = f"{model} {' '.join(MODELS[model])}".strip()
     return [f"| {name} | {number} | {row} |" for row, number in numbers.items()]
+
+
+def _kernels(kind: dict[str, Any], step: str) -> list[str]:
+    return [each["kernels"].get(step, "none") for each in (kind, *kind["compressed_rows"])]
+
+
+def _chosen(kind: dict[str, Any]) -> list[str]:
+    return [name for each in (kind, *kind["compressed_rows"]) for name in each["over_a_selection"]]
 
 
 def _what(problem: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ _OURS = dict.fromkeys(ARCHS, ("triton.latent_decode", "triton.latent_extend"))
 PAGED_AND_RECURRENT: dict[str, tuple[list[tuple[int, dict[str, tuple[str, str]], bool]], tuple[int, int]]] = {
     "deepseek-v3.2": ([(61, _MLA, True)], (0, 0)),
     "deepseek-v4-flash": ([(2, _OURS, False), (21, _OURS, False), (20, _OURS, False)], (0, 0)),
-    "deepseek-v4.1-flash": ([(number, _OURS, False) for number in (2, 3, 15, 1, 15, 4)], (0, 0)),
+    "deepseek-v4.1-flash": ([(number, _OURS, False) for number in (2, 3, 15, 1, 3, 4, 12)], (0, 0)),
     "gemma-4": ([(25, _BATCH_942, False), (5, dict.fromkeys(ARCHS, _UNIFIED), False)], (0, 0)),
     "glm-5.3-flash": ([(11, _OURS, True)], (34, 4 * 8 * 128 * 128 + 6 * 24 * 128)),
     "gpt-oss-120b": ([(18, dict.fromkeys(ARCHS, _UNIFIED), False)] * 2, (0, 0)),
@@ -51,6 +51,14 @@ PAGED_AND_RECURRENT: dict[str, tuple[list[tuple[int, dict[str, tuple[str, str]],
     "qwen3.5-397b-a17b": ([(15, _BATCH_942, False)], (45, 4 * 8 * 128 * 128 + 6 * 12 * 128)),
     "qwen3.8-27b": ([(16, _BATCH_942, False)], (48, 4 * 48 * 128 * 128 + 6 * 80 * 128)),
     "qwen3.8-flash-next": ([(12, _BATCH_942, True)], (36, 4 * 48 * 128 * 128 + 6 * 80 * 128)),
+}
+
+
+_SPARSE = ["triton.selected", "triton.indexer"]
+# Model -> for each kind of layer with compressed rows: their tokens, their decode kernel, and those of a choice.
+COMPRESSED = {
+    "deepseek-v4-flash": [(4, "triton.rows", _SPARSE), (128, "triton.rows", [])],
+    "deepseek-v4.1-flash": [(2, "triton.rows", _SPARSE)] * 2 + [(1, "triton.latent_decode", _SPARSE)] * 4,
 }
 
 
@@ -73,13 +81,23 @@ def test_every_layer_with_pages_has_a_kernel_and_every_other_one_its_state(
     assert recurrent == ([(num_recurrent, num_bytes)] if num_recurrent else [])
     layers = [layer for kind in said["layer_kinds"] + said["recurrent_layers"] for layer in kind["layers"]]
     assert sorted(layers) == list(range(len(layers)))
-    compressed = sum(bool(kind["compressed_rows"]) for kind in said["layer_kinds"])
-    assert compressed == {"deepseek-v4-flash": 2, "deepseek-v4.1-flash": 5}.get(model, 0)
-    refusal = (
-        f"kernels serve the windows alone of {len(layers) - 2} layers (2-{len(layers) - 1}), whose compressed rows no "
-        "step reads, and all of 2 layers (0-1)"
+    rows = [
+        (each["tokens"], each["kernels"]["decode"], each["over_a_selection"])
+        for kind in said["layer_kinds"]
+        for each in kind["compressed_rows"]
+    ]
+    assert rows == COMPRESSED.get(model, [])
+    restricted = (
+        "kernels serve every layer, but 16 layers (24-39) only up to 16,384 tokens: no indexer chooses among the rows "
+        "that an earlier layer leaves"
     )
-    assert (code, refusal in complaint) == ((0, False) if not compressed else (1, True))
+    assert (code, restricted in complaint) == ((1, True) if model == "deepseek-v4.1-flash" else (0, False))
+    if rows:
+        assert said["served_by"] == "nothing"
+        assert (
+            restricted in said["not_served_by_serve"]
+            or "keep no state of compressed rows" in said["not_served_by_serve"]
+        )
 
 
 def test_no_golden_file_is_left_over() -> None:
@@ -189,18 +207,25 @@ def test_the_table_of_models_is_current() -> None:
     assert PAGE.read_text() == page_with_table(), "python -m tests.amd.aiter.explained writes it anew"
 
 
-def test_a_plan_says_the_bytes_of_states_and_refuses_what_no_step_attends_to(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_says_the_bytes_of_states(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8")
     states = 48 * (4 * 48 * 128 * 128 + 6 * 80 * 128)
     assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_bytes_per_request"] == states
     assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan]) == 0
     assert f"states take {states / 2**20:.1f} MiB a request too; rocm_attn keeps none" in capsys.readouterr().out
-    assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan]) == 1
-    complaint = capsys.readouterr().err
-    assert "layer 2 attends to a window and to 512 rows of 512 elements for 4 tokens each, chosen by" in complaint
+
+
+def test_a_plan_counts_windows_rows_and_states_of_deepseek_v4(capsys: pytest.CaptureFixture[str]) -> None:
+    """43 windows; 21 layers with 32 rows and index keys in a page of 128 tokens, 20 with one row; float32 states."""
+    plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8", "--tp", "8", "--swa-pages", "40")
+    assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan, "--page-size", "128", "--json"]) == 0
+    parts = {part["name"]: part["bytes"] for part in json.loads(capsys.readouterr().out)["parts"]}
+    assert parts["KV pool"] == 257 * (21 * 32 * (512 + 128) * 2 + 20 * 512 * 2)
+    state = 21 * 2 * 2 * (512 + 128) * 4 + 20 * 2 * 512 * 4
+    assert parts["SWA KV pool"] == 40 * 128 * (43 * 512 * 2 + state)
+    assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan, "--page-size", "16"]) == 2
+    assert "rows of 128 tokens in pages of 16; the page size must be a multiple" in capsys.readouterr().err
 
 
 # What the runner reads of a config.json beside its attention.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
@@ -59,6 +60,32 @@ def tails(memory: Memory) -> None:
     assert_same(memory, zero_tails, twin, inputs, coded)
     inputs[2] = ints([5, 6, 4, 9])
     assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, vectorised_pages(7))
+
+
+def folds(memory: Memory) -> None:
+    """Checks rows of 4 tokens that overlap, and of 3: the first row, one over two pages, a token that ends none, a pad.
+
+    The columns are no whole block, and the places no whole number of those that are loaded at once.
+    """
+    table, row_of_token = ints([1, 2, 3, 4]).view(2, 2), ints([0, 1, 0, 0])
+    for tokens, overlaps, positions in ((4, True, [3, 7, 4, 3]), (3, False, [2, 5, 3, 2])):
+        columns = 150
+        pages = [gapped(5, 4, 1, columns * (1 + overlaps)) for _ in range(2)]
+        inputs = [*pages, table, row_of_token, ints(positions), ints([2, 3, 0, 0])]
+        rows = [gapped(4, columns)]
+        options = {"tokens": tokens, "overlaps": overlaps}
+        assert_same(memory, of_state(launch_fold_rows), of_state(cache_twins.fold_rows), inputs, rows, **options)
+
+
+def of_state(fold: Callable[..., None]) -> Callable[..., None]:
+    """A fold as a function of the state's tensors, with rows that are compared where rounding differs."""
+
+    def of_tensors(values: Tensor, gates: Tensor, *rest: Tensor, tokens: int, overlaps: bool) -> None:
+        fold(LayerPages.plain(values, gates), *rest, tokens=tokens, overlaps=overlaps)
+        # The kernel and its twin add up in other orders.
+        rest[-1].copy_((rest[-1] * 1024).round())
+
+    return of_tensors
 
 
 def vectorised_pages(num_pages: int) -> list[Tensor]:

@@ -49,6 +49,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/segment_merge.py": attention_checks.segments,
     "attention/segments.py": attention_checks.segments_left_in_memory,
     "cache/codes.py": cache_checks.store,
+    "cache/fold_rows.py": cache_checks.folds,
     "cache/move_rows.py": cache_checks.moves,
     "cache/rope.py": rope_checks.rope_store,
     "cache/rope_store.py": rope_checks.rope_store,

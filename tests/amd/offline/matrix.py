@@ -341,6 +341,7 @@ def launch_rest(row: Row) -> None:
     if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
         _launch_vectorised(row)
     _launch_record_stores(row)
+    _launch_fold_rows(row)
     if row.is_large:
         return
     _launch_step(runtime, _batch(rows[:1], [1]))
@@ -510,6 +511,18 @@ def _launch_record_stores(row: Row) -> None:
         ops.store_kv(k, k[..., :512], of_token, counts, records, null_page=True)
         given = Projected(q, k, k[..., :512], q)
         ops.rope_store(given, TokenPlaces(of_token, of_token, counts), work, records, null_page=True)
+
+
+def _launch_fold_rows(row: Row) -> None:
+    """Launches what makes DeepSeek-V4's rows of 4 tokens, with their index keys, and of 128."""
+    for tokens, columns in ((4, 512 + 128), (128, 512)):
+        width = columns * (1 + (tokens == 4))
+        num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // (128 * width * 4) + 1
+        state = LayerPages.plain(*(torch.empty(num_pages, 128, 1, width) for _ in range(2)))
+        of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
+        table, rows = torch.empty(16, 64, dtype=torch.int32), torch.empty(16, columns)
+        at = table, of_token, of_token, counts
+        TRITON.ops().fold_rows(state, *at, rows, tokens=tokens, overlaps=tokens == 4)
 
 
 def _launch_experts(row: Row) -> None:

@@ -15,7 +15,7 @@ from rocm_attn.kernels.sparse.arguments import LastUnit
 from rocm_attn.models.families import attention_geometry
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.recurrent import Recurrence
-from rocm_attn.problem import AllKeys, EarlierSelection, Indexer
+from rocm_attn.problem import ALL_KEYS, AllKeys, EarlierSelection, Indexer, Indexing, Row
 
 CONFIGS = Path(__file__).parents[1] / "aiter" / "configs"
 
@@ -177,8 +177,19 @@ def test_compressed_rows_are_those_that_transformers_makes() -> None:
             assert (rows.top, rows.index_heads) == ((indexer.index_topk, indexer.num_heads) if indexer else (0, 0))
             if indexer:
                 assert kept.compressed_kv["indexer"].shape[2] == rows.index_dim
-    with pytest.raises(Unsupported, match="layer 1 attends to a window and to 2 rows of 16 elements for 4 tokens each"):
-        geometry.problems(dtype=torch.bfloat16, page_size=16)
+            maker = block.self_attn.compressor
+            assert (rows.overlaps, rows.folds_index) == ((maker.kv_proj.out_features == 32), indexer is not None)
+            if indexer:
+                assert indexer.kv_proj.out_features == 2 * rows.index_dim
+    *windows, chosen, every = geometry.problems(dtype=torch.bfloat16, page_size=16)
+    assert [each.wants_lse for each in windows] == [False, True, True]
+    assert (geometry.rows_of(1), geometry.rows_of(2)) == (3, 4)
+    assert (chosen.row, every.row) == (Row(4, overlaps=True, also=12), Row(8))
+    assert isinstance(chosen.indexer, Indexer)
+    assert chosen.indexer.indexing == Indexing(12**-0.5, 2, key_tokens=4, last_unit=LastUnit.LEFT_OUT)
+    assert every.indexer == ALL_KEYS
+    with pytest.raises(Unsupported, match="layer 0 attends to no compressed rows"):
+        geometry.rows_of(0)
 
 
 def test_layers_of_deepseek_v4_1_share_rows_and_choices() -> None:
@@ -188,6 +199,12 @@ def test_layers_of_deepseek_v4_1_share_rows_and_choices() -> None:
     assert [number for number in rows if rows[number].own_choice] == [2, 8, 14, 20, 24, 28, 32, 36]
     assert [rows[number].tokens for number in rows] == [2] * 18 + [1] * 20
     assert {each.top for each in rows.values()} == {512}
+    assert {number for number in rows if rows[number].candidates} == set(range(24, 40))
+    assert {each.candidates for each in rows.values()} == {0, 2048 * 8}
+    assert not any(each.overlaps or each.folds_index for each in rows.values())
+    problems = geometry.problems(dtype=torch.bfloat16, page_size=16)
+    assert [each.row for each in problems[40:]] == [Row(2)] * 3 + [Row()]
+    assert [geometry.rows_of(number) for number in (2, 7, 8, 19, 20, 39)] == [40, 40, 41, 42, 43, 43]
 
 
 def test_gemma_4_gives_single_layers_the_sizes_that_transformers_gives_them() -> None:

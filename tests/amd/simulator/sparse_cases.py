@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
@@ -25,8 +26,10 @@ from rocm_attn.kernels.sparse.cuts import select_words, selected_cut, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
+from rocm_attn.problem import Row
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 from rocm_lab.simulator.launcher import Simulation, simulated
+from tests.amd.kernels.fold_cases import assert_folded, folded_by
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
     SelectedCase,
@@ -46,6 +49,7 @@ BLOCKS = replace(TOKENS, indexing=Indexing(0.25, 3, sets=4, rectified=False, uni
 POOLS = replace(TOKENS, indexing=Indexing(0.25, 3, key_tokens=4, last_unit=LastUnit.ADDED), scales=Scales.TOKEN)
 LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16, sinks=True)
 RECORDS = SelectedCase(STEP, (16, 1), (304, 256), latent=True, width=40, dtype=BF16, scales=Scales.GROUP, sinks=True)
+ROWS = SelectedCase(STEP, (16, 1), (64, 64), latent=True, width=70, dense=True, dtype=BF16)
 SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dtype=BF16)
 
 
@@ -156,6 +160,25 @@ def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Sim
     return simulation
 
 
+def run_rows(arch: str) -> Simulation:
+    """Runs folds of rows of 4 tokens that overlap, and of 3, then attention to all rows that tokens see."""
+    dense = build_selected(ROWS, CPU)
+    given = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
+    tiles = selected_tiles(arch, gqa_ratio=16, head_dim=64, v_head_dim=64, dtype=BF16, is_coded=False)
+    cut = selected_cut(len(given.q), given.selection.width, heads=given.heads, tiles=tiles, programs=60)
+    workspace = torch.full((cut.words(len(given.q), 64),), float("nan"))
+    with simulated(arch) as simulation:
+        folds = [
+            folded_by(launch_fold_rows, row, 150, [4, 9, 12, 3], [4, 3, 8, 1], page_size, CPU)
+            for row, page_size in ((Row(4, overlaps=True), 8), (Row(3), 6))
+        ]
+        launch_selected_attention(given._replace(workspace=workspace), scale=dense.scale, tiles=tiles, programs=60)
+    for found, wanted in folds:
+        assert_folded(found, wanted)
+    dense.assert_served()
+    return simulation
+
+
 def sparse_cases(arch: str) -> list[KernelCase]:
     """Every kernel of sparse attention, over codes and above 4 GiB."""
     runs = {
@@ -163,6 +186,7 @@ def sparse_cases(arch: str) -> list[KernelCase]:
         "long_lines": partial(run_long_lines, arch),
         "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
         "records": partial(run_records, arch, own_encoding(arch)),
+        "rows": partial(run_rows, arch),
         "tokens-above": partial(run_select, arch, TOKENS, is_coded=False, is_large=True),
         "latent-above": partial(run_attention, arch, LATENT, is_coded=False, is_large=True),
         "split": partial(run_attention, arch, SPLIT, is_coded=False),

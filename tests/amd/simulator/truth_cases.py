@@ -15,9 +15,9 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding
-from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Row, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -69,6 +69,15 @@ def records(codes: KVEncoding) -> list[Problem]:
     (latents,) = tokens(codes)
     layer = replace(latents, head_dim=144, v_head_dim=128, scale=144**-0.5, kv_scales=Scales.GROUP)
     return [layer, replace(layer, indexer=ALL_KEYS)]
+
+
+def rows(codes: KVEncoding) -> list[Problem]:
+    """A window, rows of 4 tokens that overlap, of which an indexer chooses three by keys in codes, and rows of 8."""
+    indexing = Indexing(0.125, top=3, key_tokens=4, last_unit=LastUnit.LEFT_OUT)
+    window = Problem(2, 1, 64, BF16, 16, window_left=9, has_sinks=True, pool=PoolKind.LATENT)
+    all_rows = replace(window, window_left=-1, has_sinks=False, row=Row(8))
+    indexer = Indexer(2, 128, indexing, codes, Scales.TOKEN)
+    return [window, replace(all_rows, row=Row(4, overlaps=True, also=128), indexer=indexer), all_rows]
 
 
 def blocks(codes: KVEncoding) -> list[Problem]:
@@ -141,6 +150,7 @@ def truth_cases(arch: str) -> list[KernelCase]:
 def more_truth_cases(arch: str) -> list[KernelCase]:
     """Every kind of layer, longer; codes that are taken for the other arch's."""
     kinds = {"windowed": windowed, "tokens": tokens, "records": records, "blocks": blocks, "dense": dense}
+    kinds["rows"] = rows
     runs = {f"truth-longer_{name}": partial(run_truth, arch, Run(layers, LONGER)) for name, layers in kinds.items()}
     lie = Run(windowed, replace(PLAN, graphs=False), in_other_codes)
     runs["truth-other_codes"] = partial(run_lie, arch, lie)

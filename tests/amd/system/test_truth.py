@@ -24,12 +24,14 @@ from rocm_attn.problem import (
     KVEncoding,
     PoolKind,
     Problem,
+    Row,
     Scales,
 )
 from rocm_attn.providers.contract import LayerKernel, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.core import OpsChange
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
@@ -43,6 +45,7 @@ TOKENS = Indexing(0.125, top=12)
 BLOCKS = Indexing(0.125, top=4, unit_keys=16, first=1, last=1)
 POOLS = Indexing(0.125, top=6, key_tokens=4, last_unit=LastUnit.ADDED)
 MEANS = Indexing(0.125, top=3, sets=2, unit_keys=16, pooling=Pooling.MEAN, last_unit=LastUnit.LEFT_OUT)
+ROWS = Indexing(0.125, top=6, key_tokens=4, last_unit=LastUnit.LEFT_OUT)
 DENSE = Problem(4, 2, 64, torch.float32, 16, v_head_dim=64, scale=64**-0.5)
 LATENT = Problem(4, 1, 96, torch.float32, 16, v_head_dim=64, scale=96**-0.5, pool=PoolKind.LATENT)
 WINDOW = replace(DENSE, window_left=40, has_sinks=True)
@@ -54,6 +57,13 @@ def selecting(indexing: Indexing, problem: Problem = DENSE) -> list[Problem]:
         replace(problem, indexer=Indexer(4, 128, indexing)),
         replace(problem, indexer=EarlierSelection(indexing)),
     ]
+
+
+def rows() -> list[Problem]:
+    """Returns rows of 4 tokens that an indexer chooses from, a layer that shares its choice, and all rows of 8."""
+    chosen = replace(LATENT, row=Row(4, overlaps=True, also=128), indexer=Indexer(4, 128, ROWS))
+    shared = replace(chosen, row=Row(4, overlaps=True), indexer=EarlierSelection(ROWS))
+    return [chosen, shared, replace(LATENT, row=Row(8))]
 
 
 def kept_in(encoding: KVEncoding, scales: Scales, problem: Problem) -> Problem:
@@ -86,6 +96,7 @@ LAYERS = {
     "blocks": selecting(BLOCKS),
     "pools over latents": selecting(POOLS, LATENT),
     "means": selecting(MEANS),
+    "rows": rows(),
 }
 
 
@@ -97,6 +108,28 @@ def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == report.steps
     assert all(tally.hidden > 0 for of_layer in report.tallies for tally in of_layer)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda ops: replace(
+            ops, fold_rows=lambda pages, table, *at, **row: ops.fold_rows(pages, table * 0, *at, **row)
+        ),
+        lambda ops: replace(
+            ops,
+            fold_rows=lambda pages, table, row_of_token, place, *to, **row: ops.fold_rows(
+                pages, table, row_of_token, (place - row["tokens"]).clamp(min=0), *to, **row
+            ),
+        ),
+    ],
+    ids=["pages", "places"],
+)
+def test_rows_that_are_folded_of_other_tokens_are_missed(fault: OpsChange, device: torch.device) -> None:
+    """The state is read in page 0, or the row before is folded again."""
+    guards = with_launches(lambda selection: selection, fault)
+    assert not truth([rows()[2]], device, replace(SHORT, graphs=False), guards).passed
 
 
 @pytest.mark.fast

@@ -1,0 +1,71 @@
+"""Folds of sequences with known values and gates: rows by a launch, and by the formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.problem import Row
+from tests.amd.tolerances import BOUNDS
+from tests.amd.worlds.compressed import folded
+
+Fold = Callable[..., None]
+NAN = float("nan")
+
+
+def int32(values: object, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def folded_by(
+    fold: Fold, row: Row, columns: int, kv_len: list[int], q_len: list[int], page_size: int, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each sequence, its rows by the launch, with NaN in unused places, and its rows by the formula."""
+    generator, width = torch.Generator().manual_seed(0), columns * (1 + row.overlaps)
+    widest = -(-max(kv_len) // page_size)
+    num_pages = 1 + len(kv_len) * widest
+    pages = [torch.full((num_pages, page_size, 1, width), NAN) for _ in range(2)]
+    table = torch.randperm(num_pages - 1, generator=generator).int().view(len(kv_len), widest) + 1
+    rows_of, positions, sides = [], [], []
+    for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
+        values, gates = (torch.randn(length, width, generator=generator) * size for size in (1.0, 3.0))
+        for token in range(length):
+            page = int(table[seq, token // page_size])
+            for side, given in zip(pages, (values, gates), strict=True):
+                side[page, token % page_size, 0] = given[token]
+        rows_of += [seq] * new
+        positions += range(length - new, length)
+        sides.append((values, gates))
+    num_tokens, pads = len(positions), 3
+    out = torch.full((num_tokens + pads, columns + 5), NAN, device=device)[:, :columns]
+    fold(
+        LayerPages.plain(*(side.to(device) for side in pages)),
+        table.to(device),
+        int32(rows_of + [0] * pads, device),
+        int32(positions + [row.tokens - 1] * pads, device),
+        int32([len(kv_len), num_tokens, 0, 0], device),
+        out,
+        tokens=row.tokens,
+        overlaps=row.overlaps,
+    )
+    assert not out[num_tokens:].any(), "a pad got a row"
+    found, wanted, first = [], [], 0
+    for (values, gates), length, new in zip(sides, kv_len, q_len, strict=True):
+        mine = out[first : first + new].cpu()
+        ends = [at for at in range(new) if (length - new + at + 1) % row.tokens == 0]
+        assert not mine[[at for at in range(new) if at not in ends]].any(), "a token that ends no row got one"
+        found.append(mine[ends])
+        rows = folded(values, gates, row)
+        wanted.append(torch.stack(rows[len(rows) - len(ends) :]) if ends else torch.zeros(0, columns).double())
+        first += new
+    return found, wanted
+
+
+def assert_folded(found: list[Tensor], wanted: list[Tensor]) -> None:
+    """Checks the rows of every sequence."""
+    bound = BOUNDS[torch.float32]
+    for mine, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), want, atol=bound.atol, rtol=bound.rtol)

@@ -1,0 +1,51 @@
+"""Rows that several tokens' values and gates are folded into: the kernel and its twin equal the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.refs.cache import fold_rows
+from rocm_attn.problem import Row
+from tests.amd.kernels.fold_cases import Fold, assert_folded, folded_by, int32
+
+both = pytest.mark.parametrize("fold", [launch_fold_rows, fold_rows], ids=["kernel", "twin"])
+
+
+@pytest.mark.fast
+@both
+@pytest.mark.parametrize(
+    ("row", "columns", "page_size"),
+    [
+        (Row(4, overlaps=True), 24, 8),
+        (Row(2), 130, 4),
+        (Row(128), 16, 128),
+        (Row(3, overlaps=True), 8, 6),
+        (Row(16), 8, 32),
+    ],
+    ids=str,
+)
+def test_a_row_is_the_mean_of_its_tokens_by_the_softmax_of_their_gates(
+    fold: Fold, row: Row, columns: int, page_size: int, kernel_device: torch.device
+) -> None:
+    """The first row of a sequence, rows over two pages, several rows of a step, and none."""
+    tokens = row.tokens
+    kv_len = [tokens, 2 * tokens + 1, 3 * tokens, tokens - 1, 3 * tokens]
+    found, wanted = folded_by(fold, row, columns, kv_len, [tokens, 3, 2 * tokens, 1, 1], page_size, kernel_device)
+    assert [len(rows) for rows in found] == [1, 1 if tokens > 1 else 3, 2, 0, 1]
+    assert_folded(found, wanted)
+
+
+@pytest.mark.fast
+@both
+def test_gates_of_any_size_give_numbers(fold: Fold, kernel_device: torch.device) -> None:
+    """One gate takes all of the weight: the row is that token's values, bit for bit."""
+    values, gates = torch.randn(2, 4, 1, 8), torch.full((2, 4, 1, 8), -1e30)
+    gates[1, 2] = 2e38
+    rows = torch.empty(1, 8, device=kernel_device)
+    at = (int32([[1]], kernel_device), int32([0], kernel_device), int32([3], kernel_device))
+    pages = LayerPages.plain(values.to(kernel_device), gates.to(kernel_device))
+    fold(pages, *at, int32([1, 1, 0, 0], kernel_device), rows, tokens=4, overlaps=False)
+    assert torch.equal(rows.cpu()[0], values[1, 2, 0])

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from tests.amd.docs.commands import SHELL, commands_of, lines, scratch, script
+from tests.amd.docs.commands import SHELL, lines, scratch, script
 from tests.amd.docs.pages import Block, blocks
 from tests.amd.house.source_tree import ROOT
 
@@ -63,7 +63,7 @@ class Shell:
         """Types a line, which may go over several. Returns its exit code and its output, errors included."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
-        self._bash.stdin.write(f"{{ {line}\n}} </dev/null; echo; echo '{_END}' $?\n")
+        self._bash.stdin.write(f"{{ {line}\n}} </dev/null; code=$?; echo; echo '{_END}' $code\n")
         self._bash.stdin.flush()
         said = ""
         for read in self._bash.stdout:
@@ -138,8 +138,7 @@ def _steps(block: Block) -> Iterator[tuple[str, str]]:
         yield "typed", f"python - <<'END_OF_BLOCK'\n{block.text}\nEND_OF_BLOCK"
     elif block.language in SHELL:
         for line in lines(script(block)):
-            found = commands_of(line)
-            if not found:
+            if not line.strip() or line.lstrip().startswith("#"):
                 continue
             if block.serves:
                 yield "serves", line

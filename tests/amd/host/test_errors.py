@@ -12,17 +12,17 @@ from rocm_attn.errors import CapacityExceeded, FitsLater, NeverFits, OutOfPages,
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from tests.amd.house.source_tree import HOUSES, ROOT
+from tests.amd.house.source_tree import sources
 
 
-def raised_names(source: str) -> set[str]:
+def raised_names(tree: ast.Module) -> set[str]:
     """Returns names of the errors that a module raises by calling them."""
-    raised = (node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
+    raised = (node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise))
     return {call.func.id for call in raised if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
 
 
 def test_every_error_of_capacity_says_whether_it_may_fit_later() -> None:
-    raised = {path: raised_names(path.read_text()) for house in HOUSES for path in (ROOT / house).rglob("*.py")}
+    raised = {source.path: raised_names(source.tree) for source in sources()}
     assert {path.name for path, names in raised.items() if "CapacityExceeded" in names} == set()
     every = set[str]().union(*raised.values())
     assert {"OutOfPages", "OutOfRows", "NeverFits"} <= every

@@ -146,7 +146,7 @@ MODELS = {
 }
 
 
-@pytest.mark.fast(14, interpreted=0)
+@pytest.mark.fast(6, interpreted=0)
 @pytest.mark.parametrize("kv_len", [19, 1, 24])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(

@@ -150,6 +150,7 @@ def test_a_refusal_keeps_nothing_of_the_tokens() -> None:
 THOUGHT = {"role": "assistant", "content": "w1", "reasoning_content": " " * LONG}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("path", "long"),
     [

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.amd.aiter.checks import (
     HALF,
@@ -53,48 +52,18 @@ def paged_attention_ragged(call: Mapping[str, Any]) -> None:
         workspace.is_contiguous() and workspace.nbytes >= needed, f"workspace of {workspace.nbytes} < {needed} bytes"
     )
     require(workspace.data_ptr() % 16 == 0, "workspace is not aligned")
-    run(
-        _run_ragged,
-        call["out"],
-        workspace,
-        q,
-        k_cache,
-        call["value_cache"],
-        call["kv_indptr"],
-        call["kv_page_indices"],
-        call["kv_last_page_lens"],
-        call["k_scale"],
-        call["v_scale"],
-        call["alibi_slopes"],
-        scale=call["scale"],
-        soft_cap=call["logits_soft_cap"],
-        max_keys=call["max_num_partitions"] * 256,
-    )
+    run(_run_ragged, call)
 
 
-def _run_ragged(
-    out: Tensor,
-    workspace: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_indptr: Tensor,
-    page_list: Tensor,
-    last_page_len: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    alibi_slopes: Tensor | None,
-    *,
-    scale: float,
-    soft_cap: float,
-    max_keys: int,
-) -> None:
+def _run_ragged(call: Mapping[str, Any]) -> None:
+    q, k_cache, v_cache, out = call["query"], call["key_cache"], call["value_cache"], call["out"]
+    page_list, alibi_slopes, max_keys = call["kv_page_indices"], call["alibi_slopes"], call["max_num_partitions"] * 256
     block = k_cache.shape[1]
-    require(k_scale.item() == 1 and v_scale.item() == 1, "scales of an unquantised cache are 1")
-    workspace.view(torch.uint8).fill_(0xFF)
-    for row, (first, end) in enumerate(spans(kv_indptr, len(page_list), "kv_indptr")):
+    require(call["k_scale"].item() == 1 and call["v_scale"].item() == 1, "scales of an unquantised cache are 1")
+    call["workspace_buffer"].view(torch.uint8).fill_(0xFF)
+    for row, (first, end) in enumerate(spans(call["kv_indptr"], len(page_list), "kv_indptr")):
         require(end > first, f"sequence {row} has no page: a division by zero")
-        last = int(last_page_len[row].item())
+        last = int(call["kv_last_page_lens"][row].item())
         require(1 <= last <= block, f"last page of sequence {row} holds {last} of {block} tokens")
         kv_len = (end - first - 1) * block + last
         require(kv_len <= max_keys, f"{kv_len} keys, of which all past {max_keys} would be ignored in silence")
@@ -103,6 +72,6 @@ def _run_ragged(
         before = distances(1, kv_len)
         # The bias comes before the cap.
         bias = None if alibi_slopes is None else -alibi_slopes.double()[:, None, None] * before
-        scores = Scores(scale, before >= 0, soft_cap, bias, caps_bias=True)
+        scores = Scores(call["scale"], before >= 0, call["logits_soft_cap"], bias, caps_bias=True)
         result, _ = attend(q[row : row + 1], k[:kv_len], v[:kv_len], scores)
         out[row] = (result[0] + times_zero(v[kv_len:])).to(out.dtype)

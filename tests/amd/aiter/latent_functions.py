@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.amd.aiter.checks import (
     EIGHT_BITS,
@@ -46,7 +45,7 @@ def _require_latent(call: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
 
 
 def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
-    q, kv, splits = call["q"], call["kv_buffer"], call["num_kv_splits"]
+    q, splits = call["q"], call["num_kv_splits"]
     is_eight_bit = q.dtype == eight_bits
     # mla_a8w8_qh16_qseqlen1_gqaratio16_ps.co of gfx950 has v_mul_hi_u32 for each v_mul_lo_u32 since v0.1.19.post1.
     is_wide = (
@@ -77,46 +76,27 @@ def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str,
     # Its kernel of 16 heads and 4 tokens, in every release. 2 and 3 tokens take it too, but their only split is written
     # in bfloat16 to memory of float32; 8 have another one, which is wrong on gfx942 (aiter#5679).
     require(each == 1 or (each == 4 and q.shape[1] == 16), f"not tried: {each} tokens of {q.shape[1]} heads")
-    run(
-        _run_latent,
-        q,
-        kv,
-        call["o"],
-        call["qo_indptr"],
-        call["kv_indptr"],
-        call["kv_indices"],
-        call["kv_last_page_lens"],
-        call["num_kv_splits_indptr"],
-        scale=call["sm_scale"],
-        splits=splits,
-        each=each,
-    )
+    run(_run_latent, call)
 
 
-def _run_latent(
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    last_page_len: Tensor,
-    splits_indptr: Tensor,
-    *,
-    scale: float,
-    splits: int,
-    each: int,
-) -> None:
+def _run_latent(call: Mapping[str, Any]) -> None:
+    q, kv, out, kv_indices = call["q"], call["kv_buffer"], call["o"], call["kv_indices"]
+    splits, each = call["num_kv_splits"], call["max_seqlen_q"]
     num_seqs = len(q) // each
-    require(splits_indptr.tolist() == [i * splits for i in range(num_seqs + 1)], "the splits' indptr says otherwise")
-    require(qo_indptr.tolist() == [i * each for i in range(num_seqs + 1)], f"a sequence has not {each} new tokens")
-    require(bool((last_page_len == 1).all()), "a page holds one token")
-    for seq, (first, end) in enumerate(spans(kv_indptr, len(kv_indices), "kv_indptr")):
+    require(
+        call["num_kv_splits_indptr"].tolist() == [i * splits for i in range(num_seqs + 1)],
+        "the splits' indptr says otherwise",
+    )
+    require(
+        call["qo_indptr"].tolist() == [i * each for i in range(num_seqs + 1)], f"a sequence has not {each} new tokens"
+    )
+    require(bool((call["kv_last_page_lens"] == 1).all()), "a page holds one token")
+    for seq, (first, end) in enumerate(spans(call["kv_indptr"], len(kv_indices), "kv_indptr")):
         require(end > first, f"sequence {seq} has no key: a division by zero")
         rows = rows_of(kv, kv_indices[first:end], "kv_indices")
         tokens = slice(seq * each, (seq + 1) * each)
         # A token that sees no key is 0 / 0.
-        result, _ = attend(q[tokens], rows, rows[..., :512], Scores(scale, distances(each, len(rows)) >= 0))
+        result, _ = attend(q[tokens], rows, rows[..., :512], Scores(call["sm_scale"], distances(each, len(rows)) >= 0))
         # Row 0 stands in for masked keys.
         out[tokens] = (result + times_zero(kv[0])).to(out.dtype)
 
@@ -124,42 +104,21 @@ def _run_latent(
 def mla_prefill_fwd(call: Mapping[str, Any]) -> None:
     _require_latent(call)
     require(call["num_kv_splits"] is None, "it has one split, whatever is asked for")
-    run(
-        _run_latent_prefill,
-        call["q"],
-        call["kv_buffer"],
-        call["o"],
-        call["qo_indptr"],
-        call["kv_indptr"],
-        call["kv_indices"],
-        call["kv_last_page_lens"],
-        scale=call["sm_scale"],
-        max_q_len=call["max_seqlen_q"],
-    )
+    run(_run_latent_prefill, call)
 
 
-def _run_latent_prefill(
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    last_page_len: Tensor,
-    *,
-    scale: float,
-    max_q_len: int,
-) -> None:
-    require(bool((last_page_len == 1).all()), "a page holds one token")
-    keys = spans(kv_indptr, len(kv_indices), "kv_indptr")
-    for seq, (first, end) in enumerate(spans(qo_indptr, len(q), "qo_indptr")):
+def _run_latent_prefill(call: Mapping[str, Any]) -> None:
+    q, kv, out, kv_indices, max_q_len = (call[name] for name in ("q", "kv_buffer", "o", "kv_indices", "max_seqlen_q"))
+    require(bool((call["kv_last_page_lens"] == 1).all()), "a page holds one token")
+    keys = spans(call["kv_indptr"], len(kv_indices), "kv_indptr")
+    for seq, (first, end) in enumerate(spans(call["qo_indptr"], len(q), "qo_indptr")):
         q_len, (first_key, end_key) = end - first, keys[seq]
         require(q_len <= max_q_len, f"sequence {seq} has {q_len} new tokens of at most {max_q_len}")
         if q_len == 0:
             continue
         require(q_len <= end_key - first_key, f"sequence {seq} has {end_key - first_key} keys, {q_len} of them new")
         rows = rows_of(kv, kv_indices[first_key:end_key], "kv_indices")
-        scores = Scores(scale, distances(q_len, len(rows)) >= 0)
+        scores = Scores(call["sm_scale"], distances(q_len, len(rows)) >= 0)
         result, _ = attend(q[first:end], rows, rows[..., :512], scores)
         # Row 0 stands in for masked keys.
         out[first:end] = (result + times_zero(kv[0])).to(out.dtype)

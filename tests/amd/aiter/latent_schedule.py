@@ -6,7 +6,7 @@ partial result has a row for each token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -87,30 +87,17 @@ def get_mla_metadata_v1(release: Release, eight_bits: torch.dtype, call: Mapping
     require(call["dtype_q"] in (torch.bfloat16, eight_bits), f"{call['dtype_q']} is neither bfloat16 nor {eight_bits}")
     run(
         _run_schedule,
-        call["seqlens_qo_indptr"],
-        call["seqlens_kv_indptr"],
-        *(buffers[name] for name in WORK_BUFFERS),
+        call,
+        buffers,
         groups=_groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit),
-        each=each,
         # v1_2_device.cuh, tail_done_threshold, since v0.1.11.
         least=1 if release.is_before(0, 1, 11) else each,
     )
 
 
-def _run_schedule(
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    addresses: Tensor,
-    indptr: Tensor,
-    work: Tensor,
-    reduce_indptr: Tensor,
-    final_map: Tensor,
-    partial_map: Tensor,
-    *,
-    groups: int,
-    each: int,
-    least: int,
-) -> None:
+def _run_schedule(call: Mapping[str, Any], buffers: Mapping[str, Tensor], *, groups: int, least: int) -> None:
+    qo_indptr, kv_indptr, each = call["seqlens_qo_indptr"], call["seqlens_kv_indptr"], call["max_seqlen_qo"]
+    addresses, indptr, work, reduce_indptr, final_map, partial_map = (buffers[name] for name in WORK_BUFFERS)
     require(qo_indptr.diff().eq(each).all(), f"a sequence has not {each} new tokens")
     for buffer in (indptr, work, reduce_indptr, final_map, partial_map):
         buffer.fill_(-(2**31))
@@ -143,54 +130,26 @@ def _run_schedule(
 
 def decode_by_schedule(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any], num_seqs: int) -> None:
     """Computes the part of mla_decode_fwd that is given a schedule."""
-    q, out = call["q"], call["o"]
-    num_heads, is_eight_bit, units = q.shape[1], q.dtype == eight_bits, UNITS_OF[eight_bits]
+    num_heads, is_eight_bit, units = call["q"].shape[1], call["q"].dtype == eight_bits, UNITS_OF[eight_bits]
     groups = _groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit)
     require(call["num_kv_splits"] == units, "without num_kv_splits, the schedule may be left aside")
     require(call["num_kv_splits_indptr"] is None, "a schedule or splits")
     buffers = {name: call[name] for name in WORK_BUFFERS}
     _require_buffers(buffers, units, num_seqs, num_heads)
-    run(
-        _run_by_schedule,
-        q.view(len(q) * groups, num_heads // groups, -1),
-        call["kv_buffer"],
-        out.view(len(q) * groups, num_heads // groups, -1),
-        call["qo_indptr"],
-        call["kv_indptr"],
-        call["kv_indices"],
-        call["q_scale"] if is_eight_bit else None,
-        call["kv_scale"] if is_eight_bit else None,
-        *buffers.values(),
-        scale=call["sm_scale"],
-        groups=groups,
-        each=call["max_seqlen_q"],
-    )
+    scale_values = [call[name] if is_eight_bit else None for name in ("q_scale", "kv_scale")]
+    run(_run_by_schedule, call, buffers, groups=groups, scales=scale_values)
 
 
 def _run_by_schedule(
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    q_scale: Tensor | None,
-    kv_scale: Tensor | None,
-    addresses: Tensor,
-    indptr: Tensor,
-    work: Tensor,
-    reduce_indptr: Tensor,
-    final_map: Tensor,
-    partial_map: Tensor,
-    *,
-    scale: float,
-    groups: int,
-    each: int,
+    call: Mapping[str, Any], buffers: Mapping[str, Tensor], *, groups: int, scales: Sequence[Tensor | None]
 ) -> None:
-    require(qo_indptr.diff().eq(each).all(), f"a sequence has not {each} new tokens")
+    q, out = (call[name].view(-1, call[name].shape[1] // groups, call[name].shape[2]) for name in ("q", "o"))
+    kv, kv_indices, each = call["kv_buffer"], call["kv_indices"], call["max_seqlen_q"]
+    addresses, indptr, work, reduce_indptr, final_map, partial_map = (buffers[name] for name in WORK_BUFFERS)
+    require(call["qo_indptr"].diff().eq(each).all(), f"a sequence has not {each} new tokens")
     here = [indptr.data_ptr(), work.data_ptr()]
     require(addresses.view(torch.int64).tolist() == here, "the schedule has moved since it was made")
-    keys = [span for span in spans(kv_indptr, len(kv_indices), "kv_indptr") for _ in range(groups)]
+    keys = [span for span in spans(call["kv_indptr"], len(kv_indices), "kv_indptr") for _ in range(groups)]
     partials: dict[int, tuple[Tensor, Tensor]] = {}
     seen = [0] * len(keys)
     for seq, partial, token, token_end, first, end, after, _ in work[: int(indptr[-1].item())].tolist():
@@ -198,10 +157,10 @@ def _run_by_schedule(
         require(slice(token, token_end) == tokens, f"sequence {seq} has tokens {token} to {token_end}")
         require(keys[seq][0] <= first < end == keys[seq][1] - after, "a schedule of other lengths")
         seen[seq] += end - first
-        rows = worth(rows_of(kv, kv_indices[first:end], "kv_indices"), kv_scale)
+        rows = worth(rows_of(kv, kv_indices[first:end], "kv_indices"), scales[1])
         # A token sees the keys of a share up to its own. One that sees none is 0 / 0.
         visible = distances(each, end - first + after)[:, : end - first] >= 0
-        result, lse = attend(worth(q[tokens], q_scale), rows, rows[..., :512], Scores(scale, visible))
+        result, lse = attend(worth(q[tokens], scales[0]), rows, rows[..., :512], Scores(call["sm_scale"], visible))
         if partial == -1:
             out[tokens] = (result + times_zero(kv[0])).to(out.dtype)
         else:

@@ -7,7 +7,7 @@ first query head and end, 16 bits each]. All KV heads have the same shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -60,36 +60,19 @@ def get_pa_metadata_v1(call: Mapping[str, Any]) -> None:
     require((call["kv_granularity"], call["block_size"]) == (BLOCK, BLOCK), "shares of whole pages")
     require((call["max_seqlen_qo"], call["uni_seqlen_qo"]) == (1, 1), "one new token in each sequence")
     require(call["topk"] == -1 and call["max_split_per_batch"] == -1, "all keys, in any number of shares")
-    run(
-        _run_schedule,
-        call["seqlens_qo_indptr"],
-        call["pages_kv_indptr"],
-        call["context_lens"],
-        call["work_metadata_ptrs"],
-        *_require_buffers(call, num_seqs, num_kv_heads),
-        num_kv_heads=num_kv_heads,
-        gqa_ratio=call["num_heads_per_head_k"],
+    run(_run_schedule, call, _require_buffers(call, num_seqs, num_kv_heads))
+
+
+def _run_schedule(call: Mapping[str, Any], buffers: Sequence[Tensor]) -> None:
+    qo_indptr, pages_indptr, addresses = (
+        call[name] for name in ("seqlens_qo_indptr", "pages_kv_indptr", "work_metadata_ptrs")
     )
-
-
-def _run_schedule(
-    qo_indptr: Tensor,
-    pages_indptr: Tensor,
-    context_lens: Tensor,
-    addresses: Tensor,
-    indptr: Tensor,
-    work: Tensor,
-    reduce_indptr: Tensor,
-    final_map: Tensor,
-    partial_map: Tensor,
-    *,
-    num_kv_heads: int,
-    gqa_ratio: int,
-) -> None:
-    for buffer in (indptr, work, reduce_indptr, final_map, partial_map):
+    num_kv_heads, gqa_ratio = call["num_heads_k"], call["num_heads_per_head_k"]
+    indptr, work, reduce_indptr, final_map, partial_map = buffers
+    for buffer in buffers:
         buffer.fill_(-(2**31))
     addresses.view(torch.int64).copy_(torch.tensor([indptr.data_ptr(), work.data_ptr()]))
-    blocks = [-(-length // BLOCK) for length in context_lens.tolist()]
+    blocks = [-(-length // BLOCK) for length in call["context_lens"].tolist()]
     require(blocks == pages_indptr.diff().tolist(), "lengths and pages disagree")
     share = -(-sum(blocks) // (COMPUTE_UNITS // num_kv_heads))
     shares: list[list[int]] = []
@@ -123,7 +106,7 @@ def pa_persistent_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[s
     require_tensor("Q", q, torch.bfloat16, (None, None, 128), contiguous=False)
     require(q.stride(1) == dim, "only the stride between rows of Q is read")
     require_tensor("output", out, torch.bfloat16, q.shape)
-    k_cache, v_cache = require_vectorised(call["K"], call["V"], eight_bits)
+    k_cache, _ = require_vectorised(call["K"], call["V"], eight_bits)
     num_pages, num_kv_heads, _, block, _ = k_cache.shape
     require(block == BLOCK, f"no kernel with a factor a token for blocks of {block}")
     require(k_cache.nbytes < 2**32, f"byte offsets wrap at 4 GiB, and a cache takes {k_cache.nbytes}")
@@ -143,39 +126,15 @@ def pa_persistent_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[s
         require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
     require_tensor("kv_indices", call["kv_indices"], torch.int32, (None,))
     require_tensor("context_lens", call["context_lens"], torch.int32, (num_seqs,))
-    run(
-        _run_persistent,
-        out,
-        q,
-        k_cache,
-        v_cache,
-        *scale_values,
-        call["kv_indptr"],
-        call["kv_indices"],
-        call["context_lens"],
-        *_require_buffers(call, num_seqs, num_kv_heads),
-    )
+    run(_run_persistent, call, _require_buffers(call, num_seqs, num_kv_heads))
 
 
-def _run_persistent(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale_values: Tensor,
-    v_scale_values: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    context_lens: Tensor,
-    indptr: Tensor,
-    work: Tensor,
-    reduce_indptr: Tensor,
-    final_map: Tensor,
-    partial_map: Tensor,
-) -> None:
-    keys, values = linear(k_cache, v_cache)
-    pages = spans(kv_indptr, len(kv_indices), "kv_indptr")
-    gqa_ratio, lengths = q.shape[1] // k_cache.shape[1], context_lens.tolist()
+def _run_persistent(call: Mapping[str, Any], buffers: Sequence[Tensor]) -> None:
+    q, out, k_cache, kv_indices = call["Q"], call["output"], call["K"], call["kv_indices"]
+    indptr, work, reduce_indptr, final_map, partial_map = buffers
+    keys, values = linear(k_cache, call["V"])
+    pages = spans(call["kv_indptr"], len(kv_indices), "kv_indptr")
+    gqa_ratio, lengths = q.shape[1] // k_cache.shape[1], call["context_lens"].tolist()
     partials: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for seq, partial, token, _, first, end, _, heads in work[: int(indptr[-1].item())].tolist():
         require(pages[seq][0] <= first < end <= pages[seq][1], "a schedule of other lengths")
@@ -185,7 +144,7 @@ def _run_persistent(
         k, v = (
             rows_of(side, entries, "kv_indices")[:, head].double()
             * scale_values[entries.long(), head].flatten()[:, None]
-            for side, scale_values in ((keys, k_scale_values), (values, v_scale_values))
+            for side, scale_values in ((keys, call["K_QScale"]), (values, call["V_QScale"]))
         )
         visible = torch.ones(1, num_keys).bool()
         scores = Scores(q.shape[2] ** -0.5, visible)

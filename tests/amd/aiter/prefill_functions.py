@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,26 +70,7 @@ def mha_batch_prefill_func(
     require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
     _require_scores(call)
     lse = torch.empty(q.shape[1], len(q), dtype=torch.float32) if call["return_lse"] else None
-    run(
-        _run_batch_prefill,
-        q,
-        *((k[:, None], call["v"][:, None]) if k.dim() == 3 else (k, call["v"])),
-        out,
-        lse,
-        call["cu_seqlens_q"],
-        call["kv_indptr"],
-        call["kv_page_indices"],
-        call["kv_last_page_lens"],
-        call["sink_ptr"],
-        call["alibi_slopes"],
-        *scale_values,
-        scale=call["softmax_scale"],
-        soft_cap=call["logits_soft_cap"],
-        window=_window(call),
-        max_q_len=call["max_seqlen_q"],
-        max_kv_len=call["max_seqlen_k"],
-        is_causal=call["causal"],
-    )
+    run(_run_batch_prefill, call, lse, scale_values)
     return out if lse is None else (out, lse)
 
 
@@ -124,15 +105,9 @@ def _window(call: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _scores(
-    q_len: int,
-    kv_len: int,
-    *,
-    window: tuple[int, int],
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    soft_cap: float,
+    call: Mapping[str, Any], q_len: int, kv_len: int, *, window: tuple[int, int], sinks: Tensor | None
 ) -> Scores:
+    alibi_slopes = call["alibi_slopes"]
     before = distances(q_len, kv_len)
     left, right = window
     visible = torch.ones_like(before, dtype=torch.bool)
@@ -141,39 +116,23 @@ def _scores(
     if right >= 0:
         visible &= before >= -right
     bias = None if alibi_slopes is None else -alibi_slopes.double()[:, None, None] * before.abs()
-    return Scores(scale, visible, soft_cap, bias, sinks)
+    return Scores(call["softmax_scale"], visible, call["logits_soft_cap"], bias, sinks)
 
 
-def _run_batch_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    cu_seqlens_q: Tensor,
-    kv_indptr: Tensor,
-    page_list: Tensor,
-    last_page_len: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    *scale_values: Tensor,
-    scale: float,
-    soft_cap: float,
-    window: tuple[int, int],
-    max_q_len: int,
-    max_kv_len: int,
-    is_causal: bool,
-) -> None:
+def _run_batch_prefill(call: Mapping[str, Any], lse: Tensor | None, scale_values: Sequence[Tensor]) -> None:
+    q, out, page_list, max_kv_len = call["q"], call["out"], call["kv_page_indices"], call["max_seqlen_k"]
     q_scale_value, k_scale_value, v_scale_value = scale_values or (None, None, None)
+    k_cache, v_cache = (side[:, None] if side.dim() == 3 else side for side in (call["k"], call["v"]))
     k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
-    pages = spans(kv_indptr, len(page_list), "kv_indptr")
-    for seq, (first, end) in enumerate(spans(cu_seqlens_q, len(q), "cu_seqlens_q")):
+    pages = spans(call["kv_indptr"], len(page_list), "kv_indptr")
+    for seq, (first, end) in enumerate(spans(call["cu_seqlens_q"], len(q), "cu_seqlens_q")):
         q_len, (first_page, end_page) = end - first, pages[seq]
-        require(q_len <= max_q_len, f"sequence {seq} has {q_len} new tokens of at most {max_q_len}")
+        most = call["max_seqlen_q"]
+        require(q_len <= most, f"sequence {seq} has {q_len} new tokens of at most {most}")
         if q_len == 0:
             continue
-        kv_len = (end_page - first_page - 1) * page_size + int(last_page_len[seq].item())
+        kv_len = (end_page - first_page - 1) * page_size + int(call["kv_last_page_lens"][seq].item())
         require(
             q_len <= kv_len <= max_kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new, of at most {max_kv_len}"
         )
@@ -184,25 +143,18 @@ def _run_batch_prefill(
         ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices").double()
         if seq + 1 == len(pages) or pages[-1][1] == end_page:  # otherwise other sequences' pages follow
             require(bool((ahead == 0).all()), "what lies after the page list is not page 0")
-        scores = _scores(
-            q_len,
-            kv_len,
-            window=window,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            scale=scale,
-            soft_cap=soft_cap,
-        )
+        scores = _scores(call, q_len, kv_len, window=_window(call), sinks=call["sink_ptr"])
         result, result_lse = attend(worth(q[first:end], q_scale_value), k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
         if lse is not None:
-            lse[:, first:end] = result_lse.t() + _left_out_of_the_lse(alibi_slopes, kv_len, q_len, is_causal)
+            lse[:, first:end] = result_lse.t() + _left_out_of_the_lse(call, kv_len, q_len)
 
 
-def _left_out_of_the_lse(alibi_slopes: Tensor | None, kv_len: int, q_len: int, is_causal: bool) -> Tensor:
+def _left_out_of_the_lse(call: Mapping[str, Any], kv_len: int, q_len: int) -> Tensor:
     """Returns slope * query, which the causal bias slope * key lacks. It is equal for all keys and changes the lse."""
     position = torch.arange(kv_len - q_len, kv_len)
-    return alibi_slopes[:, None] * position if is_causal and alibi_slopes is not None else torch.zeros(1, q_len)
+    slopes: Tensor | None = call["alibi_slopes"]
+    return slopes[:, None] * position if call["causal"] and slopes is not None else torch.zeros(1, q_len)
 
 
 def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
@@ -224,61 +176,20 @@ def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
     is_assembled = is_plain and dtype == torch.bfloat16 and (q.shape[2], v.shape[2]) in ASSEMBLED
     if is_assembled:  # they support no window
         window = (-1, window[1])
-    run(
-        _run_varlen,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        call["cu_seqlens_q"],
-        call["cu_seqlens_k"],
-        None if is_assembled else call["sink_ptr"],
-        call["alibi_slopes"],
-        scale=call["softmax_scale"],
-        soft_cap=call["logits_soft_cap"],
-        window=window,
-        max_q_len=call["max_seqlen_q"],
-        max_kv_len=call["max_seqlen_k"],
-        is_causal=call["causal"],
-    )
+    run(_run_varlen, call, lse, window=window, sinks=None if is_assembled else call["sink_ptr"])
     return out if lse is None else (out, lse)
 
 
-def _run_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    *,
-    scale: float,
-    soft_cap: float,
-    window: tuple[int, int],
-    max_q_len: int,
-    max_kv_len: int,
-    is_causal: bool,
-) -> None:
-    keys = spans(cu_seqlens_k, len(k), "cu_seqlens_k")
-    for seq, (first, end) in enumerate(spans(cu_seqlens_q, len(q), "cu_seqlens_q")):
+def _run_varlen(call: Mapping[str, Any], lse: Tensor | None, *, window: tuple[int, int], sinks: Tensor | None) -> None:
+    q, k, v, out = call["q"], call["k"], call["v"], call["out"]
+    max_q_len, max_kv_len = call["max_seqlen_q"], call["max_seqlen_k"]
+    keys = spans(call["cu_seqlens_k"], len(k), "cu_seqlens_k")
+    for seq, (first, end) in enumerate(spans(call["cu_seqlens_q"], len(q), "cu_seqlens_q")):
         (first_key, end_key), q_len = keys[seq], end - first
         require(q_len <= max_q_len and end_key - first_key <= max_kv_len, f"sequence {seq} is longer than was said")
         if q_len:
-            scores = _scores(
-                q_len,
-                end_key - first_key,
-                window=window,
-                alibi_slopes=alibi_slopes,
-                sinks=sinks,
-                scale=scale,
-                soft_cap=soft_cap,
-            )
+            scores = _scores(call, q_len, end_key - first_key, window=window, sinks=sinks)
             result, result_lse = attend(q[first:end], k[first_key:end_key], v[first_key:end_key], scores)
             out[first:end] = result.to(out.dtype)
             if lse is not None:
-                left_out = _left_out_of_the_lse(alibi_slopes, end_key - first_key, q_len, is_causal)
-                lse[:, first:end] = result_lse.t() + left_out
+                lse[:, first:end] = result_lse.t() + _left_out_of_the_lse(call, end_key - first_key, q_len)

@@ -69,25 +69,7 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
     _require_lds(release, call, tile, dim, splits=splits)
     if splits and not release.is_before(0, 1, 16) and release.is_before(0, 1, 17):
         require(dtype == torch.bfloat16, "an assertion on the dtype of a cache that is split")
-    run(
-        _run_unified,
-        q,
-        k,
-        call["v"],
-        out,
-        call["cu_seqlens_q"],
-        call["seqused_k"],
-        call["block_table"],
-        call["sinks"],
-        call["alibi_slopes"],
-        *scale_values.values(),
-        scale=call["softmax_scale"],
-        window=window,
-        soft_cap=call["softcap"],
-        max_q_len=call["max_seqlen_q"],
-        tile=tile,
-        splits=splits,
-    )
+    run(_run_unified, call, window=window, tile=tile, splits=splits)
 
 
 def _tile(release: Release, call: Mapping[str, Any], page_size: int, dim: int) -> int:
@@ -122,34 +104,17 @@ def _floored(first_query: int, q_len: int, kv_len: int, *, block: int, tile: int
     return ((starts[None] > place[:, None]) & (starts[None] < block_place[:, None] + block)).any(1)
 
 
-def _run_unified(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    block_table: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    *,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    max_q_len: int,
-    tile: int,
-    splits: bool,
-) -> None:
-    ahead = k_cache.shape[3] if k_cache.dim() == 5 else max(64, k_cache.shape[1])
-    k_cache, v_cache = linear(k_cache, v_cache)
+def _run_unified(call: Mapping[str, Any], *, window: int, tile: int, splits: bool) -> None:
+    q, out, block_table, max_q_len = call["q"], call["out"], call["block_table"], call["max_seqlen_q"]
+    sinks, alibi_slopes = call["sinks"], call["alibi_slopes"]
+    ahead = call["k"].shape[3] if call["k"].dim() == 5 else max(64, call["k"].shape[1])
+    k_cache, v_cache = linear(call["k"], call["v"])
     page_size = k_cache.shape[1]
-    tokens = spans(cu_seqlens_q, len(q), "cu_seqlens_q")
+    tokens = spans(call["cu_seqlens_q"], len(q), "cu_seqlens_q")
     if splits:  # the reduction writes every row of out, whether or not anything was computed for it
         out[tokens[-1][1] :] = float("nan")
     for seq, (first, end) in enumerate(tokens):
-        q_len, kv_len = end - first, int(seqused_k[seq].item())
+        q_len, kv_len = end - first, int(call["seqused_k"][seq].item())
         require(q_len <= max_q_len, f"sequence {seq} has {q_len} new tokens of at most {max_q_len}")
         require(max_q_len > 1 or q_len == 1, f"with max_seqlen_q 1, sequence {seq} has {q_len} new tokens")
         if q_len == 0:
@@ -158,8 +123,8 @@ def _run_unified(
         require(q_len <= kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new")
         pages_read = -(-kv_len // ahead) * ahead // page_size
         require(pages_read <= block_table.shape[1], f"{pages_read} entries are read of a row of {block_table.shape[1]}")
-        k = worth(rows_of(k_cache, block_table[seq, :pages_read], "block_table"), k_descale)
-        v = worth(rows_of(v_cache, block_table[seq, :pages_read], "block_table"), v_descale)
+        k = worth(rows_of(k_cache, block_table[seq, :pages_read], "block_table"), call["k_descale"])
+        v = worth(rows_of(v_cache, block_table[seq, :pages_read], "block_table"), call["v_descale"])
         before = distances(q_len, kv_len)
         visible = (before >= 0) & (before < window) if window else before >= 0
         bias = None
@@ -171,7 +136,7 @@ def _run_unified(
         # A sink starts the maximum; in a split sequence, only that of the first segment.
         if sinks is not None and not splits:
             floored = torch.zeros_like(floored)
-        scores = Scores(scale, visible, soft_cap, bias, sinks, floored=floored)
+        scores = Scores(call["softmax_scale"], visible, call["softcap"], bias, sinks, floored=floored)
         result, _ = attend(q[first:end], k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
 

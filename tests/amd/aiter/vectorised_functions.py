@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     require_tensor("output", out, dtype, q.shape, contiguous=False)
     scale_values = _scales_of_gluon(call, dtype, eight_bits)
     require(call["query_scale"] is None, "q is not quantised")
-    k_cache, v_cache = require_vectorised(call["key_cache"], call["value_cache"], call["key_cache"].dtype)
+    k_cache, _ = require_vectorised(call["key_cache"], call["value_cache"], call["key_cache"].dtype)
     num_kv_heads, block = k_cache.shape[1], k_cache.shape[3]
     require(block in (16, 64, 1024), f"no variant for blocks of {block}")
     require(num_heads % num_kv_heads == 0 and 3 <= num_heads // num_kv_heads <= 64, "3 to 64 heads share a KV head")
@@ -71,23 +71,9 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     scratch = [require_tensor(name, call[name], torch.float32, rows) for name in ("exp_sums", "max_logits")] + [
         require_tensor("temporary_output", call["temporary_output"], dtype, (*rows, dim))
     ]
-    run(
-        _run_gluon,
-        out,
-        q,
-        k_cache,
-        v_cache,
-        call["context_lengths"],
-        call["block_tables"],
-        call["sinks"],
-        *scale_values,
-        *scratch,
-        scale=call["softmax_scale"],
-        window=window,
-        each=each,
-        # Pages larger than a partition were cut into partitions whatever ps said, and there are no more than `parts`.
-        most_keys=parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31,
-    )
+    # Pages larger than a partition were cut into partitions whatever ps said, and there are no more than `parts`.
+    most_keys = parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31
+    run(_run_gluon, call, q, out, scale_values, scratch, window=window, each=each, most_keys=most_keys)
 
 
 def _scales_of_gluon(call: Mapping[str, Any], dtype: torch.dtype, eight_bits: torch.dtype) -> tuple[Any, Any]:
@@ -107,33 +93,29 @@ def _scales_of_gluon(call: Mapping[str, Any], dtype: torch.dtype, eight_bits: to
 
 
 def _run_gluon(
-    out: Tensor,
+    call: Mapping[str, Any],
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    context_lengths: Tensor,
-    block_tables: Tensor,
-    sinks: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    *scratch: Tensor,
-    scale: float,
+    out: Tensor,
+    scale_values: Sequence[Tensor | None],
+    scratch: Sequence[Tensor],
+    *,
     window: int,
     each: int,
     most_keys: int,
 ) -> None:
+    block_tables = call["block_tables"]
     for words in scratch:
         words.fill_(float("nan"))
-    block = k_cache.shape[3]
-    keys, values = linear(k_cache, v_cache)
-    for seq, kv_len in enumerate(context_lengths.tolist()):
+    block = call["key_cache"].shape[3]
+    keys, values = linear(call["key_cache"], call["value_cache"])
+    for seq, kv_len in enumerate(call["context_lengths"].tolist()):
         require(kv_len >= 1, f"sequence {seq} has no key: its parts are a division by zero")
         blocks = -(-kv_len // block)
         require(blocks <= block_tables.shape[1], f"{blocks} entries are read of a row of {block_tables.shape[1]}")
         entries = block_tables[seq, :blocks]
         k, v = (
             worth(rows_of(side, entries, "block_tables"), scale if scale is None else _of_rows(scale, entries))
-            for side, scale in ((keys, key_scale), (values, value_scale))
+            for side, scale in zip((keys, values), scale_values, strict=True)
         )
         key = torch.arange(kv_len)[None]
         place = torch.arange(kv_len - each, kv_len)[:, None]
@@ -144,7 +126,9 @@ def _run_gluon(
         # A masked key has a logit of -3.4e38. If all keys are masked, all count the same.
         mean = loaded.mean(0).repeat_interleave(out.shape[1] // loaded.shape[1], 0)
         rows = slice(seq * each, (seq + 1) * each)
-        result, _ = attend(q[rows], k[:kv_len], v[:kv_len].nan_to_num(), Scores(scale, visible, sinks=sinks))
+        result, _ = attend(
+            q[rows], k[:kv_len], v[:kv_len].nan_to_num(), Scores(call["softmax_scale"], visible, sinks=call["sinks"])
+        )
         sees_any = visible.any(-1)[:, None, None]
         out[rows] = torch.where(sees_any, result + times_zero(loaded), mean).to(out.dtype)
 

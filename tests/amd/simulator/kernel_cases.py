@@ -55,6 +55,7 @@ from tests.amd.simulator.truth_cases import more_truth_cases, truth_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+_HALVES = {"bfloat16": BF16, "float16": FP16}
 CPU = torch.device("cpu")
 
 NUM_PROGRAMS = 3
@@ -428,80 +429,54 @@ def every_quick_case(arch: str) -> list[KernelCase]:
             scales=Scales.TOKEN,
         ),
     ]
+    masked = [
+        replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, window_left=9),
+        replace(STEP, dtype=BF16),
+    ]
+    odd = replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True)
+    shared = [
+        replace(STEP, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2), dtype=BF16),
+        replace(odd, kv_len=[40, 60], q_len=[9, 3], window_left=30),
+    ]
+    suffixes = [
+        replace(odd, first_page=[2] * 8),
+        replace(STEP, dtype=BF16, first_page=[3, 0, 9, 0, 1, 0, 4, 2]),
+    ]
+    runs = {
+        **{
+            f"store-{encoding.name}-{scales.name}": partial(run_coded_store, arch, encoding, scales)
+            for encoding, scales in ((own, Scales.TOKEN), (Encoding.E5M2, Scales.HEAD))
+        },
+        "store-records": partial(run_record_store, arch),
+        **{
+            f"merge-{seqs}x{programs}": partial(run_merge, arch, seqs, programs)
+            for seqs, programs in ((1, 20), (5, 9), (17, 20))
+        },
+        **{f"masked-{_named(case)}": partial(run_masked, arch, case) for case in masked},
+        **{f"shared_rows-{_named(case)}": partial(run_shared_rows, arch, case) for case in shared},
+        **{f"suffixes-{_named(case)}": partial(run_suffixes, arch, case) for case in suffixes},
+        "plain_decode": partial(run_plain_decode, arch),
+        **{f"merge_states-{name}": partial(run_merge_states, arch, dtype) for name, dtype in _HALVES.items()},
+        **{
+            f"store{layout}-{name}-{'above' if is_large else 'below'}": partial(
+                run_store, arch, dtype, pools_of, is_large=is_large
+            )
+            for layout, pools_of in (("", linear_pools), ("_vectorised", vectorised_pools))
+            for name, dtype in _HALVES.items()
+            for is_large in (False, True)
+        },
+        **{
+            f"experts-{name}-{rows}": partial(run_experts, arch, _HALVES[name], rows)
+            for name, rows in (("bfloat16", 1), ("bfloat16", 1000), ("float16", 1))
+        },
+        **{f"model-{name}": partial(run_model, arch, dtype) for name, dtype in _HALVES.items()},
+        "row_work-split-below": partial(run_row_work, arch, PoolKind.SPLIT, is_large=False),
+        "row_work-latent-above": partial(run_row_work, arch, PoolKind.LATENT, is_large=True),
+    }
     return [
         *_step_cases(arch, _by_name(both), (False, True)),
         *_step_cases(arch, _by_name([*below, *coded]), (False,)),
-        *(
-            KernelCase(f"store-{encoding.name}-{scales.name}", arch, partial(run_coded_store, arch, encoding, scales))
-            for encoding, scales in ((own, Scales.TOKEN), (Encoding.E5M2, Scales.HEAD))
-        ),
-        KernelCase("store-records", arch, partial(run_record_store, arch)),
-        *(
-            KernelCase(f"merge-{seqs}x{programs}", arch, partial(run_merge, arch, seqs, programs))
-            for seqs, programs in ((1, 20), (5, 9), (17, 20))
-        ),
-        *(
-            KernelCase(f"masked-{_named(case)}", arch, partial(run_masked, arch, case))
-            for case in (
-                replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, window_left=9),
-                replace(STEP, dtype=BF16),
-            )
-        ),
-        *(
-            KernelCase(f"shared_rows-{_named(case)}", arch, partial(run_shared_rows, arch, case))
-            for case in (
-                replace(STEP, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2), dtype=BF16),
-                replace(
-                    STEP,
-                    kv_len=[40, 60],
-                    q_len=[9, 3],
-                    heads=(6, 2),
-                    dims=(80, 48),
-                    page_size=5,
-                    dtype=FP16,
-                    spread=True,
-                    window_left=30,
-                ),
-            )
-        ),
-        *(
-            KernelCase(f"suffixes-{_named(case)}", arch, partial(run_suffixes, arch, case))
-            for case in (
-                replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, first_page=[2] * 8),
-                replace(STEP, dtype=BF16, first_page=[3, 0, 9, 0, 1, 0, 4, 2]),
-            )
-        ),
-        KernelCase("plain_decode", arch, partial(run_plain_decode, arch)),
-        *(
-            KernelCase(f"merge_states-{dtype}".replace("torch.", ""), arch, partial(run_merge_states, arch, dtype))
-            for dtype in (BF16, FP16)
-        ),
-        *(
-            KernelCase(
-                f"store{layout}-{dtype}-{'above' if is_large else 'below'}".replace("torch.", ""),
-                arch,
-                partial(run_store, arch, dtype, pools_of, is_large=is_large),
-            )
-            for layout, pools_of in (("", linear_pools), ("_vectorised", vectorised_pools))
-            for dtype in (BF16, FP16)
-            for is_large in (False, True)
-        ),
-        *(
-            KernelCase(f"experts-{dtype}-{rows}".replace("torch.", ""), arch, partial(run_experts, arch, dtype, rows))
-            for dtype, rows in ((BF16, 1), (BF16, 1000), (FP16, 1))
-        ),
-        *(
-            KernelCase(f"model-{dtype}".replace("torch.", ""), arch, partial(run_model, arch, dtype))
-            for dtype in (BF16, FP16)
-        ),
-        *(
-            KernelCase(
-                f"row_work-{pool.name.lower()}-{'above' if is_large else 'below'}",
-                arch,
-                partial(run_row_work, arch, pool, is_large=is_large),
-            )
-            for pool, is_large in ((PoolKind.SPLIT, False), (PoolKind.LATENT, True))
-        ),
+        *(KernelCase(name, arch, run) for name, run in runs.items()),
         *segment_cases(arch),
         *cdna_cases(arch),
         *check_cases(arch),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, NeverFits, WrongState
+from rocm_attn.errors import BadProblem, BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.paging.adopted import ChangeGate
@@ -170,6 +170,10 @@ class AdoptedPages:
         if pages is None:
             raise WrongState(f"layer {layer} has no pages yet; call pages.bind() before its first step")
         return pages
+
+    def state(self, layer: int) -> LayerPages:
+        """Raises BadProblem: an engine's layers have rows of one token, and no state."""
+        raise BadProblem(f"layer {layer} of an engine has no state")
 
     def index(self, layer: int) -> LayerPages:
         """The index pages of a layer that has an indexer. Raises WrongState while it has none."""

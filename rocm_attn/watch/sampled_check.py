@@ -165,8 +165,8 @@ class SampledCheck(Generic[Outputs]):
             what = f"rows {rows[:8]}{f' of {path}' if path else ''} of a step of {batch.num_seqs} sequences"
             self._note(f"{what} differ from the eager run's", "rows")
         # The reference attends to rows of single tokens.
-        is_compared = taken is not None and self._problems[layer].row.tokens == 1
-        wrong_seqs = self._wrong_seqs(batch, layer, *taken) if is_compared else []
+        is_single = self._problems[layer].row.tokens == 1
+        wrong_seqs = self._wrong_seqs(batch, layer, *taken) if taken is not None and is_single else []
         if wrong_seqs:
             self._runner.metrics.attention_differs += 1
             differs = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference"

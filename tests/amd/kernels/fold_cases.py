@@ -29,7 +29,7 @@ def folded_by(
     num_pages = 1 + len(kv_len) * widest
     pages = [torch.full((num_pages, page_size, 1, width), NAN) for _ in range(2)]
     table = torch.randperm(num_pages - 1, generator=generator).int().view(len(kv_len), widest) + 1
-    rows_of, positions, sides = [], [], []
+    rows_of, positions, sides = list[int](), list[int](), list[tuple[Tensor, Tensor]]()
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
         values, gates = (torch.randn(length, width, generator=generator) * size for size in (1.0, 3.0))
         for token in range(length):

@@ -142,7 +142,7 @@ class ServedV4:
         first = self.model.rope(x[None], (positions // tokens * tokens)[None], layer_type="compress")
         made = [
             turn(each.kv_norm(row)[None, :, None], *first, unsqueeze_dim=2)[0]
-            for each, row in zip(makers, rows.split(dims, 1), strict=True)
+            for each, row in zip(makers, torch.tensor_split(rows, dims[:-1], 1), strict=True)
         ]
         calls.store(rows_layer, made[0], made[0])
         if len(makers) == 1:

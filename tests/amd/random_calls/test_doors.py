@@ -44,6 +44,7 @@ NOT_DRIVEN: dict[str, str] = {
     **dict.fromkeys(
         ("Engine", "AsyncEngine", "RankedEngine", "RequestStream", "SampledCheck", "FlightRecorder"), _SERVER
     ),
+    **dict.fromkeys(("EngineClient", "EngineProcess"), _SERVER),
     "CompiledForward": "torch compiles for seconds; what it calls is driven: CompiledLayers",
     **dict.fromkeys(("Sampler", "CaptureCheck", "Watchdog", "LogAndCount", "RanksOfGroup"), _VALUES),
 }

@@ -350,12 +350,10 @@ ON_THE_OTHER_ARCH = {
         {
             "6x2-80x48-float16-page5-below",
             "8x1-512x512-bfloat16-page16-below",
-            "6x2-80x48-float16-E5M2_TOKEN-page5-below",
             "merge-1x20",
             "masked-8x2-128x128-bfloat16-page16",
             "shared_rows-4x2-128x128-bfloat16-page16",
             "model-float16",
-            "experts-bfloat16-1000",
             "segments-window",
             "cdna-window",
             "latent-codes_by_token",
@@ -363,7 +361,6 @@ ON_THE_OTHER_ARCH = {
             "store-E5M2-HEAD",
             "store-bfloat16-above",
             "store_vectorised-bfloat16-above",
-            "store_vectorised-float16-below",
             "merge_states-bfloat16",
             "sparse-coded_latent",
             "sparse-tokens-above",
@@ -383,7 +380,6 @@ ON_THE_OTHER_ARCH = {
             "cdna-plain",
             "latent-above",
             "store-float16-above",
-            "store_vectorised-float16-above",
             "store_vectorised-bfloat16-below",
             "merge_states-float16",
             "sparse-split",
@@ -401,6 +397,12 @@ IN_THE_GRID = frozenset(
         "16x2-64x64-bfloat16-page64-below",
         "32x1-128x128-bfloat16-page1-below",
         "suffixes-6x2-80x48-float16-page5",
+        "experts-bfloat16-1000",
+        "6x2-80x48-float16-E5M2_TOKEN-page5-below",
+        "store_vectorised-float16-below",
+        "store_vectorised-float16-above",
+        "merge-5x9",
+        "store-float16-below",
     }
 )
 

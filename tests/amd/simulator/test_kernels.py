@@ -95,6 +95,7 @@ def outputs_of_a_step(arch: str, poison: int) -> tuple[Tensor, Tensor]:
     return tensors.out.view(torch.int16), tensors.lse.view(torch.int32)
 
 
+@pytest.mark.fast(1)
 @every_arch
 def test_no_bit_depends_on_what_registers_and_lds_held_before(arch: str) -> None:
     out, lse = outputs_of_a_step(arch, POISON)

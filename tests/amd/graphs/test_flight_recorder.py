@@ -181,7 +181,7 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
     [
         (lambda text: text[:-5], "is not a dump of a flight recorder"),
         (lambda text: "[]", "is not a dump of a flight recorder"),
-        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 7"),
+        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 8"),
         (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is not a dump of a flight recorder"),
         (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is not a dump of a flight recorder"),
     ],

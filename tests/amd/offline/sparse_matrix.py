@@ -230,6 +230,10 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "records_128", (128, 1), (576, 512), _LATENT, scales=Scales.GROUP),
     lambda arch: LayerRow(arch, "all_records", (16, 1), (576, 512), _LATENT, scales=Scales.GROUP, is_dense=True),
     lambda arch: LayerRow(arch, "latent_pools", (16, 1), (512, 512), _LATENT, width=513, unit_tokens=4),
+    # DeepSeek-V4's rows of several tokens, on one of eight ranks and on one of one.
+    lambda arch: LayerRow(arch, "chosen_rows", (8, 1), (512, 512), _LATENT, width=512),
+    lambda arch: LayerRow(arch, "all_rows", (8, 1), (512, 512), _LATENT, is_dense=True),
+    lambda arch: LayerRow(arch, "all_rows_64", (64, 1), (512, 512), _LATENT, is_dense=True),
     lambda arch: LayerRow(arch, "attended_blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
     lambda arch: LayerRow(
         arch, "blocks_codes", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, scales=Scales.TOKEN

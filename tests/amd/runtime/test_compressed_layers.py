@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from rocm_attn.paging.kv_pool import page_bytes, state_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, LastUnit, PoolKind, Row
 from rocm_attn.providers.select import select
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.watch.flight_recorder import problem_as_json, problem_from_json
 from tests.amd.worlds.compressed import (
     ALL,
     CHOSEN,
@@ -214,6 +216,11 @@ def test_kernels_of_single_tokens_refuse_rows_of_several() -> None:
     with pytest.raises(Unsupported) as refusal:
         select(replace(layers()[ALL], row=Row()), known_target("gfx942"), "triton")
     assert "decode: triton.rows: it reads rows of several tokens, not of 1" in refusal.value.reasons
+
+
+def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
+    for problem in layers():
+        assert problem_from_json(json.loads(json.dumps(problem_as_json(problem)))) == problem
 
 
 def test_a_transfer_refuses_rows_of_several_tokens(device: torch.device) -> None:

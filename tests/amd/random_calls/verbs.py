@@ -191,7 +191,8 @@ def expanded(scene: Scene) -> None:
 def captures(scene: Scene) -> None:
     """Every graph is made, or one of them."""
     one = partial(scene.runner.capture, capture_shapes(scene.runtime.padding)[-1:])
-    scene.call("capture", scene.one_of("captures", (scene.runner.capture_all, scene.drafter.capture_all, one)))
+    ways: tuple[Callable[[], object], ...] = (scene.runner.capture_all, scene.drafter.capture_all, one)
+    scene.call("capture", scene.one_of("captures", ways))
 
 
 def reopen(scene: Scene) -> None:

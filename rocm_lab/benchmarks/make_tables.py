@@ -89,13 +89,26 @@ def _rounds(result: Result) -> dict[str, Any]:
 
 
 def _steps(result: Result) -> dict[str, Any]:
-    def largest(row: Mapping[str, Any]) -> dict[str, Any]:
+    def more(row: Mapping[str, Any]) -> dict[str, Any]:
         named = (
             f"`{each['name'].split('(')[0][:40]}` {each['us'] / row['busy_us']:.0%}" for each in row["kernels"][:5]
         )
-        return {"largest": ", ".join(named)}
+        has_bound = row["load"] != "mixed"  # its number of tokens differs from step to step
+        bounds = f"{row['floor_us']:.0f} | {row['by_floor']:.2f}" if has_bound else "| "
+        return {"largest": ", ".join(named), "bounds": bounds}
 
-    return _with(result["rows"], largest)
+    return _with(result["rows"], more)
+
+
+def _serving(result: Result) -> dict[str, Any]:
+    is_gap = [row["load"] == "long prompt" for row in result["rows"]]
+    loads, gaps = (
+        [row for row, gap in zip(result["rows"], is_gap, strict=True) if gap == kind] for kind in (False, True)
+    )
+    started = "; ".join(
+        line.removeprefix("started: ") for line in result["start"] if "started" in line or "after" in line
+    )
+    return {"loads": loads, "gaps": gaps, "started": started}
 
 
 def _transfers(result: Result) -> dict[str, Any]:
@@ -127,6 +140,8 @@ def _mixed_load(result: Result) -> dict[str, Any]:
 # The name of a result file -> the values that its section has in addition to the file's.
 DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
     "step_profile_h100": _steps,
+    "serving_h100": _serving,
+    "serving_h200": _serving,
     "round_time_h200": _rounds,
     "kv_transfer_h200": _transfers,
     "sparse_decode_h200": _sparse,

@@ -24,6 +24,7 @@ soak() {
 }
 
 measure step_profile
+python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/serving_$name.json" || failures=$((failures + 1))
 measure round_time
 measure kv_transfer
 measure draft_rounds

@@ -102,6 +102,7 @@ def test_a_wrong_graph_is_refused_where_every_row_is_taken(planted: str, provide
     assert same(*outs)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("rows", [3, 4, 8], ids=["no free row", "one free row", "free rows"])
 def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, device: torch.device) -> None:
     outs = []

@@ -112,6 +112,7 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
+@pytest.mark.fast(1)
 @host_only
 @pytest.mark.parametrize("launch", ["draft_steps", "place_trees", "fill"])
 def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(

@@ -96,6 +96,7 @@ def test_a_name_below_the_top_is_reported_with_its_module_and_imports_nothing() 
     ]
 
 
+@pytest.mark.nightly  # by day docs/your_own_runner.md runs where none of them is installed
 def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
     """Everything that does not serve whole models works without the libraries of rocm_serve."""
     code = (

@@ -86,11 +86,11 @@ EAGLE3: dict[str, Any] = {"speculative": "eagle:seeded3"}
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         TREES,
         *(
             pytest.param(changes, marks=pytest.mark.nightly)
             for changes in (
+                {},
                 EAGLE3,
                 {"graphs": True},
                 {"topk": 4, "draft_tokens": 7},

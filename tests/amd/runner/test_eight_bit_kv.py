@@ -64,7 +64,7 @@ def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, scale
 
 # Rounding is a layer's: three of four families are the night's.
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[pytest.mark.nightly] * (at % 4 > 0)) for at, family in enumerate(FAMILIES)]
+    "family", [pytest.param(family, marks=[pytest.mark.nightly] * (at % 8 > 0)) for at, family in enumerate(FAMILIES)]
 )
 def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_path: Path) -> None:
     kv_dtype = list(CODES)[list(FAMILIES).index(family) % 3]

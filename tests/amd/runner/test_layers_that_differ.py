@@ -41,7 +41,7 @@ def loaded() -> LoadedModel:
 @pytest.mark.parametrize(
     ("page_size", "graphs"),
     [
-        pytest.param(page_size, graphs, marks=[pytest.mark.nightly] * (graphs != (page_size == 1)))
+        pytest.param(page_size, graphs, marks=[pytest.mark.nightly] * (not graphs or page_size != 1))
         for page_size, graphs in product((1, 16), (False, True))
     ],
 )

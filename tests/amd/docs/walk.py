@@ -74,7 +74,7 @@ class Shell:
 
     def serve(self, line: str) -> tuple[int, str]:
         """Starts a server and waits until it listens or has ended. Returns 0 if it listens, and its output."""
-        self.run(f"{line.strip()} >server.log 2>&1 & server=$!")
+        self.run(f": >server.log; {line.strip()} >>server.log 2>&1 & server=$!")
         while self.run("kill -0 $server")[0] == 0:
             if _LISTENS in (said := (self.folder / "server.log").read_text()):
                 return 0, said

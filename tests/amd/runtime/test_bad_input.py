@@ -175,7 +175,9 @@ def test_pages_of_more_tokens_than_a_gpu_serves_are_refused_on_a_cpu_too() -> No
             RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, provider=PROVIDER),
             device="cpu",
         )
-    assert all("page_size 256 is outside 1..128" in reason for reason in caught.value.reasons)
+    of_heads = [reason for reason in caught.value.reasons if "it reads latent pages" not in reason]
+    assert of_heads
+    assert all("page_size 256 is outside 1..128" in reason for reason in of_heads)
 
 
 def test_triton_on_a_plain_cpu_says_which_archs_it_serves() -> None:

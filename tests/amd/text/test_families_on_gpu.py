@@ -15,8 +15,8 @@ from tests.amd.runner.served_logits import served_logits
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LENGTHS = (60, 31, 17)
-# |logits - reference| as a share of |reference| at the median token, see WITHIN: if two experts are nearly equal, a router may
-# choose otherwise. On a CPU the torch provider stays below half of these.
+# |logits - reference| as a share of |reference|, at the median token (see WITHIN): if two experts are nearly equal, a
+# router may choose otherwise. On a CPU the torch provider stays below half of these.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.16}
 # The share of tokens within the bound: of scores that are nearly equal an indexer may choose others, at most tokens of
 # this model in 16 bits.

@@ -25,6 +25,8 @@ from rocm_attn.problem import AllKeys, Indexer, Problem
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
+_FEWEST_PAGES = 2  # the null page, and one to store in
+
 
 @dataclass(frozen=True, slots=True)
 class GraphNodes:
@@ -77,7 +79,9 @@ class NodeCounter:
 
     def __init__(self, problems: Sequence[Problem], target: Target, options: RuntimeOptions) -> None:
         self._problems, self._kinds = problems, list(dict.fromkeys(problems))
-        self._runtime = runtime_of_kinds(problems, target, options, torch.device("cpu"))
+        # The pool changes no number of launches, so it has room for the largest step alone.
+        few = replace(options, num_pages=_FEWEST_PAGES)
+        self._runtime = runtime_of_kinds(problems, target, few, torch.device("cpu"))
         self._staged = _dropped if target.is_gpu else nullcontext
         self._recorder = FakeRecorder(_observe_dropped if target.is_gpu else observe_launches)
         self._inputs = ZeroInputs(torch.device("cpu"))

@@ -53,12 +53,12 @@ class AllRows:
     """Computes all rows in one product, on one rank."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] > 1 or x.dim() != 2 or x.device.type == "cpu":
+        if x.shape[0] != 1 or x.device.type == "cpu" or not _is_one_row(x, weight):
             return F.linear(x, weight, bias)
         from rocm_attn.kernels.model.row_product import launch_row_product
 
         out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
-        launch_row_product(x.contiguous(), weight, bias, out)
+        launch_row_product(x, weight, bias, out)
         return out
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,6 +72,12 @@ class AllRows:
 
     def summed(self, x: Tensor) -> Tensor:
         return x
+
+
+def _is_one_row(x: Tensor, weight: Tensor) -> bool:
+    """True if x and the matrix lie as launch_row_product takes them."""
+    lies_right = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
+    return x.dim() == 2 and x.dtype == weight.dtype and lies_right
 
 
 class BlocksOfRows:

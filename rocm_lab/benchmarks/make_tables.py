@@ -141,7 +141,6 @@ def _mixed_load(result: Result) -> dict[str, Any]:
 DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
     "step_profile_h100": _steps,
     "serving_h100": _serving,
-    "serving_h200": _serving,
     "round_time_h200": _rounds,
     "kv_transfer_h200": _transfers,
     "sparse_decode_h200": _sparse,

@@ -94,7 +94,8 @@ def _link(name: str, packages: Path) -> None:
     if name not in OURS:
         found = distribution(name)
         for top in {path.parts[0] for path in found.files or []} - {"..", "__pycache__"}:
-            (packages / top).symlink_to(Path(str(found.locate_file(top))))
+            if not (packages / top).is_symlink():  # a namespace of several packages is linked once
+                (packages / top).symlink_to(Path(str(found.locate_file(top))))
         return
     module, project = name.replace("-", "_"), _project(name)
     (packages / module).symlink_to(ROOT / module)

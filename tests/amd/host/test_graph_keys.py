@@ -14,7 +14,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadProblem
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Row, Scales
 from rocm_attn.providers import triton_cdna, triton_hopper
 from rocm_attn.providers.contract import BoundKernel, KernelEntry, LayerKernel, PoolSize
 from rocm_attn.providers.select import ENTRIES
@@ -43,6 +43,8 @@ def problems() -> Iterator[Problem]:
     yield Problem(128, 1, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     for heads in (16, 128):
         yield Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
+    rows = Problem(64, 1, 512, torch.bfloat16, 128, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
+    yield replace(rows, row=Row(128, overlaps=False))
 
 
 def eight_bit_problems() -> Iterator[Problem]:

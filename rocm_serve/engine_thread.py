@@ -73,7 +73,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A request is not in the engine any more, and gets no more results. error: why it was refused, or None"""
+    """A request has left the engine, and gets no more results. error: why it was refused, or None"""
 
     ticket: int
     error: Exception | None = None
@@ -101,7 +101,7 @@ Owner = Callable[[Message], None]
 
 
 class OwnerGone(Exception):
-    """Nobody takes results any more: the owner's event loop was closed, or its process has ended."""
+    """The results have no owner: its event loop was closed, or its process has ended."""
 
 
 class EngineThread:
@@ -189,7 +189,7 @@ class EngineThread:
             self._engine.abort(number, reason)
 
     def forget(self, ticket: int) -> None:
-        """Ends a request whose results are not wanted any more."""
+        """Ends a request whose results are not wanted."""
         self._preparing.pop(ticket, None)
         number = self._number_of.get(ticket)
         if number is not None:

@@ -91,7 +91,7 @@ class PromptRoom:
 
     @classmethod
     def beside(cls, num_decoding: int, budget: StepBudget) -> PromptRoom:
-        """The room next to sequences that decode; without any, nobody waits for a token and the step is a whole one."""
+        """The room next to sequences that decode; without any, no stream waits, and the step is a whole one."""
         tokens = max(budget.chunk - num_decoding, 1)
         if not num_decoding:
             return cls(tokens, tokens, NEVER)

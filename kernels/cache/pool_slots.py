@@ -30,7 +30,9 @@ def write_pool_slots(
 
 
 def write_last_rows(position_of_token: Tensor, last_row: Tensor, *, tokens: int) -> None:
-    """Fills last_row: the last row of so many tokens that each token sees, -1 if it sees none.
+    """Fills last_row: the last row that each token sees, -1 if it sees none.
+
+    tokens: of a row
 
     position_of_token, last_row: int32 [T]
     """

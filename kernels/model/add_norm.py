@@ -15,7 +15,7 @@ from torch import Tensor
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# Elements of a thread: 16 bytes of a 16-bit dtype at a time, and a wave has no more than it can hold.
+# Elements of a thread, at 64 threads a warp: 16 bytes of a 16-bit dtype, which one instruction loads.
 _ELEMENTS = 8
 
 

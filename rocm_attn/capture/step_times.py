@@ -22,11 +22,11 @@ USUAL_LEN, PROMPT_LEN = 512, 2048
 _LONG_PROMPT = 32768
 # A step without sequences that decode has a long prompt's tokens for this time: a prompt that comes later waits for it.
 _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
-# Nobody sees tokens come later by less, and the host takes some of it for a step with prompts.
+# A reader does not see that tokens come later by less, and the host takes some of it for a step with prompts.
 _LEAST_LATENCY_MS = 5.0
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64
-# Sequences that run at a time: as many as have room with so many tokens each.
+# Sequences that run at a time: as many as have room with _TOKENS_OF_EACH tokens each.
 _FEWEST_SEQS, MOST_SEQS, _TOKENS_OF_EACH = 8, 256, 1024
 # Stands for a time between tokens that nothing bounds, and for a prompt whose later tokens take no longer.
 UNBOUNDED, NEVER = math.inf, 1 << 62
@@ -154,7 +154,7 @@ class StepTimes:
 
 
 def fitting(kv_tokens: int) -> int:
-    """The sequences that run at a time where K and V have room for so many tokens."""
+    """The sequences that run at a time where K and V have room for kv_tokens tokens."""
     return min(MOST_SEQS, max(_FEWEST_SEQS, kv_tokens // _TOKENS_OF_EACH))
 
 

@@ -45,7 +45,7 @@ class PoolPlaces(NamedTuple):
     step:   the step in its space
     slots:  int32 [T], the slot that the token is the last one of, or a dropped slot
     rows:   int32 [T], the last whole slot of its sequence that it sees, -1 if there is none; empty if no layer has rows
-            of so many tokens
+            of `tokens` tokens
     """
 
     tokens: int
@@ -366,7 +366,7 @@ def _pool_slots_name(space: Space, key_tokens: int) -> str:
 
 
 def _rows_name(space: Space, tokens: int) -> str:
-    """The name of the buffer with the last row of so many tokens that each token sees."""
+    """The name of the buffer with the last row of `tokens` tokens that each token sees."""
     return name_in(space, f"row_of_{tokens}_tokens")
 
 

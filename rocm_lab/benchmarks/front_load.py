@@ -61,9 +61,6 @@ class FreeEngine:
         """Like Engine.has_work. It waits for all streams, so that each step has a token for each."""
         return bool(self._requests) and (self._num % NUM_STREAMS == 0 or self._next_at > 0)
 
-    def check(self, request: Request) -> None:
-        """Like Engine.check."""
-
     def can_prepare(self, request: Request) -> bool:
         """Like Engine.can_prepare."""
         return True
@@ -103,7 +100,7 @@ class FreeEngine:
         return Completion(request.prompt_token_ids, tuple(said), "", "length")
 
     def abort(self, number: int, reason: FinishReason = "abort") -> None:
-        """Like Engine.abort; nobody calls it here."""
+        """Like Engine.abort. No answer here has a text that stops it."""
         raise NotImplementedError
 
     def cancel(self, number: int) -> None:
@@ -114,11 +111,11 @@ class FreeEngine:
         """Like Engine.settle."""
 
     def probe_truth(self, seed: int) -> TruthVerdict:
-        """Like Engine.probe_truth; nobody calls it here."""
+        """Like Engine.probe_truth. No client here asks for it."""
         raise NotImplementedError
 
     def report(self) -> Report:
-        """Like Engine.report; nobody calls it here."""
+        """Like Engine.report. No client here asks for it."""
         raise NotImplementedError
 
 

@@ -117,12 +117,16 @@ def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int, drafter: str 
         options = replace(options, chunk=chunk, speculative=drafter, draft_tokens=num_drafts, topk=topk)
     with patch.object(engines, "load_model", lambda *which, **how: going_round(loaded.config, 1)):
         engine = Engine(loaded, options)
-    random = torch.Generator().manual_seed(1)
-    vocabulary = loaded.config.vocab_size
-    for _ in range(num_seqs):
-        prompt = torch.randint(vocabulary, (PROMPT,), generator=random).tolist()
-        engine.submit(Request(tuple(prompt), STEPS * (1 + num_drafts), ignore_eos=True))
+    for number in range(num_seqs):
+        prompt = prompt_of(PROMPT, number, loaded.config.vocab_size)
+        engine.submit(Request(prompt, STEPS * (1 + num_drafts), ignore_eos=True))
     return engine
+
+
+def prompt_of(length: int, seed: int, vocabulary: int) -> tuple[int, ...]:
+    """Returns random token ids."""
+    random = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(vocabulary, (length,), generator=random).tolist())
 
 
 def going_round(config: ModelConfig, num_layers: int) -> LoadedModel:

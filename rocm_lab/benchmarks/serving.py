@@ -5,8 +5,9 @@ python -m rocm_lab.benchmarks.serving --model Qwen/Qwen3-8B --out RESULTS/servin
 
 The script starts the server, and sends the requests of each number in --at-once at once, --turns times: prompts of 512
 tokens, 128 new ones, streamed. The first turn shows what is compiled or made while users wait. Then for each number in
---streams so many streams run, and a prompt of 32k tokens comes in: the row has the usual gap between a stream's pieces
-before it came, and the longest gaps until it had its token. The result has the server's own lines about its start.
+--streams, that many streams run, and a prompt of 32k tokens comes in: the row has the usual gap between a stream's
+pieces before it came, and the longest gaps until it had its token. The result has the server's own lines about its
+start.
 
 --random FOLDER writes a Llama of 1.1B there first, if it is empty: 16 layers of 2048, 32/8 heads of 64, random weights.
 --url measures a server that runs already. Its prefix cache finds nothing: each prompt begins with tokens of its own.
@@ -135,7 +136,7 @@ async def long_prompt(target: OpenAITarget, streams: int, args: argparse.Namespa
 
 
 def gap_of(streams: Sequence[RequestRecord], late: RequestRecord, prompt: int) -> LongPromptGap:
-    """Compares the streams' gaps before and while a prompt of so many tokens came in."""
+    """Compares the streams' gaps before and while a prompt came in, of `prompt` tokens."""
     arrived = late.pieces[0] if late.pieces else math.inf
     # A stream's first pieces come while others have their prompts computed.
     all_began = max((each.pieces[0] for each in streams if each.pieces), default=late.sent)
@@ -171,7 +172,7 @@ def server_of(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         if not url:
             sys.exit(f"the server did not start: exit code {server.wait()}")
         lines.append(f"listening after {time.perf_counter() - began:.1f} s")
-        # A pipe that nobody reads would stop the server.
+        # A pipe that is not read would stop the server.
         threading.Thread(target=lambda: [sys.stderr.write(each) for each in server.stderr or ()], daemon=True).start()
         yield url, lines
     finally:

@@ -6,7 +6,7 @@ An engine serves a Llama of 1.1B with random weights in bfloat16, greedily, over
 
 decode: all requests have their prompts of 512 tokens behind them, and a step brings each one token
 prompt: one prompt of 8,192 tokens, in one step
-mixed:  all but one request decode, and the step holds 2,048 tokens of one long prompt
+mixed:  all but one request decode, and the step holds up to 2,048 tokens, most of them of one long prompt
 
 step_us:   the median time between two steps, on the wall
 busy_us:   the time in which a kernel runs, of one step
@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from rocm_attn.models.config import ModelConfig
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import clock_of
-from rocm_lab.benchmarks.round_time import python_us, watch
+from rocm_lab.benchmarks.round_time import prompt_of, python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
 from rocm_serve.engine import Engine
@@ -54,12 +54,6 @@ def loaded_model(config: ModelConfig) -> LoadedModel:
     device = torch.device("cuda")
     weights = load_weights(RandomOnDevice(config, device), config, dtype=torch.bfloat16, device=device)
     return LoadedModel(config, weights, None, ONE_RANK)
-
-
-def prompt_of(length: int, seed: int, vocabulary: int) -> tuple[int, ...]:
-    """Returns random token ids."""
-    random = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(vocabulary, (length,), generator=random).tolist())
 
 
 def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int) -> Engine:
@@ -118,7 +112,7 @@ def mixed(loaded: LoadedModel, num_seqs: int) -> Row:
 
 
 def kv_bytes(engine: Engine, tokens: int) -> int:
-    """Returns the bytes of K and V of so many tokens."""
+    """Returns the bytes that K and V of these tokens take."""
     pool = engine.runtime.pool
     return tokens * pool.num_bytes // (pool.num_pages * pool.page_size)
 

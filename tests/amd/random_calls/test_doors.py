@@ -103,7 +103,7 @@ def callables(device: torch.device) -> dict[str, list[CodeType]]:
 
 
 class Driven(NamedTuple):
-    """What the tester has called, and its findings."""
+    """The callables that the tester has called, and its findings."""
 
     called: set[str]
     findings: list[str]
@@ -130,7 +130,7 @@ def there(device: torch.device) -> dict[str, list[CodeType]]:
 
 @pytest.fixture(scope="module")
 def driven(device: torch.device, there: dict[str, list[CodeType]]) -> Driven:
-    """What comes of the drivers, once for all tests."""
+    """The outcome of the tester, once for all tests."""
     tracer = doors.Tracer(there)
     with tracer.watching():
         findings = list(drive_all(device))

@@ -13,7 +13,7 @@ from tests.amd.mutation.memory import Memory
 from tests.amd.simulator.case import KernelCase
 
 FOLDERS = ("metadata", "sampling", "speculative")
-# Of other folders, those that no other case runs.
+# Those of other folders that no other case runs.
 PATHS = ("attention/pads.py", "cache/move_rows.py", "cache/tails.py")
 
 

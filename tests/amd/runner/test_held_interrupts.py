@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,14 @@ from rocm_serve.engine import Engine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.models.loading import LoadedModel
 from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requests
+
+
+@pytest.fixture(autouse=True)
+def _pythons_own_handler() -> Iterator[None]:
+    """A shell lets what it runs in the background ignore Ctrl-C, and Python then installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pressing(engine: Engine, times: int) -> list[str]:

@@ -96,7 +96,7 @@ def is_of_every_run(family: str, way: tuple[int, int, bool]) -> bool:
 )
 def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, graphs: bool, served: Served) -> None:
     logits, replays = served_logits(
-        served.loaded, served.texts, PROMPT_LEN, chunk=chunk, page_size=page_size, graphs=graphs
+        served.loaded, served.texts, [PROMPT_LEN] * len(LENGTHS), chunk=chunk, page_size=page_size, graphs=graphs
     )
     assert (replays > 5) == graphs
     for rows, expected, length in zip(logits, served.logits, LENGTHS, strict=True):

@@ -165,7 +165,7 @@ class Run:
             engine._speculation = Speculation(drafter, engine.runtime, engine._picker, num, engine.metrics)
         if world.way != PLAIN:
             one = replace(world.options, speculative="off", draft_tokens=4, topk=1, graphs=False, steps_ahead=0)
-            self._plain = Engine(loaded, replace(one, num_pages=None, swa_pages=0, max_batch_size=1))
+            self._plain = Engine(loaded, replace(one, num_pages=None, swa_pages=0))
         self._begins = [self._tokens(self._random.randrange(10, 38)) for _ in range(3)]
         self.hit = set[int]()
         self.requests: list[Request] = []
@@ -214,7 +214,7 @@ class Run:
             request = self._request()
             number = self.engine.submit(request)
             assert number == len(self.requests)
-            if self.world.way != PLAIN:
+            if self.world.way == SCRIPT:  # which knows the text
                 self.wanted += self._plain.generate([request])
                 self._texts.append(request.prompt_token_ids + self.wanted[-1].token_ids)
             self.requests.append(request)
@@ -238,6 +238,8 @@ class Run:
                 NanTokens(self.engine, self._token_of_a_prompt, patch)
             self._serve()
         assert len(self.done) == len(self.requests)
+        if self.world.way not in (PLAIN, SCRIPT):
+            self.wanted = self._plain.generate(self.requests)
         metrics = self.engine.report().metrics
         for number, completion in self.done.items():
             self._compare(number, completion)

@@ -21,7 +21,7 @@ from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens
 OPTIONS = EngineOptions(
-    provider="torch",
+    provider="auto",
     page_size=4,
     max_batch_size=4,
     chunk=64,

@@ -27,8 +27,7 @@ from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.runner.with_parameters import character_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BASE = replace(OPTIONS, provider="auto" if DEVICE.type == "cuda" else "torch")
-PLAIN = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0)
+PLAIN = replace(OPTIONS, speculative="off", draft_tokens=4, steps_ahead=0)
 WINDOWS = (9, -1)
 
 
@@ -39,7 +38,7 @@ def _model() -> LoadedModel:
 
 def engine_of(loaded: LoadedModel | None = None, **changes: Any) -> Engine:
     """An engine of a model with windows, which have a pool of their own."""
-    return Engine(_model() if loaded is None else loaded, replace(BASE, **{"swa_pages": 120, **changes}))
+    return Engine(_model() if loaded is None else loaded, replace(OPTIONS, **{"swa_pages": 120, **changes}))
 
 
 def a_request(seed: int, new_tokens: int = 60, **options: Any) -> Request:
@@ -359,11 +358,11 @@ def test_rounds_with_a_request_that_asks_for_more_than_the_likeliest_token_are_p
     ],
 )
 def test_the_host_plans_every_round_for_a_reason(changes: dict[str, Any], why: str) -> None:
-    assert why_no_speculative_steps(replace(BASE, **changes), num_ranks=1, looks_on=False) == why
+    assert why_no_speculative_steps(replace(OPTIONS, **changes), num_ranks=1, looks_on=False) == why
 
 
 def test_an_engine_says_why_the_host_plans_every_round() -> None:
-    said = why_no_speculative_steps(BASE, num_ranks=2, looks_on=False)
+    said = why_no_speculative_steps(OPTIONS, num_ranks=2, looks_on=False)
     assert said == "2 ranks share the model, and plan each step together"
     assert engine_of().report().speculative_steps == "follow from each other on the device"
     assert engine_of(check_every=5).report().speculative_steps == (

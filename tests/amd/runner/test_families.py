@@ -36,7 +36,7 @@ from tests.amd.tolerances import assert_layers_close
 # if transformers' two best logits lie closer together than this, rounding may decide
 NARROW = 1e-3
 
-PROMPT_LEN, LENGTHS = 21, (40, 23, 9)
+PROMPT_LEN, LENGTHS = 21, (30, 23, 9)
 BASE = replace(PAGES_OF_4, page_size=16, chunk=64)
 
 
@@ -120,10 +120,6 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *(
-            pytest.param(dict(zip(("chunk", "page_size", "graphs"), way, strict=True)), marks=pytest.mark.nightly)
-            for way in WAYS
-        ),
         pytest.param({"max_batch_size": 1}, marks=pytest.mark.nightly),
         pytest.param({"max_batch_size": 3, "chunk": 7, "page_size": 1, "graphs": True}, marks=pytest.mark.nightly),
         {"num_pages": 9, "max_batch_size": 4, "chunk": 7},

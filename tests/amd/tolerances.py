@@ -13,8 +13,6 @@ from torch import Tensor
 
 from rocm_attn.oracle.numerics import FLOAT32_ROUNDING, sum_error
 
-# exp is off by a unit in the last place at most, and there is a division and an output to round.
-_ROUNDINGS_OF_A_SHARE = 4
 # Tolerance for float32 results of a few layers, which are sums of a few hundred products, relative to the root mean
 # square of all. Two libraries come within a tenth of it.
 _LAYERS = 2e-4
@@ -97,45 +95,6 @@ def assert_products_close(product: Tensor, x: Tensor, weight: Tensor, bias: Tens
 def _size(values: Tensor) -> float:
     """Returns the root mean square of the finite values, or 1 if that is more."""
     return max(1.0, float(values[values.isfinite()].double().square().mean().sqrt()))
-
-
-def assert_as_close_as_float32(out: Tensor, exact: Tensor, rounding: Tensor) -> None:
-    """Checks that out is no further from the exact output than attention_rounding allows for each of its elements."""
-    part = (out.double() - exact).abs() / rounding
-    worst = int(part.nan_to_num(float("inf")).argmax())
-    assert bool((part <= 1).all()), (
-        f"element {worst} is {float(out.flatten()[worst])!r}, exactly it is {float(exact.flatten()[worst])!r}: "
-        f"{float(part.flatten()[worst]):.3g} times what rounding explains"
-    )
-
-
-def attention_rounding(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns attention in float64, and the allowed error of float32 attention for each element.
-
-    q: [heads, tokens, head_dim]; k: [heads, keys, head_dim]; v: [heads, keys, v_head_dim]; one sequence
-    hidden: bool [tokens, keys], the keys that a token does not see; each token sees one
-    Returns out and its rounding, float64 [heads, tokens, v_head_dim].
-
-    For scores s, shares p and u half a unit in float32's last place, a share is off by the relative error
-
-        e[j] = sum_error(head_dim, |scale| * sum_d |q[d] * k[j, d]|) + (max(s) - s[j]) * u + 4 * u
-
-    of its score, of the argument of exp, and of exp itself. They are normalised, so that to first order
-
-        |out - exact| <= sum_j p[j] * e[j] * (|v[j]| + |exact|) + 2 * sum_error(keys, sum_j p[j] * |v[j]|)
-
-    where the last term covers the two sums over the keys, shares and weighted values.
-    """
-    q, k, v = q.double(), k.double(), v.double()
-    scores = (q @ k.mT * scale).masked_fill(hidden, float("-inf"))
-    shares = scores.softmax(-1)
-    exact = shares @ v
-    below = (scores.amax(-1, keepdim=True) - scores).masked_fill(hidden, 0.0)
-    error = sum_error(q.shape[-1], abs(scale) * (q.abs() @ k.mT.abs()))
-    error += (below + _ROUNDINGS_OF_A_SHARE) * FLOAT32_ROUNDING
-    wrong = shares * error
-    rounding = wrong @ v.abs() + wrong.sum(-1, keepdim=True) * exact.abs()
-    return exact, rounding + 2 * sum_error(k.shape[1], shares @ v.abs())
 
 
 def assert_shaped_close(shaped: Tensor, exact: Tensor) -> None:

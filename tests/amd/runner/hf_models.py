@@ -1,7 +1,8 @@
-"""Small random models of transformers: the references, and the files they are read from."""
+"""Configs of published models, and small random models of transformers with the files that they are read from."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+
+# Published models' config.json, written down from memory of their repositories.
+PUBLISHED = Path(__file__).parent / "published"
+
+
+def published(name: str) -> dict[str, Any]:
+    """The fields of a published model's config.json."""
+    fields: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
+    return fields
 
 
 # Buffers that a file holds in addition to parameters.

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import load_weights
 from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.device_steps import DeviceSpeculation
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens
 OPTIONS = EngineOptions(
-    provider="torch",
+    provider="auto",
     page_size=4,
     max_batch_size=4,
     chunk=64,
@@ -80,3 +83,17 @@ def repeating_requests() -> list[Request]:
         sampling = Sampling(0.7, 0.95, seed=seed, top_k=6) if seed % 2 else Sampling()
         made.append(Request(prompt, 40 + 9 * seed, sampling))
     return made
+
+
+def launched(engine: Engine) -> list[int]:
+    """Returns a list that gets a 1 for each round that the host has not planned."""
+    rounds, noted = engine._speculative_steps, list[int]()
+    assert isinstance(rounds, DeviceSpeculation)
+    launch = rounds.launch
+
+    def and_count() -> Any:
+        noted.append(1)
+        return launch()
+
+    rounds.launch = and_count  # type: ignore[method-assign]
+    return noted

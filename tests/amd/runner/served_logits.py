@@ -21,7 +21,7 @@ from rocm_serve.models.model import Model
 def served_logits(
     loaded: LoadedModel,
     texts: Sequence[Tensor],
-    prompt_len: int,
+    prompt_lens: Sequence[int],
     *,
     chunk: int,
     page_size: int,
@@ -29,9 +29,10 @@ def served_logits(
     provider: str = "torch",
     kv: KVFormat = AS_COMPUTED,
 ) -> tuple[list[dict[int, Tensor]], int]:
-    """Every text's first prompt_len tokens in chunks, then token after token; all texts in each step.
+    """Every text's prompt in chunks, then token after token; all texts in each step.
 
-    texts: integer [tokens] each
+    texts:       integer [tokens] each
+    prompt_lens: of each text
     Returns place in the text -> float32 [vocab] for each text, and how many steps were replayed.
     """
     longest = max(map(len, texts))
@@ -49,12 +50,10 @@ def served_logits(
     runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device) if graphs else None)
     rows = [runtime.table.admit() for _ in texts]
     logits: list[dict[int, Tensor]] = [{} for _ in texts]
+    prompt_lens = [min(*each) for each in zip(prompt_lens, map(len, texts), strict=True)]
     stored = [0] * len(texts)
     while any(done < len(text) for done, text in zip(stored, texts, strict=True)):
-        q_len = [
-            min(chunk, min(prompt_len, len(text)) - done) if done < min(prompt_len, len(text)) else 1
-            for done, text in zip(stored, texts, strict=True)
-        ]
+        q_len = [max(1, min(chunk, num - done)) for done, num in zip(stored, prompt_lens, strict=True)]
         running = [number for number, text in enumerate(texts) if stored[number] < len(text)]
         kv_len = [stored[number] + q_len[number] for number in running]
         batch = StepBatch(

@@ -80,26 +80,6 @@ def test_tokens_that_came_before_the_end_are_read_first(loaded: LoadedModel, mon
     assert run(main) == engine(loaded).generate([LONG])[0].token_ids[:3]
 
 
-def test_who_waits_for_a_call_gets_to_know_of_the_end_too(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = engine(loaded)
-    breaks_in_step(served, 0, monkeypatch)
-    gated = Gated(served)
-
-    async def main() -> None:
-        async with AsyncEngine(served) as front:
-            stream = front.stream(LONG)
-            await gated.begun()
-            call = asyncio.ensure_future(front.between_steps(lambda: None))
-            await asyncio.sleep(0)
-            gated.let(1)
-            with pytest.raises(EngineEnded, match="fallen off"):
-                await call
-            with pytest.raises(EngineEnded, match="fallen off"):
-                await stream.completion()
-
-    run(main)
-
-
 def test_leaving_waits_for_those_that_are_served(loaded: LoadedModel) -> None:
     async def main() -> list[Completion]:
         async with AsyncEngine(engine(loaded)) as front:

@@ -15,36 +15,10 @@ from rocm_attn.models.fields import Fields, read_json
 from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.rope import YarnScaling
 from rocm_serve.models.weights import expected_shapes
-from tests.amd.runner.hf_models import small_hf_config
+from tests.amd.runner.hf_models import published, small_hf_config
 
-# the layout before transformers 5, as Llama 3.1 8B was published
-LLAMA31: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
+# the layout before transformers 5
+LLAMA31 = published("llama-3.1-8b")
 
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

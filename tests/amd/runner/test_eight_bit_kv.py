@@ -73,9 +73,9 @@ def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_pat
     torch.manual_seed(1)
     tokens = random_tokens(30)
     kv = KVFormat.named(kv_dtype, "layer", known_target("cpu"))
-    (rows,), _ = served_logits(loaded, [tokens], 17, chunk=7, page_size=16, graphs=False, kv=kv)
+    (rows,), _ = served_logits(loaded, [tokens], [17], chunk=7, page_size=16, graphs=False, kv=kv)
     expected = rounded_logits(loaded, tokens, CODES[kv_dtype], (1.0, 1.0))
-    exact, _ = served_logits(loaded, [tokens], 17, chunk=7, page_size=16, graphs=False, kv=AS_COMPUTED)
+    exact, _ = served_logits(loaded, [tokens], [17], chunk=7, page_size=16, graphs=False, kv=AS_COMPUTED)
     for place, row in rows.items():
         assert_layers_close(row, expected[place])
     assert not torch.equal(rows[29], exact[0][29]), "eight bits show"
@@ -96,7 +96,7 @@ def test_served_logits_are_those_of_latents_kept_as_records(tmp_path: Path) -> N
     loaded = load(save(family_model("deepseek_v32", kv_lora_rank=128), tmp_path))
     tokens = random_tokens(30)
     kv = KVFormat.named("fp8", "group", known_target("cpu"))
-    (rows,), _ = served_logits(loaded, [tokens], 17, chunk=7, page_size=16, graphs=False, kv=kv)
+    (rows,), _ = served_logits(loaded, [tokens], [17], chunk=7, page_size=16, graphs=False, kv=kv)
     model, dense = dense_model(loaded, len(tokens))
     expected = dense_logits_of(model, RecordedAttention(dense.problems, dense.head_weights), tokens)
     exact = dense_logits_of(*dense_model(loaded, len(tokens)), tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,51 +18,9 @@ from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import Request
-from rocm_serve.sampling.sampling_options import Sampling
-from tests.amd.runner.serving import engine, some_requests, tokens_of
+from tests.amd.runner.serving import engine, some_requests
 from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
 from tests.amd.runner.tiny_model import tiny_model
-
-
-@pytest.fixture(scope="module")
-def served_plainly(loaded: LoadedModel) -> Callable[[Sampling], list[tuple[int, ...]]]:
-    """Returns the tokens of some_requests() for a way of sampling, each computed once."""
-    return functools.cache(lambda sampling: tokens_of(engine(loaded).generate(some_requests(sampling=sampling))))
-
-
-# Options that must not change a request's tokens.
-WAYS: tuple[dict[str, Any], ...] = (
-    {"max_batch_size": 1},
-    {"graphs": True, "max_batch_size": 5, "chunk": 3},
-    {"num_pages": 18, "chunk": 3},
-    {"page_size": 1, "chunk": 7, "graphs": True},
-    {"page_size": 16, "chunk": 64, "graphs": True},
-)
-GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sampling"),
-    [
-        # By day each greedy or drawn, by turns.
-        pytest.param(
-            way,
-            sampling,
-            id=f"{'drawn' if sampling is DRAWN else 'greedy'}-{way}",
-            marks=[pytest.mark.nightly] * ((at % 2 == 0) != (sampling is DRAWN)),
-        )
-        for at, way in enumerate(WAYS)
-        for sampling in (GREEDY, DRAWN)
-    ],
-)
-def test_how_a_request_is_served_does_not_change_it(
-    changes: dict[str, Any],
-    sampling: Sampling,
-    loaded: LoadedModel,
-    served_plainly: Callable[[Sampling], list[tuple[int, ...]]],
-) -> None:
-    completions = engine(loaded, **changes).generate(some_requests(sampling=sampling))
-    assert tokens_of(completions) == served_plainly(sampling)
 
 
 def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel) -> None:

@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.model import Model
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.drafts import DraftTree
 from tests.amd.runner.dense_attention import assert_greedy
+from tests.amd.runner.engine_worlds import NanTokens
 from tests.amd.runner.serving import engine as small_engine
 from tests.amd.runner.serving import until_done
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
@@ -151,30 +150,16 @@ def test_a_forgotten_prefix_is_not_found_and_weights_may_have_changed(loaded: Lo
     assert hits(served) == 0
 
 
-class Poison:
-    """In each engine step that stores the first tokens of a request, the model finds NaN in their place."""
+def poison(engine: Engine, number: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In so many steps that store the first tokens of a request, the model finds NaN in their place."""
+    left = [1] * times
 
-    def __init__(self, engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-        self._engine, self._number, self._times = engine, number, times
-        self._run, self._embed = engine._steps.run, Model.embed
-        self._token = -1
-        monkeypatch.setattr(engine, "_steps", self)
-        monkeypatch.setattr(Model, "embed", lambda model, token_ids: self.embed(model, token_ids))
-
-    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
-        rows = {each.row for each in self._engine._scheduler._running if each.number == self._number}
+    def first_token(batch: StepBatch) -> int | None:
+        rows = {each.row for each in engine._scheduler._running if each.number == number}
         found = [seq for seq in np.flatnonzero(batch.kv_len == batch.q_len) if batch.rows[seq] in rows]
-        if found and self._times:
-            self._times -= 1
-            self._token = int(batch.q_len[: found[0]].sum())
-        return self._run(batch, pad_to)
+        return int(batch.q_len[: found[0]].sum()) if found and left and left.pop() else None
 
-    def embed(self, model: Model, token_ids: Tensor) -> Tensor:
-        rows = self._embed(model, token_ids)
-        if self._token >= 0:
-            rows[self._token] = float("nan")
-            self._token = -1
-        return rows
+    NanTokens(engine, first_token, monkeypatch)
 
 
 @pytest.mark.fast(3)
@@ -186,7 +171,7 @@ def test_pages_of_a_step_with_a_fault_are_never_found(
     """Others begin with the same tokens, one after each step: none reads the KV that the poisoned one has stored."""
     served = engine(loaded)
     poisoned = served.submit(Request(SHARED, 9))
-    Poison(served, poisoned, monkeypatch, times)
+    poison(served, poisoned, times, monkeypatch)
     for _ in range(late_by):
         served.step()
     others = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from rocm_serve.engine_thread import EngineThread, Message, StepOutput
 from rocm_serve.events import Events
 from rocm_serve.request import Completion, Request
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
+from tests.amd import forked
 from tests.amd.runner.async_engines import LONG, read
 from tests.amd.runner.serving import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
@@ -60,6 +62,15 @@ def held() -> Iterator[Engine]:
 def impossible() -> Iterator[Engine]:
     raise BadSetting("there is no such engine")
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported() -> Iterator[None]:
+    """Processes begin with it; those of tests/amd/server/load import it."""
+    context = forked.context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: context)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ from tests.amd.tolerances import assert_layers_close
 # if transformers' two best logits lie closer together than this, rounding may decide
 NARROW = 1e-3
 
-PROMPT_LEN, LENGTHS = 21, (40, 23, 9)
+PROMPT_LEN, LENGTHS = 21, (30, 23, 9)
 BASE = replace(PAGES_OF_4, page_size=16, chunk=64)
 
 
@@ -96,7 +96,7 @@ def is_of_every_run(family: str, way: tuple[int, int, bool]) -> bool:
 )
 def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, graphs: bool, served: Served) -> None:
     logits, replays = served_logits(
-        served.loaded, served.texts, PROMPT_LEN, chunk=chunk, page_size=page_size, graphs=graphs
+        served.loaded, served.texts, [PROMPT_LEN] * len(LENGTHS), chunk=chunk, page_size=page_size, graphs=graphs
     )
     assert (replays > 5) == graphs
     for rows, expected, length in zip(logits, served.logits, LENGTHS, strict=True):
@@ -120,10 +120,6 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *(
-            pytest.param(dict(zip(("chunk", "page_size", "graphs"), way, strict=True)), marks=pytest.mark.nightly)
-            for way in WAYS
-        ),
         pytest.param({"max_batch_size": 1}, marks=pytest.mark.nightly),
         pytest.param({"max_batch_size": 3, "chunk": 7, "page_size": 1, "graphs": True}, marks=pytest.mark.nightly),
         {"num_pages": 9, "max_batch_size": 4, "chunk": 7},

@@ -21,7 +21,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_serve.request import Request
-from tests.amd.runner.serving import BASE, all_pages_are_free, some_requests, tokens_of
+from tests.amd.runner.serving import BASE, some_requests, tokens_of
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
@@ -31,35 +31,6 @@ WINDOW = 9
 def loaded() -> LoadedModel:
     """Every other layer has a window, as in Gemma."""
     return tiny_model(base=with_windows(CONFIG, WINDOW, -1))
-
-
-@pytest.fixture(scope="module")
-def expected(loaded: LoadedModel) -> list[tuple[int, ...]]:
-    """From one pool for all layers."""
-    engine = Engine(loaded, replace(BASE, swa_pages=0))
-    assert engine.report().swa_pages == 0
-    return tokens_of(engine.generate(some_requests(10, longest=40)))
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"page_size": 16},
-        {"swa_pages": 7, "chunk": 5, "graphs": True},
-        {"num_pages": 18, "chunk": 3},
-    ],
-    ids=str,
-)
-def test_the_pool_of_the_windows_changes_no_token(
-    changes: dict[str, Any], loaded: LoadedModel, expected: list[tuple[int, ...]]
-) -> None:
-    engine = Engine(loaded, replace(BASE, **changes))
-    assert engine.report().swa_pages > 0
-    assert tokens_of(engine.generate(some_requests(10, longest=40))) == expected
-    assert all_pages_are_free(engine)
-    engine.runtime.check_device()
 
 
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:

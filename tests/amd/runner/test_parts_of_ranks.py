@@ -83,7 +83,7 @@ def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> lis
 
     def serve(rank: ThreadRank) -> list[dict[int, Tensor]]:
         loaded = load_model(directory, dtype=torch.float32, device=CPU, ranks=rank)
-        logits, _ = served_logits(loaded, texts, PROMPT_LEN, chunk=5, page_size=4, graphs=False)
+        logits, _ = served_logits(loaded, texts, [PROMPT_LEN] * len(texts), chunk=5, page_size=4, graphs=False)
         return logits
 
     return on_threads(num_ranks, serve)

@@ -17,14 +17,14 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
 from rocm_serve.speculation.device_steps import SpeculativePicks
 from rocm_serve.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
+from tests.amd.runner.round_texts import OPTIONS as ROUNDS
 from tests.amd.runner.round_texts import round_model
-from tests.amd.runner.test_device_steps import BASE, KINDS, at_pace, one_by_one, rounds_of
+from tests.amd.runner.test_device_steps import a_request, at_pace, one_by_one, rounds_of
 from tests.amd.runner.with_parameters import character_model
 
 # Rounds of 3 tokens in circles of 16: as many of them as there are memories do not end where they began, so that losing
 # or swapping some changes the text.
-OPTIONS = replace(BASE, page_size=4, max_batch_size=4, draft_tokens=2)
-a_request = KINDS["greedy"].request
+OPTIONS = replace(ROUNDS, draft_tokens=2)
 
 
 @pytest.fixture(scope="module")

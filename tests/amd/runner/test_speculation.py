@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch.overrides import TorchFunctionMode
 
 from rocm_attn.errors import BadModel, BadSetting
@@ -64,12 +63,6 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: list[
     return engine
 
 
-def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too() -> None:
-    half = tiny_model(dtype=torch.float16)
-    options = replace(BASE, speculative="ngram", deterministic=True)
-    assert_lossless(half, options, some_requests(5) + some_requests(2, sampling=DRAWN))
-
-
 def test_the_report_counts_drafts_and_what_steps_bring(loaded: LoadedModel) -> None:
     requests = some_requests(2, new_tokens=21)
     engine = speculating(loaded, replace(BASE, speculative="ngram"), requests, mistakes=0.0)
@@ -83,24 +76,6 @@ def test_the_report_counts_drafts_and_what_steps_bring(loaded: LoadedModel) -> N
     assert "acceptance length 5.00, 8.40 tokens a step" in str(metrics)
     assert "rocm_attn_accepted_drafts_total 32" in metrics.as_prometheus()
     assert metrics.as_dict()["acceptance_length"] == 5
-
-
-def test_steps_that_verify_are_replayed(loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", draft_tokens=3, graphs=True, max_batch_size=4)
-    requests = some_requests(4)
-    engine = speculating(loaded, options, requests)
-    made = engine.capture_all(lambda done, total, name: None)
-    assert not made.skipped
-    assert {
-        "extend of 4 sequences with 16 tokens, lengths to 64",
-        "mixed of 4 sequences with 16 tokens, lengths to 64",
-    } <= {bucket.name for bucket in made.buckets}
-    engine.generate(requests)
-    metrics = engine.report().metrics
-    assert metrics.captures == len(made.buckets)
-    assert not metrics.graphs_off
-    # all but those with prompts
-    assert metrics.replays >= metrics.steps - len(requests)
 
 
 @pytest.mark.nightly
@@ -205,7 +180,7 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
 
 @pytest.mark.parametrize("topk", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int, loaded: LoadedModel) -> None:
-    """The steps are steps that verify, steps with prompts, the small model's prefill, and its rounds."""
+    """The steps are steps that verify, steps with prompts, the small model's prefill, and its rounds: all replays."""
     options = replace(
         BASE, speculative="ngram", topk=topk, graphs=True, draft_tokens=4, max_batch_size=2, chunk=32, num_pages=64
     )
@@ -214,11 +189,16 @@ def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int,
     drafter = engine._speculation._drafter
     assert isinstance(drafter, ModelDrafter)
     counted = (engine.metrics, drafter.runners._runner.metrics)
-    assert not engine.capture_all(lambda done, total, name: None).skipped
+    made = engine.capture_all(lambda done, total, name: None)
+    assert not made.skipped
+    assert {f"{kind} of 2 sequences with 10 tokens, lengths to 64" for kind in ("extend", "mixed")} <= {
+        bucket.name for bucket in made.buckets
+    }
     before = [metrics.captures for metrics in counted]
     assert all(before)
     assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
     assert [metrics.captures for metrics in counted] == before
+    assert counted[0].replays >= counted[0].steps - len(requests)
     assert counted[1].replays > 6
     assert not counted[1].fallbacks
 

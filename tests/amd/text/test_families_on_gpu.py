@@ -33,7 +33,13 @@ def test_served_logits_stay_near_those_of_float32(
     loaded = load_model(save(reference, tmp_path), dtype=dtype, device=device)
     texts = [random_tokens(length) for length in LENGTHS]
     logits, replays = served_logits(
-        loaded, texts, 20, chunk=7, page_size=16, graphs=graphs, provider="triton" if device.type == "cuda" else "torch"
+        loaded,
+        texts,
+        [20] * len(texts),
+        chunk=7,
+        page_size=16,
+        graphs=graphs,
+        provider="triton" if device.type == "cuda" else "torch",
     )
     assert (replays > 20) == graphs
     errors = [

@@ -9,7 +9,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel, load_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
-from tests.amd.text.forced_logits import forced_logits
+from tests.amd.runner.served_logits import served_logits
 from tests.amd.text.hf_reference import hf_llama, logits_along
 from tests.amd.text.test_text_equality import CHAT_PROMPTS, PLAIN_FACTS, RAW_PROMPTS
 from tests.amd.tolerances import LOGITS
@@ -34,8 +34,12 @@ def test_logits_stay_near_those_of_float32(dtype: torch.dtype, float32: LoadedMo
     completions = engine.generate([Request(tuple(prompt), NEW_TOKENS, ignore_eos=True) for prompt in prompts])
     continuations = [completion.token_ids for completion in completions]
 
-    logits, num_replays = forced_logits(loaded, prompts, continuations, provider="triton")
+    texts = [torch.tensor((*prompt, *new[:-1])) for prompt, new in zip(prompts, continuations, strict=True)]
+    rows, num_replays = served_logits(
+        loaded, texts, list(map(len, prompts)), chunk=128, page_size=16, graphs=True, provider="triton"
+    )
     assert num_replays == NEW_TOKENS - 1
+    logits = torch.stack([torch.stack(list(of_text.values())) for of_text in rows])
     model = hf_llama(float32)
     reference = torch.stack([logits_along(model, *pair) for pair in zip(prompts, continuations, strict=True)])
     error = (logits - reference).norm(dim=-1) / reference.norm(dim=-1)

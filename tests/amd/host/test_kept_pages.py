@@ -355,15 +355,15 @@ class Keeps(RuleBasedStateMachine):
         if self.table.num_free_rows:
             self.rows[self.table.admit()] = Row([], 0)
 
-    @rule(pick=st.integers(0, 3), new=st.integers(1, 7))
-    def step(self, pick: int, new: int) -> None:
+    @rule(pick=st.integers(0, 3), new=st.integers(1, 7), at_once=st.booleans())
+    def step(self, pick: int, new: int, at_once: bool) -> None:
         row = self.pick(pick)
         if row is None:
             return
         known = self.rows[row]
         start, stop = len(known.tokens), len(known.tokens) + new
         try:
-            self.table.reserve(row, stop)
+            self.reserve(row, stop, at_once)
         except CapacityExceeded:
             return
         batch = step_of(row, stop, new)
@@ -381,6 +381,14 @@ class Keeps(RuleBasedStateMachine):
         known.tokens += range(self.next_token, self.next_token + new)
         self.next_token += new
         self.table.mark_stored(ints(row), ints(stop))
+
+    def reserve(self, row: int, kv_len: int, at_once: bool) -> None:
+        """Reserves for this row alone, or for all rows, the others at the length that they have."""
+        if not at_once:
+            self.table.reserve(row, kv_len)
+            return
+        lengths = [kv_len if each == row else len(known.tokens) for each, known in self.rows.items()]
+        self.table.reserve_all(list(self.rows), lengths)
 
     @rule(
         pick=st.integers(0, 3),

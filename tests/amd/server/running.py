@@ -22,7 +22,7 @@ from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import Server, bind, url_of
 from rocm_serve.server.served_model import ServedModel
-from rocm_serve.server.traces import NO_TRACES, Traces
+from rocm_serve.server.traces import OtelTraces
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.tiny_model import word_tokenizer
@@ -118,7 +118,7 @@ def running(
     *,
     tokenizer: Tokenizer | None = None,
     keys: Sequence[str] = (),
-    traces: Traces = NO_TRACES,
+    traces: Sequence[OtelTraces] = (),
     defaults: Sampling = OPENAI_DEFAULTS,
     **options: Any,
 ) -> Iterator[Running]:

@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rocm_lab.bench.machine import commit
 from tests.amd.server.gateways import ask, gateway, get
-from tests.amd.server.running import served_process
+from tests.amd.server.load.model_folder import write_model
+from tests.amd.server.load.served import served
 from tests.amd.server.scraped import families_of, value_of
 
 RESULT = Path(__file__).parent / "results" / "gateway_routing.json"
@@ -52,7 +54,8 @@ def hit_share(policy: str) -> float:
     asked = prompts()
     with ExitStack() as stack:
         flags = ("--num-pages", str(NUM_PAGES), "--max-batch-size", "4")
-        urls = [stack.enter_context(served_process(*flags))[1] for _ in range(2)]
+        model = write_model(Path(stack.enter_context(TemporaryDirectory())))
+        urls = [stack.enter_context(served(model, *flags)).url for _ in range(2)]
         front = stack.enter_context(gateway(*urls, policy=policy))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             assert all(pool.map(lambda prompt: ask(front, prompt, 2).is_whole, asked))

@@ -32,7 +32,7 @@ from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import bind, serve
 from rocm_serve.server.served_model import ServedModel
-from rocm_serve.server.traces import NO_TRACES, otlp_traces
+from rocm_serve.server.traces import otlp_traces
 from rocm_serve.speculation.engines import require_drafter
 from rocm_serve.text.chat_template import ChatTemplate
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     settings = ServerOptions(**{name: getattr(options, name) for name in SERVER})
     keys = keys_from(settings, os.environ)
     name = settings.served_model_name or options.model
-    traces = otlp_traces(name) if settings.traces else NO_TRACES
+    traces = [otlp_traces(name)] if settings.traces else []
     template = _template(settings)
     with bind(settings) as bound:
         defaults = defaults_from(settings.generation_config, options.model)

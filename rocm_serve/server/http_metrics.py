@@ -80,17 +80,25 @@ class HttpMetrics:
     def as_prometheus(self, prefix: str = "rocm_attn") -> str:
         """Returns Prometheus' text format, to follow Metrics.as_prometheus(). prefix: of all names but the process's"""
         lines = self._answers_as_lines(f"{prefix}_http")
-        name = f"{prefix}_http_open_requests"
-        lines += [*heading(name, "requests whose answer has not ended", "gauge"), sample(name, self.open)]
-        name, help = (
-            f"{prefix}_http_disconnects_total",
-            "requests whose client disconnected before the end of the answer",
-        )
-        lines += [*heading(name, help, "counter"), sample(name, self.disconnects)]
-        name, help = f"{prefix}_http_late_readers_total", "requests aborted because their client did not read"
-        lines += [*heading(name, help, "counter"), sample(name, self.late_readers)]
-        name, help = f"{prefix}_http_waiting_bytes", "bytes of bodies that are read, or wait for the engine"
-        lines += [*heading(name, help, "gauge"), sample(name, self.waiting_bytes)]
+        for name, help, value in (
+            ("http_open_requests", "requests whose answer has not ended", self.open),
+            (
+                "http_disconnects_total",
+                "requests whose client disconnected before the end of the answer",
+                self.disconnects,
+            ),
+            ("http_late_readers_total", "requests aborted because their client did not read", self.late_readers),
+            ("http_waiting_bytes", "bytes of bodies that are read, or wait for the engine", self.waiting_bytes),
+            ("http_max_requests", "most prompts that may run or wait; --max-requests", self.max_requests),
+            ("failing", "1 while /health tells that nothing should be sent to this server", int(self.failing)),
+            ("draining", "1 while the server is shutting down and accepts no more requests", int(self.draining)),
+            (
+                "metrics_age_seconds",
+                "age of the engine's counts, which are late while a step takes long",
+                round(self.age_seconds, 3),
+            ),
+        ):
+            lines += _one(f"{prefix}_{name}", help, value)
         name = f"{prefix}_http_refused_total"
         lines += heading(name, "requests refused before they reached the engine, by reason", "counter")
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]
@@ -98,17 +106,8 @@ class HttpMetrics:
         name = f"{prefix}_http_constraint_seconds"
         lines += heading(name, "time that a request waited for its constraint to be tried", "histogram")
         lines += histogram(name, self.constraint_seconds)
-        name, help = f"{prefix}_http_max_requests", "most prompts that may run or wait; --max-requests"
-        lines += [*heading(name, help, "gauge"), sample(name, self.max_requests)]
         name, help = f"{prefix}_build_info", "1, with the versions that serve and the name of the model"
         lines += [*heading(name, help, "gauge"), sample(name, 1, **self.build)]
-        name, help = f"{prefix}_failing", "1 while /health tells that nothing should be sent to this server"
-        lines += [*heading(name, help, "gauge"), sample(name, int(self.failing))]
-        name, help = f"{prefix}_draining", "1 while the server is shutting down and accepts no more requests"
-        lines += [*heading(name, help, "gauge"), sample(name, int(self.draining))]
-        name = f"{prefix}_metrics_age_seconds"
-        lines += heading(name, "age of the engine's counts, which are late while a step takes long", "gauge")
-        lines.append(sample(name, round(self.age_seconds, 3)))
         return text_of([*lines, *_process()])
 
     def _keys_as_lines(self, prefix: str) -> list[str]:
@@ -133,6 +132,11 @@ class HttpMetrics:
         return lines
 
 
+def _one(name: str, help: str, value: float) -> list[str]:
+    """Returns the lines of a metric without labels: a counter if its name says total, else a gauge."""
+    return [*heading(name, help, "counter" if name.endswith("_total") else "gauge"), sample(name, value)]
+
+
 def _process() -> list[str]:
     """Returns the metrics of a process under the names of Prometheus' own libraries; none outside of Linux."""
     if not _PROC.joinpath("stat").exists():
@@ -148,7 +152,4 @@ def _process() -> list[str]:
         ("process_open_fds", "open files and connections", len(os.listdir(_PROC / "fd"))),
         ("process_max_fds", "limit of open files and connections", resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     )
-    lines = []
-    for name, help, value in values:
-        lines += [*heading(name, help, "counter" if name.endswith("_total") else "gauge"), sample(name, value)]
-    return lines
+    return [line for name, help, value in values for line in _one(name, help, value)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -18,7 +19,7 @@ from rocm_serve.server.health import Health
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.record import RAW_SEND, RequestRecord
-from rocm_serve.server.traces import Traces
+from rocm_serve.server.traces import OtelTraces
 
 ID_HEADER = b"x-request-id"
 # Its lines are JSON; run.py gives it a handler.
@@ -41,7 +42,7 @@ class Observers:
     keys: ApiKeys
     counts: HttpMetrics
     health: Health
-    traces: Traces
+    traces: Sequence[OtelTraces]
 
     def report(self, record: RequestRecord) -> None:
         """Reports a request that has ended."""
@@ -56,7 +57,8 @@ class Observers:
                 self.health.note_success()
             if record.key:
                 self.counts.note_key(record.key, record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-        self.traces.send(record)
+        for each in self.traces:
+            each.send(record)
 
     def _line(self, record: RequestRecord) -> str:
         """Returns the line of a request. Times are in seconds, from its first byte on."""

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 
 import uvicorn
@@ -19,7 +19,7 @@ from rocm_serve.server.api_errors import given_up_at_shutdown
 from rocm_serve.server.app import build_app
 from rocm_serve.server.connections import MOST_HEAD_BYTES, bounded_protocol
 from rocm_serve.server.constraint_checks import ConstraintChecks
-from rocm_serve.server.descriptors import QuietAtTheLimit, connections_within, raise_limit
+from rocm_serve.server.descriptors import connections_within, raise_limit
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
@@ -27,14 +27,14 @@ from rocm_serve.server.keys import ANONYMOUS, ApiKeys
 from rocm_serve.server.observed import LOGGER, Observers
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.served_model import ServedModel
-from rocm_serve.server.traces import NO_TRACES, Traces
+from rocm_serve.server.traces import OtelTraces
 from rocm_serve.server.truth import TruthProbe
 
 # Seconds that clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
 _BACKLOG = 2048
-# Connections that are accepted before the loop does something else. At the limit of open files, Python's loop tries,
-# and reports, this many times in a row.
+# Connections that are accepted before the loop does something else. At the limit of open files, Python's loop tries
+# this many times in a row.
 _AT_A_TIME = 1
 # Seconds that a connection may be idle. Clients and gateways keep one for less (OpenAI's for 5 seconds, others for up
 # to 60). So they close it, and no request comes on a connection that the server closes at that moment.
@@ -99,7 +99,7 @@ async def serve(
     keys: ApiKeys,
     bound: socket.socket,
     announce: Callable[[str], None],
-    traces: Traces = NO_TRACES,
+    traces: Sequence[OtelTraces] = (),
 ) -> None:
     """Serves until a signal ends it, in the main thread, or the engine ends. Raises EngineEnded.
 
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
         model: ServedModel,
         keys: ApiKeys,
         announce: Callable[[str], None],
-        traces: Traces = NO_TRACES,
+        traces: Sequence[OtelTraces] = (),
     ) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
@@ -173,7 +173,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         self._listen(sockets)
-        self._loop.set_exception_handler(QuietAtTheLimit())
         if self._most_connections < self._options.max_connections:
             self._announce(
                 f"at most {self._most_connections} connections are served, and not {self._options.max_connections} "
@@ -237,4 +236,5 @@ class Server(uvicorn.Server):
         if self._tokenising is not None:
             self._tokenising.close()
         await super().shutdown(sockets)
-        await asyncio.to_thread(self._traces.close)
+        for each in self._traces:
+            await asyncio.to_thread(each.close)

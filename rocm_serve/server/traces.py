@@ -8,7 +8,7 @@ noted anyway, so a request does no work for them while it is served.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.distributions import installing
@@ -22,29 +22,6 @@ SYSTEM = "rocm_attn"
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 
 
-class Traces(Protocol):
-    """The destination of requests' spans."""
-
-    def send(self, record: RequestRecord) -> None:
-        """Sends the spans of a request that has ended."""
-
-    def close(self) -> None:
-        """Sends the spans that are left."""
-
-
-class NoTraces:
-    """Sends nothing."""
-
-    def send(self, record: RequestRecord) -> None:
-        """Like Traces.send."""
-
-    def close(self) -> None:
-        """Like Traces.close."""
-
-
-NO_TRACES = NoTraces()
-
-
 class OtelTraces:
     """Sends the spans of requests for text to an OpenTelemetry provider. model: name of the served model"""
 
@@ -56,7 +33,7 @@ class OtelTraces:
         self._propagator = TraceContextTextMapPropagator()
 
     def send(self, record: RequestRecord) -> None:
-        """Like Traces.send."""
+        """Sends the spans of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         operation = _OPERATIONS.get(record.route)
@@ -78,7 +55,7 @@ class OtelTraces:
         span.end(_at(record, record.began + record.seconds))
 
     def close(self) -> None:
-        """Like Traces.close."""
+        """Sends the spans that are left."""
         shutdown = getattr(self._provider, "shutdown", None)
         if shutdown is not None:
             shutdown()

@@ -1,18 +1,18 @@
-"""Pages of a window: held while a step may need them, freed after it, shared and copied like any other."""
+"""Pages of a window: held while a step may need them, freed after it, shared and copied like any other.
+
+Random steps over such pages are those of test_kept_pages.py.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, NeverFits, OutOfPages
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.page_table import PageTable, SpacePages
+from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 
 WINDOW, KEPT, PAGE_SIZE = 5, 2, 3
@@ -178,141 +178,3 @@ def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) 
 def test_a_space_has_a_page_to_hand_out(num_pages: int, first_page: int) -> None:
     with pytest.raises(CapacityExceeded, match=f"swa_pages is {num_pages} and the first page handed out is"):
         SpacePages(Space.SWA, num_pages, "swa_pages", WINDOW, KEPT, first_page)
-
-
-class Requests(RuleBasedStateMachine):
-    """Random steps, rejections, forks and frees over two small spaces; pages without a row hold nothing.
-
-    content: per space, page -> token of each offset, as the device would hold them
-    tokens:  row -> its tokens
-    reached: row -> the largest start of a step of it so far
-    shared:  row -> tokens that other rows may hold too, which are never removed
-    room:    row -> tokens that it has pages for; removed tokens leave their pages
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = make_table()
-        self.content: dict[Space, dict[int, list[int]]] = {pages.space: {} for pages in self.table.spaces}
-        self.tokens: dict[int, list[int]] = {}
-        self.reached: dict[int, int] = {}
-        self.shared: dict[int, int] = {}
-        self.room: dict[int, int] = {}
-        self.next_token = 1
-
-    def flush(self) -> None:
-        """Sends changes to the device; then every page without a row is overwritten."""
-        for pages in self.table.spaces:
-            content = self.content[pages.space]
-            content.update({target: list(content[source]) for target, source in pages.pending.copies.items()})
-            pages.pending.copies.clear()
-            pages.pending.cells.clear()
-            for page in set(content) - self.held(pages):
-                content[page] = [-1] * PAGE_SIZE
-
-    def pages_wanted(self, pages: PageTable, row: int, stop: int) -> int:
-        """Returns pages of a space that row lacks for `stop` tokens, and one more if its next page is shared."""
-        held, room = self.table.pages_of(row, pages.space).tolist(), self.room[row]
-        others = {
-            page for other in self.tokens if other != row for page in self.table.pages_of(other, pages.space).tolist()
-        } - {0}
-        is_copied = stop > room and room % PAGE_SIZE > 0 and held[room // PAGE_SIZE] in others
-        return max(0, -(-stop // PAGE_SIZE) - len(held)) + is_copied
-
-    def held(self, pages: PageTable) -> set[int]:
-        return {int(page) for row in self.tokens for page in self.table.pages_of(row, pages.space)} - {0}
-
-    @rule()
-    def admit(self) -> None:
-        if self.table.num_free_rows:
-            row = self.table.admit()
-            self.tokens[row], self.reached[row], self.shared[row], self.room[row] = [], 0, 0, 0
-
-    @rule(pick=st.integers(0, 3), new=st.integers(0, 6), evict_first=st.booleans())
-    def step(self, pick: int, new: int, evict_first: bool) -> None:
-        row = self.pick(pick)
-        if row is None:
-            return
-        start, stop = len(self.tokens[row]), len(self.tokens[row]) + new
-        if evict_first:
-            self.table.evict(ints(row), ints(start))
-            self.reached[row] = max(self.reached[row], start)
-        short = [self.pages_wanted(pages, row, stop) > pages.num_free_pages for pages in self.table.spaces]
-        if stop > self.table.max_kv_len or any(short):
-            with pytest.raises(CapacityExceeded):
-                self.table.reserve(row, stop)
-            return
-        self.table.reserve_all(ints(row), ints(stop))
-        self.room[row] = max(self.room[row], stop)
-        self.table.checks.check(StepBatch(ints(row), ints(stop), ints(new)))
-        self.table.evict(ints(row), ints(start))
-        self.reached[row] = max(self.reached[row], start)
-        self.flush()
-        for index in range(start, stop):
-            for pages in self.table.spaces:
-                page = int(self.table.pages_of(row, pages.space)[index // PAGE_SIZE])
-                self.content[pages.space].setdefault(page, [-1] * PAGE_SIZE)[index % PAGE_SIZE] = self.next_token
-            self.tokens[row].append(self.next_token)
-            self.next_token += 1
-
-    @rule(pick=st.integers(0, 3), taken=st.integers(1, 8))
-    def reject(self, pick: int, taken: int) -> None:
-        """Removes the last tokens, at most KEPT of those before the last step."""
-        row = self.pick(pick)
-        if row is not None:
-            taken = min(taken, len(self.tokens[row]) - max(self.shared[row], self.reached[row] - KEPT))
-            del self.tokens[row][len(self.tokens[row]) - taken :]
-
-    @rule(pick=st.integers(0, 3), length=st.integers(0, 21))
-    def fork(self, pick: int, length: int) -> None:
-        row = self.pick(pick)
-        if row is None or not self.table.num_free_rows:
-            return
-        length = min(length, len(self.tokens[row]))
-        pages = self.table.pages_of(row, Space.SWA)[max(0, length - WINDOW) // PAGE_SIZE : -(-length // PAGE_SIZE)]
-        if not (pages > 0).all():
-            with pytest.raises(BadBatch):
-                self.table.fork(row, length)
-            return
-        child = self.table.fork(row, length)
-        self.tokens[child], self.reached[child], self.shared[child] = self.tokens[row][:length], length, length
-        self.shared[row], self.room[child] = max(self.shared[row], length), length
-
-    @rule(pick=st.integers(0, 3))
-    def free(self, pick: int) -> None:
-        row = self.pick(pick)
-        if row is not None:
-            self.table.free(row)
-            del self.tokens[row], self.reached[row], self.shared[row], self.room[row]
-
-    def pick(self, number: int) -> int | None:
-        rows = sorted(self.tokens)
-        return rows[number % len(rows)] if rows else None
-
-    @invariant()
-    def every_row_reads_its_own_tokens(self) -> None:
-        for pages in self.table.spaces:
-            content, waiting = self.content[pages.space], pages.pending.copies
-            for row, tokens in self.tokens.items():
-                first = max(0, len(tokens) - WINDOW) if pages.space is Space.SWA else 0
-                held = self.table.pages_of(row, pages.space).tolist()
-                at = [(held[i // PAGE_SIZE], i % PAGE_SIZE) for i in range(first, len(tokens))]
-                assert [content[waiting.get(page, page)][offset] for page, offset in at] == tokens[first:]
-
-    @invariant()
-    def no_page_leaks_and_no_id_means_two_things(self) -> None:
-        full, swa = (self.held(pages) for pages in self.table.spaces)
-        assert not full & swa
-        for pages, held in zip(self.table.spaces, (full, swa), strict=True):
-            assert len(held) + pages.num_free_pages == pages.num_usable_pages
-
-    def teardown(self) -> None:
-        for row in list(self.tokens):
-            self.table.free(row)
-        for pages in self.table.spaces:
-            assert pages.num_free_pages == pages.num_usable_pages
-            assert not pages.entries_host.any()
-
-
-TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=80, stateful_step_count=40)

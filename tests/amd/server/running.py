@@ -1,12 +1,10 @@
-"""A server over a tiny model, in a thread of the test's process, or as `rocm-attn serve` in a separate process."""
+"""A server over a tiny model, in a thread of the test's process."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +22,8 @@ from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import Server, bind, url_of
 from rocm_serve.server.served_model import ServedModel
-from rocm_serve.server.traces import NO_TRACES, Traces
+from rocm_serve.server.traces import OtelTraces
 from rocm_serve.text.tokenizer import Tokenizer
-from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.tiny_model import word_tokenizer
 
@@ -121,7 +118,7 @@ def running(
     *,
     tokenizer: Tokenizer | None = None,
     keys: Sequence[str] = (),
-    traces: Traces = NO_TRACES,
+    traces: Sequence[OtelTraces] = (),
     defaults: Sampling = OPENAI_DEFAULTS,
     **options: Any,
 ) -> Iterator[Running]:
@@ -171,31 +168,3 @@ def running(
         if thread.is_alive():
             server.drain()
         thread.join()
-
-
-@contextmanager
-def served_process(
-    *flags: str, environment: dict[str, str] | None = None
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`rocm-attn serve` over the tiny model as a process, and its URL; it is killed afterwards if it runs.
-
-    flags: in addition to those that the tiny model needs; --port 0 unless a port is given
-    """
-    port = () if "--port" in flags else ("--port", "0")
-    command = [sys.executable, "-m", "tests.amd.server.tiny_server", *port, *flags]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if "listening on " in line:
-                yield process, line.partition("listening on ")[2].strip()
-                break
-        else:
-            raise AssertionError("".join(said))
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stderr.close()

@@ -193,11 +193,6 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert refused.value.code == "model_not_found"
 
 
-def test_nothing_is_left_of_what_was_answered(server: Running, client: openai.OpenAI) -> None:
-    client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10)
-    assert server.holds_nothing()
-
-
 def test_a_request_of_lower_priority_is_answered_first(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has one place; all three have come by the end of its first step."""
     served = engine(loaded, max_batch_size=1)

@@ -42,15 +42,17 @@ def server() -> Iterator[Running]:
         yield served
 
 
-def ask(server: Running, schema: dict[str, Any]) -> Reply:
+def ask(server: Running, schema: dict[str, Any], name: str = "response_format") -> Reply:
+    """name: of the field that has the schema"""
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return post(server, requested(prompt=list(PROMPT), response_format=form))
+    fields = {"response_format": form, "structured_outputs": {"json": schema}, "guided_json": schema}
+    return post(server, requested(prompt=list(PROMPT), **{name: fields[name]}))
 
 
 def test_endless_constraints_end_and_others_are_served_after_them(server: Running) -> None:
     """There are as many as are compiled at a time: if they did not end, no place would be left for the last one."""
     with ThreadPoolExecutor(2) as pool:
-        for reply in pool.map(ask, [server] * 2, [ENDLESS] * 2):
+        for reply in pool.map(ask, [server] * 2, [ENDLESS] * 2, ["structured_outputs", "guided_json"]):
             assert reply.status == 400
             assert "it takes more than 1 CPU seconds" in reply.error["message"]
     assert ask(server, {"enum": ["x", "yes"]}).status == 200

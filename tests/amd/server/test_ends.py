@@ -156,13 +156,13 @@ def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> N
     assert counts.disconnects == 1
 
 
-def slow_reader(server: Running, **fields: Any) -> socket.socket:
+def slow_reader(server: Running, num_choices: int = 16) -> socket.socket:
     """A client that reads nothing, over a connection with small buffers."""
     server.between_loops(lambda: server.shrink_buffers(4096))
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(server.address)
-    slow.sendall(as_bytes(requested(n=16, stream=True, logprobs=20, **LONG, **fields)))
+    slow.sendall(as_bytes(requested(n=num_choices, stream=True, logprobs=20, **LONG)))
     return slow
 
 
@@ -178,7 +178,7 @@ def test_a_client_that_does_not_read_loses_its_request_and_not_only_its_connecti
 
 def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedModel) -> None:
     with running(engine(loaded), max_requests=16) as server:
-        with slow_reader(server):
+        with slow_reader(server, num_choices=3):
             while not server.between_loops(lambda: [job.is_computed for job in server.jobs] == [True]):
                 pass
             assert post(server, requested(n=16)).status == 200

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from rocm_lab.benchmarks.gateway_routing import hit_share
 from tests.amd.server.gateways import Answer, ask, gateway, get, healthy, until_healthy
-from tests.amd.server.running import served_process
+from tests.amd.server.load.model_folder import write_model
+from tests.amd.server.load.served import Served, served
 from tests.amd.server.scraped import families_of, value_of
 
 pytestmark = pytest.mark.nightly  # three processes each
 
 MAX_TOKENS = 60
 PROMPTS = tuple(f"w{number} w{number * 7 % 64} w{number * 29 % 64}" for number in range(1, 33))
-Server = tuple[subprocess.Popen[str], str]
+Pair = tuple[Served, Served, str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Server, Server, str]]:
+def pair(model: Path) -> Iterator[Pair]:
     """Two servers, and the gateway in front of them."""
     with ExitStack() as stack:
-        one, other = (stack.enter_context(served_process("--max-batch-size", "32")) for _ in range(2))
-        yield one, other, stack.enter_context(gateway(one[1], other[1]))
+        one, other = (stack.enter_context(served(model)) for _ in range(2))
+        yield one, other, stack.enter_context(gateway(one.url, other.url))
 
 
 def num_running(url: str) -> float:
@@ -36,17 +42,17 @@ def num_running(url: str) -> float:
     return value_of(families_of(get(f"{url}/metrics")), "rocm_attn_running")
 
 
-def under_load(pair: tuple[Server, Server, str], *, streams: tuple[bool, ...], hit: int) -> list[Future[Answer]]:
+def under_load(pair: Pair, *, streams: tuple[bool, ...], hit: signal.Signals) -> list[Future[Answer]]:
     """Sends requests through the gateway, and meanwhile a signal to the first server, which has some of them."""
-    (process, url), _, front = pair
+    server, _, front = pair
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         requested = [
             pool.submit(ask, front, prompt, MAX_TOKENS, stream=streams[number % len(streams)])
             for number, prompt in enumerate(PROMPTS)
         ]
-        while num_running(url) < len(PROMPTS) / 4:
+        while num_running(server.url) < len(PROMPTS) / 4:
             assert not all(each.done() for each in requested), "none of them went to the first server"
-        process.send_signal(hit)
+        server.send(hit)
     return requested
 
 
@@ -55,50 +61,50 @@ def expected(url: str) -> list[str]:
     return [ask(url, prompt, MAX_TOKENS).text for prompt in PROMPTS]
 
 
-def test_a_server_that_is_killed_loses_no_request_that_can_be_sent_again(pair: tuple[Server, Server, str]) -> None:
+def test_a_server_that_is_killed_loses_no_request_that_can_be_sent_again(pair: Pair) -> None:
     requested = under_load(pair, streams=(False,), hit=signal.SIGKILL)
     texts = [each.result().text for each in requested]
-    assert texts == expected(pair[1][1])
+    assert texts == expected(pair[1].url)
     assert healthy(pair[2]) <= 2  # the gateway lives
 
 
-def test_a_stream_that_had_begun_on_a_killed_server_breaks_off_and_says_so(pair: tuple[Server, Server, str]) -> None:
+def test_a_stream_that_had_begun_on_a_killed_server_breaks_off_and_says_so(pair: Pair) -> None:
     requested = under_load(pair, streams=(True, True, False), hit=signal.SIGKILL)
     broken = 0
-    for each, text in zip(requested, expected(pair[1][1]), strict=True):
+    for each, text in zip(requested, expected(pair[1].url), strict=True):
         answer = each.result()
         assert answer.text == text if answer.is_whole else text.startswith(answer.text)
         broken += not answer.is_whole
     assert 0 < broken < len(requested)
 
 
-def test_a_server_that_drains_ends_what_it_has_and_gets_nothing_more(pair: tuple[Server, Server, str]) -> None:
-    (process, _), (_, other), front = pair
+def test_a_server_that_drains_ends_what_it_has_and_gets_nothing_more(pair: Pair) -> None:
+    draining, other, front = pair
     requested = under_load(pair, streams=(True, False), hit=signal.SIGTERM)
     answers = [each.result() for each in requested]
     assert all(answer.is_whole for answer in answers)
-    assert [answer.text for answer in answers] == expected(other)
-    assert process.wait() == 0
+    assert [answer.text for answer in answers] == expected(other.url)
+    assert draining.end() == 0
     assert [ask(front, prompt, 4).is_whole for prompt in PROMPTS[:8]] == [True] * 8
 
 
-def test_a_server_that_comes_back_on_its_port_is_used_again(pair: tuple[Server, Server, str]) -> None:
-    (process, url), _, front = pair
-    process.kill()
-    process.wait()
+def test_a_server_that_comes_back_on_its_port_is_used_again(pair: Pair, model: Path) -> None:
+    first, _, front = pair
+    first.send(signal.SIGKILL)
+    first.end()
     until_healthy(front, 1)
     assert ask(front, PROMPTS[0], 4).is_whole
-    with served_process("--port", url.rpartition(":")[2]):
+    with served(model, port=first.port) as again:
         until_healthy(front, 2)
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             requested = [pool.submit(ask, front, prompt, MAX_TOKENS) for prompt in PROMPTS]
         assert all(each.result().is_whole for each in requested)
-        assert value_of(families_of(get(f"{url}/metrics")), "rocm_attn_requests_total") > 0
+        assert value_of(families_of(get(f"{again.url}/metrics")), "rocm_attn_requests_total") > 0
 
 
-def test_without_a_server_an_error_comes_and_no_silence(pair: tuple[Server, Server, str]) -> None:
-    for process, _ in pair[:2]:
-        process.kill()
+def test_without_a_server_an_error_comes_and_no_silence(pair: Pair) -> None:
+    for server in pair[:2]:
+        server.send(signal.SIGKILL)
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(pair[2], PROMPTS[0], 4)
     with refused.value as error:

@@ -171,10 +171,10 @@ def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(
     backend = Backend(word_tokenizer().backend)
     with (
         running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server,
-        ThreadPoolExecutor(40) as threads,
+        ThreadPoolExecutor(12) as threads,
     ):
         with backend.held():
-            asked = [threads.submit(post, server, long, path) for _ in range(40)]
+            asked = [threads.submit(post, server, long, path) for _ in range(12)]
             backend.begun()
             # The first of each is read in the event loop, the others in threads.
             for text in ("w1 w2", "w1 w2" + " " * 3000):
@@ -185,7 +185,7 @@ def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(
             assert send(server, "GET", "/health").status == 200
             assert sum(length >= LONG for length in backend.lengths) == 1
         assert {each.result().status for each in asked} == {200}
-        assert sum(length >= LONG for length in backend.lengths) == 40
+        assert sum(length >= LONG for length in backend.lengths) == 12
 
 
 def test_a_long_text_is_read_with_a_low_priority_and_a_short_one_is_not(loaded: LoadedModel) -> None:

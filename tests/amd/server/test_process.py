@@ -31,8 +31,7 @@ from rocm_serve.text.constraint import Constraint, library
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.runner.with_parameters import PROMPT, character_model
 from tests.amd.server.load.model_folder import write_model
-from tests.amd.server.load.served import Served, served
-from tests.amd.server.ports import DerivedPorts, family
+from tests.amd.server.load.served import Served, family, served
 
 LONG = {"model": "tiny", "prompt": "w9 w12", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
@@ -57,28 +56,6 @@ def text(server: Served) -> str:
     with ask(server) as answer:
         found: str = json.loads(answer.read())["choices"][0]["text"]
         return found
-
-
-def assert_ports_come_back(model: Path, *flags: str) -> None:
-    """Checks that a server killed in the middle of an answer leaves a port on which the next one serves the same."""
-    first = Served(model, *flags)
-    expected = text(first)
-    derived = DerivedPorts(first.pid)
-    assert first.port in derived.ports
-    with ask(first, stream=True) as answer:
-        assert answer.readline().startswith(b"data: ")
-        first.send(signal.SIGKILL)
-        assert first.end() == -signal.SIGKILL
-        derived.wait_until_free()
-        with served(model, *flags, port=first.port) as second:
-            assert second.port == first.port
-            assert text(second) == expected
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_server_that_is_killed_is_followed_by_one_on_the_same_port_at_once(ranks: str, model: Path) -> None:
-    assert_ports_come_back(model, "--tp", ranks)
 
 
 @pytest.mark.nightly

@@ -133,8 +133,3 @@ def test_prompt_logprobs_have_the_form_of_vllm(server: Running, model: Any) -> N
 def test_what_cannot_be_answered_is_refused(fields: dict[str, Any], param: str, server: Running) -> None:
     reply = post(server, requested(**fields))
     assert (reply.status, reply.error["param"]) == (400, param)
-
-
-def test_nothing_is_left_of_what_was_answered(server: Running) -> None:
-    assert post(server, requested(echo=True, logprobs=1)).status == 200
-    assert server.holds_nothing()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import socket
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
-from tests.amd.server.raw import CHAT, head_of_a_post, post, requested, send
+from tests.amd.server.raw import CHAT, COMPLETIONS, head_of_a_post, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 MOST_BYTES = 20_000
@@ -64,13 +63,6 @@ def locked() -> Iterator[Running]:
     [
         (b"", "JSON object"),
         (b"{", "not JSON"),
-        (b"[]", "JSON object"),
-        (b"nothing", "not JSON"),
-        (b'{"model": "tiny", "prompt": "\xff"}', ""),
-        (b'{"model": "tiny", "prompt": "\\ud800"}', ""),
-        (b'{"model": "tiny", "prompt": "w1", "temperature": NaN}', "temperature"),
-        (b'{"model": "tiny", "prompt": "w1", "max_tokens": ' + b"9" * 5000 + b"}", ""),
-        (b'{"model": "tiny", "prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}", ""),
         (b'{"model": "tiny", "prompt": "w1", "logit_bias": {"1": 1' + b"0" * 400 + b"}}", "logit_bias must map"),
         (
             b'{"model": "tiny", "prompt": "w1", "response_format": '
@@ -78,15 +70,12 @@ def locked() -> Iterator[Running]:
             "the constraint is not Unicode text",
         ),
     ],
-    ids=[
-        *("empty", "half", "list", "word", "no UTF-8", "half a character", "NaN", "large number", "deep"),
-        *("large bias", "half a character of a schema"),
-    ],
+    ids=["empty", "half", "large bias", "half a character of a schema"],
 )
-def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Running) -> None:
+def test_a_refused_body_is_answered_with_the_reason(body: bytes, says: str, server: Running) -> None:
+    """load/test_hostile_bytes.py has more of them."""
     reply = post(server, body)
-    assert reply.status == 400
-    assert says in reply.error["message"]
+    assert (reply.status, says in reply.error["message"]) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -158,16 +147,18 @@ def test_a_prompt_and_an_answer_longer_than_the_context_are_refused() -> None:
         assert fits.json["usage"]["total_tokens"] == 64
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS))
-def test_a_field_that_is_not_served_says_why(name: str, server: Running) -> None:
-    for path, body in (("/v1/completions", requested()), (CHAT, {"model": NAME, "messages": USER, "max_tokens": 1})):
-        if name in (ChatBody if path == CHAT else CompletionBody).model_fields:
-            continue
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_field_that_is_not_served_says_why(path: str, server: Running) -> None:
+    body = requested(max_tokens=1) if path == COMPLETIONS else {"model": NAME, "messages": USER, "max_tokens": 1}
+    refused = FIELDS.keys() - (ChatBody if path == CHAT else CompletionBody).model_fields
+    for name in refused:
         reply = post(server, {**body, name: ["a", "value"]}, path)
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "unsupported_parameter", name)
         assert reply.error["message"].startswith(f"not served: {name}; ")
-        for value in FIELDS[name].harmless:
-            assert post(server, {**body, name: value}, path).status == 200
+    for number in range(max(len(FIELDS[name].harmless) for name in refused)):
+        given = {name: FIELDS[name].harmless[number : number + 1] for name in refused}
+        harmless = {name: value for name, values in given.items() for value in values}
+        assert post(server, {**body, **harmless}, path).status == 200
 
 
 @pytest.mark.parametrize(
@@ -210,14 +201,9 @@ def test_messages_that_no_template_can_write_are_refused(messages: Any, says: st
     assert says in reply.error["message"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"functions": [{"name": "a"}]}, {"tool_choice": "required"}, {"top_logprobs": 2}, {"modalities": ["audio"]}],
-    ids=str,
-)
-def test_what_would_change_the_answer_and_is_not_served_is_refused(fields: dict[str, Any], server: Running) -> None:
-    reply = post(server, {"model": NAME, "messages": [{"role": "user", "content": "w1"}], **fields}, CHAT)
-    assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
+def test_a_number_of_likely_tokens_without_logprobs_is_refused(server: Running) -> None:
+    reply = post(server, {"model": NAME, "messages": USER, "top_logprobs": 2}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "top_logprobs")
 
 
 def test_what_changes_nothing_is_ignored(server: Running) -> None:
@@ -268,11 +254,6 @@ def test_a_request_with_two_lengths_is_refused_and_nothing_after_it_is_read(serv
     assert b"\r\nconnection: close\r\n" in received.lower()
     assert b'"code":"ambiguous_length"' in received
     assert received.count(b"HTTP/1.1") == 1
-
-
-def test_another_model_is_not_found(server: Running) -> None:
-    reply = post(server, requested(model="gpt-4"))
-    assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
 
 
 def test_a_body_of_another_type_is_refused(server: Running) -> None:
@@ -340,19 +321,6 @@ def test_without_a_key_nothing_of_the_api_is_served(header: str, locked: Running
     assert send(locked, "GET", "/health").status == 200
 
 
-def test_each_key_finds_its_own_cached_prefixes_alone(locked: Running) -> None:
-    def hits() -> int:
-        found: int = locked.between_steps(lambda: locked.engine.metrics.prefix_hits)
-        return found
-
-    found = []
-    for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1]):
-        before = hits()
-        assert post(locked, requested(prompt="w9 " * 17), Authorization=f"Bearer {key}").status == 200
-        found.append(hits() - before)
-    assert found == [0, 0, 16, 16]
-
-
 def test_a_public_address_needs_keys() -> None:
     with pytest.raises(BadSetting, match=r"would listen on 0\.0\.0\.0, .* give --api-key-file"):
         keys_from(ServerOptions(host="0.0.0.0"), {})
@@ -387,9 +355,3 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadSetting, match=next(iter(wrong))):
         ServerOptions(**wrong)
-
-
-def test_the_servers_description_has_its_routes_and_no_422(server: Running) -> None:
-    paths = json.loads(send(server, "GET", "/openapi.json").body)["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= set(paths)
-    assert "422" not in str(paths)

@@ -33,6 +33,8 @@ SOURCE = (
     "{{ '<think>\n\n</think>\n\n' if enable_thinking is false else '<think>\n' }}{% endif %}"
 )
 
+MADE = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days": 2}'}}
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
@@ -70,6 +72,10 @@ def ask(server: Running, **fields: Any) -> Reply:
           "add_generation_prompt": False}, "|assistant:It is "),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, *ASKED]},
          "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [MADE]},
+                       {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]},
+         'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>|tool:rain|assistant:'
+         "<think>\n"),
         ({"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": "!"}}, "How is it?!"),
     ],
     ids=str,

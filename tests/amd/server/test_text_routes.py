@@ -136,11 +136,13 @@ def test_the_load_counts_requests_that_are_not_answered(server: Running) -> None
         end()
 
 
-@pytest.mark.parametrize("path", sorted(PATHS.keys() - GENERATING))
-def test_a_path_that_is_not_served_says_why(path: str, server: Running) -> None:
-    for reply in (post(server, {}, path), send(server, "GET", path)):
-        assert (reply.status, reply.error["code"]) == (404, "not_served")
-        assert reply.error["message"].startswith(f"not served: {path}; ")
+def test_a_path_that_is_not_served_says_why_and_so_does_each_below_it(server: Running) -> None:
+    for path in sorted(PATHS.keys() - GENERATING):
+        for reply in (post(server, {}, path), send(server, "GET", path)):
+            assert (reply.status, reply.error["code"]) == (404, "not_served")
+            assert reply.error["message"].startswith(f"not served: {path}; ")
+    for method in ("GET", "DELETE"):
+        assert send(server, method, "/v1/responses/resp_1").error["code"] == "not_served"
 
 
 def test_another_path_is_not_found(server: Running) -> None:

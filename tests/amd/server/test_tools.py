@@ -95,22 +95,8 @@ def test_a_call_that_the_model_writes_comes_as_a_call(
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"days": 2, "unit": "C"})
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-
-
-def test_openais_own_stream_of_a_conversation_finds_the_call(
-    servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forced(monkeypatch, CALL["llama"])
-    fields: dict[str, Any] = {"model": NAME, "messages": ASKED, "tools": [WEATHER]}
-    with (
-        openai.OpenAI(base_url=f"{servers['llama'].url}/v1", api_key="none", max_retries=0) as client,
-        client.chat.completions.stream(**fields) as stream,
-    ):
-        (choice,) = stream.get_final_completion().choices
-    assert [call.function.name for call in choice.message.tool_calls or ()] == ["get_weather"]
-    with openai.OpenAI(base_url=f"{servers['llama'].url}/v1", api_key="none", max_retries=0) as client:
-        (plain,) = client.chat.completions.create(tool_choice="none", **fields).choices
-    assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (CALL["llama"], None, "stop")
+    (plain,) = ask(servers[form], tool_choice="none")
+    assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (CALL[form], None, "stop")
 
 
 def test_what_is_no_call_of_a_function_that_there_is_stays_text(
@@ -168,31 +154,6 @@ def test_a_function_that_must_be_called_is_called_as_its_schema_wants(form: str,
     assert [call.function.name for call in choice.message.tool_calls] == ["get-time"]
 
 
-def test_calls_and_results_are_written_by_the_models_template(
-    servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = []
-    conversation = type(tokenizer("hermes")).conversation
-
-    def seen(own: Any, *given: Any) -> str:
-        written.append(conversation(own, *given))
-        return written[-1]
-
-    monkeypatch.setattr("rocm_serve.text.tokenizer.Tokenizer.conversation", seen)
-    forced(monkeypatch, "fine")
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days": 2}'}}
-    messages = [
-        *ASKED,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]
-    ask(servers["hermes"], messages=messages, tools=[WEATHER])
-    text = written[0]
-    assert text.endswith(
-        'assistant: <tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>tool: rainassistant: '
-    )
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -239,18 +200,3 @@ def test_a_schema_that_cannot_be_used_is_refused_where_it_must_be_followed(
     says = refused(servers["hermes"], tools=[tool], tool_choice="required").error["message"]
     assert "the constraint cannot be used" in says or "the JSON schema" in says
     assert servers["hermes"].holds_nothing()
-
-
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("none", "the model's chat template ignores tools"),
-        ("other", "the model's chat template writes calls in a format that this server does not read"),
-    ],
-)
-def test_a_model_that_was_not_made_for_tools_gets_none(template: str, says: str) -> None:
-    with serving(template) as server:
-        assert says in refused(server).error["message"]
-        requested = {"model": NAME, "messages": ASKED, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 2}
-        assert post(server, requested, CHAT).status == (400 if template == "none" else 200)
-        assert post(server, {**requested, "tools": []}, CHAT).status == 200

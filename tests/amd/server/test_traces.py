@@ -39,7 +39,7 @@ def traced(loaded: LoadedModel) -> Iterator[tuple[Running, Any]]:
 
     provider = sdk.TracerProvider()
     provider.add_span_processor(exports.SimpleSpanProcessor(memory))
-    with running(engine(loaded), traces=OtelTraces(provider, NAME), keys=["team-a sk-aaaaaaaaaaaa"]) as server:
+    with running(engine(loaded), traces=[OtelTraces(provider, NAME)], keys=["team-a sk-aaaaaaaaaaaa"]) as server:
         yield server, memory
 
 

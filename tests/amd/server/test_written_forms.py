@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.errors import BadRequest, BadSetting
-from rocm_serve.server.call_forms import form_of, reasoning_of
+from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
 from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Thought, ToolCall, _Brackets
 from rocm_serve.server.options import ServerOptions
@@ -25,6 +25,7 @@ from rocm_serve.text.constraint import Constraint, compiled_of, tokens_of
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
+from tests.amd.server.tool_models import TEMPLATES
 
 WEATHER = {
     "type": "object",
@@ -94,6 +95,8 @@ DSML = (
 OSS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo", "days": 3}'
 OSS_THOUGHT = "<|channel|>analysis<|message|>They ask of Oslo.<|end|><|start|>assistant"
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+F = '<tool_call>\n{"name": "f", "arguments": {"x": [1, {}]}}\n</tool_call>'
+CALLED: Calls = [("f", {"x": [1, {}]})]
 EXAMPLES = [
     Example("hermes", HERMES, OSLO),
     Example("hermes", f"{HERMES}\n{HERMES}", OSLO * 2),
@@ -168,10 +171,39 @@ EXAMPLES = [
             [*OSLO, ("f", {"a": [1, {"b": None}], "c": -1.5, "d": True})]),
     Example("llama4_pythonic", '<|python_start|>[get_weather(city="Os]lo", days=3)]<|python_end|>',
             [("get_weather", {"city": "Os]lo", "days": 3})]),
+    # The edges of a call as JSON.
+    Example("hermes", f" \n{F}", CALLED),
+    Example("hermes", f"so: {F}\n{F} end ", CALLED * 2, "so: end"),
+    Example("hermes", F.removesuffix("</tool_call>"), CALLED),
+    Example("hermes", F + "</tool", CALLED, "</tool"),
+    Example("hermes", '<tool_call>{"arguments": {"t": "}</tool_call>\\"{"}, "name": "f"}</tool_call>',
+            [("f", {"t": '}</tool_call>"{'})]),
+    Example("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+    Example("hermes", '<tool_call>{"name": "f", "arguments": {"h": "\\ud800 é"}}', [("f", {"h": "\ud800 é"})]),
+    Example("hermes", f"<tool_call>no</tool_call>{F}", CALLED, "<tool_call>no</tool_call>"),
+    Example("llama3_json", '\n {"name": "f", "parameters": {"x": "{"}} \n', [("f", {"x": "{"})]),
+    Example("llama3_json", '<|python_tag|> \n{"name": "f", "parameters": {}} and', [("f", {})], "and"),
+    Example("llama3_json", '{"name": "f", "parameters": {}} and a text', [("f", {})], "and a text"),
     # No calls: all of it stays text.
     *(
         Example(name, text, [], text)
         for name, text in (
+            *(("hermes", text) for text in (
+                "", " ", "plain < <tool <tool_cal text ", "<tool_call>", "<tool_call> ", "<tool_call>a</tool_call>",
+                '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>',
+                '<tool_call>{"name": "f", "arguments": [1]}',
+                '<tool_call>{"name": "f", "arguments": NaN}', '<tool_call>{"name": "f", "arguments": {"x": NaN}}',
+                "<tool_call>{", '<tool_call>{"name": "f", "arguments": {"x": -Infinity}}',
+                '<tool_call>{"name": "f", "arguments": {"x": [-1e400]}}',
+                f'<tool_call>{{"name": "f", "arguments": {{"x": {"9" * 4301}}}}}',
+                '<tool_call>{"name": ["f"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
+                '<tool_call>{"name": "f" "b"}</tool_call>',
+            )),
+            *(("llama3_json", text) for text in (
+                "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
+                "", " ", "<|pot", '{"name": "b", "parameters": {}} ', 'say {"name": "f", "parameters": {}}',
+                '{"name": "f", "para', " [1]", '{"x"} {"name": "f", "parameters": {}}',
+            )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
             ("glm45", "<tool_call>get_weather is a name"),
@@ -208,7 +240,7 @@ def found_in(example: Example, pieces: list[str]) -> tuple[str, str, Calls]:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(cuts=st.lists(st.integers(0, 600), max_size=8))
 def test_each_example_is_read_as_it_is_meant_however_it_comes(name: str, cuts: list[int]) -> None:
     example = BY_NAME[name]
@@ -256,6 +288,33 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pyte
     assert 0 < looked_at <= len(example.text)
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"x": 12345678901234567890, "y": 0.12345678901234567890, "z": [1e308, -0.0, 1E+2]}',
+        '{ "x":1 ,\n"y" : "\\u00e9 é" }',
+        '{"x": ' + "9" * 4300 + "}",
+        "{}",
+    ],
+)
+def test_arguments_stay_as_they_are_written(written: str) -> None:
+    """Numbers above all: Python would write other ones."""
+    reader = AnswerReader(form_named("hermes", CALL_FORMS), {"7": {}})
+    text = f'<tool_call>{{"id": 1.5 , "arguments":{written}\n,"name": "7" }}</tool_call>'
+    (call,) = reader.push(text) + reader.finish()
+    assert isinstance(call, ToolCall)
+    assert (call.name, call.arguments) == ("7", written)
+
+
+def test_text_is_reported_as_soon_as_it_can_be_no_call() -> None:
+    reader = AnswerReader(form_named("hermes", CALL_FORMS), FUNCTIONS)
+    assert reader.push("It is 3 < 4") == ["It is 3 < 4"]
+    assert reader.push(" <tool") == []
+    assert reader.push("box>") == [" <toolbox>"]
+    bare = AnswerReader(form_named("llama3_json", CALL_FORMS), FUNCTIONS)
+    assert [bare.push(piece) for piece in ("It", " {")] == [["It"], [" {"]]
+
+
 # Templates write an earlier call as in these lines of the published ones.
 CALL = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
 TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}" + CALL + "{% endfor %}"
@@ -287,6 +346,24 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_form_is_found_by_the_call_that_a_template_writes(name: str) -> None:
     assert form_of(ChatTemplate(TEMPLATE.replace("CALL", WRITTEN[name]))) is form_named(name, CALL_FORMS)
+
+
+def test_a_template_that_no_form_fits_or_that_ignores_tools_is_refused() -> None:
+    assert form_of(ChatTemplate(TEMPLATES["hermes"])) is form_named("hermes", CALL_FORMS)
+    assert form_of(ChatTemplate(TEMPLATES["llama"])) is form_named("llama3_json", CALL_FORMS)
+    with pytest.raises(BadRequest, match="a format that this server does not read"):
+        form_of(ChatTemplate(TEMPLATES["other"]))
+    require_tools(ChatTemplate(TEMPLATES["other"]))
+    described = (
+        "{% for p in tools[0].function.parameters.properties.values() %}{{ p.type + p.description }}{% endfor %}"
+    )
+    require_tools(ChatTemplate(described + TEMPLATES["other"]))  # as Command R wants it
+    for template, says in (
+        (TEMPLATES["none"], "ignores tools"),
+        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", r"accepts no tools \(.*no tools here"),
+    ):
+        with pytest.raises(BadRequest, match=says):
+            require_tools(ChatTemplate(template))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from typing import Any
 import openai
 
 from tests.amd.server.load.clients import MODEL, Answer, LostAnswer, ask, client_of, conversations
-from tests.amd.server.load.served import Served
-from tests.amd.server.ports import family
+from tests.amd.server.load.served import Served, family
 
 DISCONNECTS, INVALID = 0.10, 0.05
 # A server's memory may grow by this much between its first quiet moment and its last.

@@ -157,6 +157,15 @@ class Counts:
         assert self["requests_total"] == self["requests_ended_total"]
 
 
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for parent in found:
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            found += (int(child) for child in (thread / "children").read_text().split())
+    return found
+
+
 def _run(arguments: list[str], writing: Connection) -> None:
     os.dup2(writing.fileno(), 2)
     torch.set_num_threads(1)

@@ -55,7 +55,7 @@ from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode, TritonExtend
 from rocm_attn.providers.triton_cdna import CdnaDecode
-from rocm_lab.cost.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures
+from rocm_lab.cost.static_figures import CDNA, Busy, LoopFigures, StaticFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,9 @@ def predictions(problem: Problem, target: Target, *, deterministic: bool = False
 
 
 def predicted(problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False) -> Prediction | None:
-    """Predicts the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
+    """Predicts the Triton kernel that would serve a layer, with the target's Triton.
 
-    None if there are no static figures for it, as in deterministic mode.
+    None if there are no static figures for it, as in deterministic mode and for tiles that were measured.
     """
     if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
         return None
@@ -218,35 +218,31 @@ class Loop(NamedTuple):
 
     kernel: str
     tiles: DecodeTiles
-    figures: KernelFigures
+    figures: LoopFigures
     blocks: int
 
 
-def _layers(problem: Problem, arch: str, step: str) -> Iterator[LayerFigures]:
-    for layer in FIGURES.layers:
-        if (layer.arch, layer.step, layer.head_dim) == (arch, step, problem.head_dim):
-            yield layer
-
-
 def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | None:
-    """The figures of a kernel's tiles; None if they have none."""
+    """The figures of a kernel's tiles: for this kind of layer, else for the plain one; None if they have none."""
+    if not isinstance(kernel, CdnaDecode | TritonDecode):
+        return None
     kind = "cap" if problem.logits_soft_cap else "plain" if problem.window_left == UNLIMITED_WINDOW else "window"
-    for layer in _layers(problem, arch, "decode"):
-        if isinstance(kernel, CdnaDecode):
-            found = layer.cdna_in(kernel.tiles, kind)
-            if found is not None:
-                return Loop("triton.cdna_decode", kernel.tiles, found.figures, kernel.tiles.num_stages)
-        elif isinstance(kernel, TritonDecode):
-            for candidate in layer.candidates:
-                if candidate.tiles == kernel.tiles:
-                    return Loop("triton.decode", kernel.tiles, candidate.figures, 1)
-    return None
+    of_kind = {
+        each.kind: each
+        for each in FIGURES.decodes
+        if (each.arch, each.head_dim, each.tiles) == (arch, problem.head_dim, kernel.tiles)
+    }
+    found = of_kind.get(kind, of_kind.get("plain"))
+    if found is None:
+        return None
+    # An iteration of decode for CDNA takes all blocks that are in flight.
+    return Loop(found.kernel, found.tiles, found.figures, found.tiles.num_stages if found.kernel == CDNA else 1)
 
 
 def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
     """The busy cycles of the table's own choice; None for other tiles."""
-    layers = _layers(problem, arch, "extend")
-    return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
+    wanted = (arch, problem.head_dim, kernel.tiles)
+    return next((each.busy for each in FIGURES.extends if (each.arch, each.head_dim, each.tiles) == wanted), None)
 
 
 def decode_prediction(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> Prediction:

@@ -38,7 +38,7 @@ from rocm_lab.cost.cost import (
     extend_prediction,
 )
 
-_GLUON_DECODE, _KEYS_OF_AN_ITERATION = "paged_attention_decode", 256
+_KEYS_OF_AN_ITERATION = 256
 _TOKENS_OF_A_TILE = 256
 # Elements of a key and of a value, their type, tokens of a page, the scale of scores.
 _ROWS = (128, torch.bfloat16, 16)
@@ -110,10 +110,9 @@ _SWEEP = {1024: 225.1, 2048: 314.5, 4096: 408.8, 8192: 446.3, 16384: 494.4}
 def published_decodes() -> Iterator[Published]:
     """Published speeds of AITER's decode."""
     problem, arch = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5), "gfx950"
-    layers = (each for each in FIGURES.layers if (each.arch, each.step, each.head_dim) == (arch, "decode", 64))
-    peer = next(peer for layer in layers for peer in layer.peers if peer.name.startswith(_GLUON_DECODE))
-    tiles = DecodeTiles(_KEYS_OF_AN_ITERATION, 4, 1, programs_per_cu=peer.figures.programs)
-    loop = Loop(peer.name, tiles, peer.figures, 1)
+    figures = FIGURES.gluon_decode
+    tiles = DecodeTiles(_KEYS_OF_AN_ITERATION, 4, 1, programs_per_cu=figures.programs)
+    loop = Loop("AITER in Gluon", tiles, figures, 1)
     for gpu, source, speeds in (
         ("MI350X", "triton#2778", _SGLANG),
         (GPUS[arch].name, "triton#2281", _EARLIER),

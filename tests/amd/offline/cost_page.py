@@ -1,4 +1,4 @@
-"""The figures of docs/cost.md, made from static_figures.json alone: what stands between two comments of the page."""
+"""The figures of docs/cost.md, made from static_figures.json alone: the text between two comments of the page."""
 
 from __future__ import annotations
 

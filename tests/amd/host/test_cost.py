@@ -13,7 +13,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, CostShape, predicted, predictions
-from rocm_lab.cost.published import published_decodes, published_extends
+from rocm_lab.cost.published import published_decodes
 from rocm_lab.cost.static_figures import CDNA
 from tests.amd.host.test_measured_rows import row_of
 
@@ -119,16 +119,3 @@ def test_decode_is_checked_beside_published_speeds() -> None:
     assert len(found) >= 10
     missed = {(each.source, str(each.prediction.shape)) for each in found if not each.is_inside}
     assert missed == {("triton#2778", "1x32767+1"), ("triton#2281", "1x8191+1")}
-
-
-def test_extend_is_checked_beside_published_speeds() -> None:
-    """Causal prompts of the kernels with a measured share: one timing is by AITER, another one by others."""
-    found = list(published_extends())
-    for gpu in GPUS.values():
-        assert sum(each.gpu == gpu.name and each.source == "AITER" for each in found) >= 20
-    missed = [(each.gpu, str(each.prediction.shape)) for each in found if each.source == "AITER" and not each.is_inside]
-    assert missed == [("MI355X", "1x0+16384")]
-    sweep = [each for each in found if each.source == "attn-dsl-bench"]
-    assert len(sweep) >= 5
-    assert not any(each.is_inside for each in sweep)
-    assert all(each.speed < each.prediction.speed.low for each in sweep), "they were slower than AITER's own"

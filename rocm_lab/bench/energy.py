@@ -1,4 +1,4 @@
-"""A device's energy and clock: NVIDIA's by NVML, AMD's by AMD SMI or hwmon, a CPU's energy by powercap."""
+"""A GPU's energy and clock: NVIDIA's by NVML, AMD's by AMD SMI."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def meter_of(device: torch.device) -> EnergyMeter:
     """Returns the counter of a device. If there is none, its why_not has the reason."""
     try:
         if device.type != "cuda":
-            return _powercap(Path("/sys/class/powercap"))
+            raise _NoCounter("only a GPU's is read")
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is None:
             return _nvml(f"GPU-{properties.uuid}")
@@ -86,11 +85,8 @@ def _nvml(uuid: str) -> EnergyMeter:
 
 
 def _amd(address: str) -> EnergyMeter:
-    """Reads AMD SMI's Python package if it is installed, else the kernel driver's hwmon. address: on the PCI bus"""
-    try:
-        smi: Any = importlib.import_module("amdsmi")
-    except ImportError:
-        return _hwmon(address, Path("/sys/class/drm"))
+    """Reads AMD SMI's Python package, which ROCm brings. address: on the PCI bus"""
+    smi: Any = importlib.import_module("amdsmi")
     smi.amdsmi_init()
     handles = {smi.amdsmi_get_gpu_device_bdf(each).lower(): each for each in smi.amdsmi_get_processor_handles()}
     if address not in handles:
@@ -107,28 +103,3 @@ def _amd(address: str) -> EnergyMeter:
 
     joules(), mhz()
     return EnergyMeter(joules, "AMD SMI energy count", mhz=mhz)
-
-
-def _hwmon(address: str, drm: Path) -> EnergyMeter:
-    """Reads the microjoules of the driver's sensor. drm: the folder of cards, whose devices are links to the PCI bus"""
-    for card in sorted(drm.glob("card[0-9]*/device")):
-        if card.resolve().name == address:
-            for counter in card.glob("hwmon/hwmon*/energy1_input"):
-                return _microjoules(counter, f"hwmon {counter}")
-    raise _NoCounter(f"amdsmi is not installed, and {drm} has no card at {address} with energy1_input")
-
-
-def _powercap(folder: Path) -> EnergyMeter:
-    """Reads the microjoules of the first CPU package. folder: of the kernel's power caps"""
-    counters = sorted(folder.glob("*-rapl:0/energy_uj"))
-    if not counters:
-        raise _NoCounter(f"{folder} has no package with energy_uj")
-    return _microjoules(counters[0], f"powercap {counters[0].parent.name}")
-
-
-def _microjoules(file: Path, source: str) -> EnergyMeter:
-    def joules() -> float:
-        return int(file.read_text()) / 1e6
-
-    joules()
-    return EnergyMeter(joules, source)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rocm_attn.errors import BadSetting
+from rocm_lab.bench.batch_spec import BatchSpec
 
 PREFIX_BLOCK = 512
+_NUMBERED = re.compile(r"(.+):([1-9][0-9]{0,5})")
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -110,6 +113,17 @@ def read_trace(path: Path) -> RequestTrace:
         return RequestTrace.of(_from_csv(lines) if is_csv else _from_json_lines(lines))
     except BadSetting as error:
         raise BadSetting(f"{path}: {error}") from error
+
+
+def read_step(given: str) -> BatchSpec:
+    """Returns a step in which a trace's requests decode, each halfway through its answer. Raises BadSetting.
+
+    given: FILE, or FILE:N for the first N requests, in the order in which they arrive
+    """
+    numbered = None if Path(given).exists() else _NUMBERED.fullmatch(given)
+    path, count = (Path(given), None) if numbered is None else (Path(numbered[1]), int(numbered[2]))
+    requests = read_trace(path).requests[:count]
+    return BatchSpec.of_lengths((1, each.prompt_tokens + (each.output_tokens - 1) // 2) for each in requests)
 
 
 def _from_json_lines(lines: Sequence[str]) -> Iterator[TracedRequest]:

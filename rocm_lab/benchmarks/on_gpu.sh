@@ -27,7 +27,6 @@ measure step_profile
 python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/serving_$name.json" || failures=$((failures + 1))
 measure round_time
 measure kv_transfer
-measure draft_rounds
 measure sparse_decode
 measure row_work
 measure tensor_parallel

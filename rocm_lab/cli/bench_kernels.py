@@ -25,8 +25,8 @@ from rocm_lab.bench.energy import meter_of
 from rocm_lab.bench.host_time import HostOptions, host_rows
 from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions, Race, compile_ahead
 from rocm_lab.bench.layers import NAMED, LayerSizes
-from rocm_lab.bench.lengths_file import read_batch
 from rocm_lab.bench.random_cases import COUNT, random_cases
+from rocm_lab.bench.request_trace import read_step
 from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
 from rocm_lab.bench.suites import SuiteCase, suite
 
@@ -158,8 +158,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteC
         raise BadSetting("nothing to measure: give --batch, as in --batch 64d4k, or --suite")
     for problem in dict.fromkeys(_problems(options)):
         for word in options.batch:
-            batch = read_batch(word[1:]) if word.startswith("@") else BatchSpec.parse(word)
-            step = f"lengths of {word[1:]}" if word.startswith("@") else ""
+            batch = read_step(word[1:]) if word.startswith("@") else BatchSpec.parse(word)
+            step = f"requests of {word[1:]}" if word.startswith("@") else ""
             yield SuiteCase(problem, batch, step=step)
 
 

@@ -44,8 +44,7 @@ BATCH = o.option(
     "--batch",
     action="append",
     metavar="BATCH",
-    help="sequences of a step, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of lengths or a trace "
-    "(docs/bench.md)",
+    help="sequences of a step, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of a trace (docs/bench.md)",
 )
 SUITE = o.option(
     "--suite",

@@ -29,8 +29,7 @@ start      of a tile, until products keep the matrix units busy, and its end: 4 
            assembly take so much longer for 1k and 2k tokens without a mask, 4 and 8 sequences, than their speeds at 4k
            and more say (the same README, both GPUs). Programs that share a CU overlap theirs at best.
 
-published.py compares other published speeds with these predictions for the same kernels: independent ones for decode;
-for extend, those kernels in assembly with the mask.
+published.py compares other published speeds of decode with these predictions for the same kernel.
 
 The model leaves out uneven work, clocks under load, and DRAM's pages, because nothing is known of them.
 """
@@ -55,7 +54,7 @@ from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode, TritonExtend
 from rocm_attn.providers.triton_cdna import CdnaDecode
-from rocm_lab.cost.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures
+from rocm_lab.cost.static_figures import CDNA, Busy, LoopFigures, StaticFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +182,9 @@ def predictions(problem: Problem, target: Target, *, deterministic: bool = False
 
 
 def predicted(problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False) -> Prediction | None:
-    """Predicts the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
+    """Predicts the Triton kernel that would serve a layer, with the target's Triton.
 
-    None if there are no static figures for it, as in deterministic mode.
+    None if there are no static figures for it, as in deterministic mode and for tiles that were measured.
     """
     if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
         return None
@@ -218,35 +217,31 @@ class Loop(NamedTuple):
 
     kernel: str
     tiles: DecodeTiles
-    figures: KernelFigures
+    figures: LoopFigures
     blocks: int
 
 
-def _layers(problem: Problem, arch: str, step: str) -> Iterator[LayerFigures]:
-    for layer in FIGURES.layers:
-        if (layer.arch, layer.step, layer.head_dim) == (arch, step, problem.head_dim):
-            yield layer
-
-
 def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | None:
-    """The figures of a kernel's tiles; None if they have none."""
+    """The figures of a kernel's tiles: for this kind of layer, else for the plain one; None if they have none."""
+    if not isinstance(kernel, CdnaDecode | TritonDecode):
+        return None
     kind = "cap" if problem.logits_soft_cap else "plain" if problem.window_left == UNLIMITED_WINDOW else "window"
-    for layer in _layers(problem, arch, "decode"):
-        if isinstance(kernel, CdnaDecode):
-            found = layer.cdna_in(kernel.tiles, kind)
-            if found is not None:
-                return Loop("triton.cdna_decode", kernel.tiles, found.figures, kernel.tiles.num_stages)
-        elif isinstance(kernel, TritonDecode):
-            for candidate in layer.candidates:
-                if candidate.tiles == kernel.tiles:
-                    return Loop("triton.decode", kernel.tiles, candidate.figures, 1)
-    return None
+    of_kind = {
+        each.kind: each
+        for each in FIGURES.decodes
+        if (each.arch, each.head_dim, each.tiles) == (arch, problem.head_dim, kernel.tiles)
+    }
+    found = of_kind.get(kind, of_kind.get("plain"))
+    if found is None:
+        return None
+    # An iteration of decode for CDNA takes all blocks that are in flight.
+    return Loop(found.kernel, found.tiles, found.figures, found.tiles.num_stages if found.kernel == CDNA else 1)
 
 
 def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
     """The busy cycles of the table's own choice; None for other tiles."""
-    layers = _layers(problem, arch, "extend")
-    return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
+    wanted = (arch, problem.head_dim, kernel.tiles)
+    return next((each.busy for each in FIGURES.extends if (each.arch, each.head_dim, each.tiles) == wanted), None)
 
 
 def decode_prediction(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> Prediction:
@@ -282,36 +277,19 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     return 1 + -(-parts // shape.parts)
 
 
-class WorkCut(NamedTuple):
-    """How an extend kernel cuts its work.
-
-    num:      tiles of a step, each with its own start
-    tokens:   new tokens of a tile; each key that one of them sees is computed for all
-    programs: programs that overlap their starts on a CU at best
-    """
-
-    num: int
-    tokens: int
-    programs: int
-
-
 def _extend(problem: Problem, target: Target, shape: CostShape, busy: Busy, kernel: TritonExtend) -> Prediction:
-    ratio = problem.gqa_ratio
+    """The prediction for a kernel that keeps all CUs busy. Each key that a tile's token sees is computed for all."""
+    gpu, share, ratio = GPUS[target.arch], fraction(target.arch, busy), problem.gqa_ratio
     tokens, kv_heads = kernel.tiles.tokens_per_block(ratio), problem.num_kv_heads // kernel.tiles.heads_per_row
     num = shape.num_seqs * -(-shape.q_len // tokens) * kv_heads * kernel.tiles.head_blocks(ratio)
-    tiles = WorkCut(num, tokens, max(1, kernel.tiles.programs_per_cu))
-    return extend_prediction(problem, target, shape, fraction(target.arch, busy), tiles)
-
-
-def extend_prediction(problem: Problem, target: Target, shape: CostShape, share: Range, tiles: WorkCut) -> Prediction:
-    """The prediction for a kernel that keeps all CUs busy. share: of the matrix units' peak, for its loop"""
-    gpu = GPUS[target.arch]
+    of_a_cu = num / target.compute_units
     cached = shape.kv_len - shape.q_len
     seen = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
     of_a_pair = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs
-    computed = of_a_pair * (seen + shape.q_len * tiles.tokens / 2)
-    of_a_cu = tiles.num / target.compute_units
-    fastest = computed / (gpu.matrix_ops * share.high) + of_a_cu * _TILE_START[0] / tiles.programs + _LAUNCHES[0]
+    computed = of_a_pair * (seen + shape.q_len * tokens / 2)
+    # Programs that share a CU overlap their starts at best.
+    start = of_a_cu * _TILE_START[0] / max(1, kernel.tiles.programs_per_cu)
+    fastest = computed / (gpu.matrix_ops * share.high) + start + _LAUNCHES[0]
     slowest = computed / (gpu.matrix_ops * share.low) + of_a_cu * _TILE_START[1] + _LAUNCHES[1]
     took = Range.between(fastest, slowest)
     return Prediction(shape, "triton.extend", took, took.per(of_a_pair * seen))

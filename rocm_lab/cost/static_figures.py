@@ -1,7 +1,7 @@
-"""Figures of the compiler and llvm-mca for attention kernels and their hot loops: static_figures.json.
+"""Figures of the compiler and llvm-mca for the hot loops of kernels that serve: static_figures.json.
 
-`python -m tests.amd.offline.every_figure docs` writes the file and, from it alone, the pages that show it; cost.py
-predicts times from it. Nothing in it was measured.
+`AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs` writes the file; cost.py predicts times from it.
+Nothing in it was measured.
 """
 
 from __future__ import annotations
@@ -14,40 +14,24 @@ from typing import Any, NamedTuple
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, ExtendTiles
 
 FILE = Path(__file__).with_name("static_figures.json")
-Tiles = DecodeTiles | ExtendTiles
-_TILES: dict[str, type[Tiles]] = {"decode": DecodeTiles, "extend": ExtendTiles}
+PAGED, CDNA = "triton.decode", "triton.cdna_decode"
+_DECODE_TILES: dict[str, type[DecodeTiles]] = {PAGED: DecodeTiles, CDNA: CdnaTiles}
 
 
 @dataclass(frozen=True, slots=True)
-class KernelFigures:
-    """Figures of the kernel of a layer without windows, caps or sinks.
+class LoopFigures:
+    """Figures of a decode kernel's hot loop.
 
-    vgprs, spilled, lds_bytes: per lane, per lane, per program
-    waves:                     that a SIMD has room for
-    programs:                  that run on a CU at the same time
-    own:                       cycles of 4 clocks per iteration of a wave, if loads took no time
-    latencies:                 dependent loads that add their latency to an iteration
-    issue, lds, loads, waits:  clocks of a CU for a unit of work, by each of four bounds
-    break_even:                for decode: the latency in microseconds up to which HBM bounds it; 0 if a unit bounds it
+    programs:  that run on a CU at the same time
+    own:       cycles of 4 clocks per iteration of a wave, if loads took no time
+    latencies: dependent loads that add their latency to an iteration
+    units:     clocks that a CU's busiest unit takes for a key of a KV head
     """
 
-    vgprs: int
-    spilled: int
-    lds_bytes: int
-    waves: int
     programs: int
     own: float
     latencies: float
-    issue: float
-    lds: float
-    loads: float
-    waits: float
-    break_even: float
-
-    @property
-    def units(self) -> float:
-        """Clocks that the busiest unit takes for a unit of work."""
-        return max(self.issue, self.lds, self.loads)
+    units: float
 
 
 class Busy(NamedTuple):
@@ -58,90 +42,40 @@ class Busy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TileCandidate:
-    """Tiles that a row of the tuning table was chosen from. serves: True if the row has these tiles"""
+class DecodeFigures:
+    """A decode kernel in the tiles that serve a layer of an arch.
 
-    tiles: Tiles
-    serves: bool
-    figures: KernelFigures
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFigures:
-    """Another kernel for the same layer. name: includes its tiles"""
-
-    name: str
-    figures: KernelFigures
-    busy: Busy
-
-
-@dataclass(frozen=True, slots=True)
-class CdnaFigures:
-    """Figures of decode for CDNA (kernels/cdna).
-
-    kind:   "plain"; or "window" or "cap", whose loops do more work
-    serves: True if these tiles serve
+    kernel:   PAGED or CDNA
+    head_dim: of K and of V
+    kind:     "plain"; or "window" or "cap", whose loops do more work
     """
 
+    kernel: str
+    arch: str
+    head_dim: int
     kind: str
-    tiles: CdnaTiles
-    serves: bool
-    figures: KernelFigures
-    busy: Busy
+    tiles: DecodeTiles
+    figures: LoopFigures
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFigures:
-    """Figures of the kernels that decode or extend a layer of an arch.
-
-    step:       "decode" or "extend"
-    heads:      query heads and KV heads
-    head_dim:   of K and of V
-    lower_bound: fewest clocks of a CU for a unit of work, by data sheets
-    ranked:     the Triton and the LLVM that candidates were ranked with; empty: there is only the row that serves
-    candidates: the best first
-    busy:       busy cycles of the row that serves
-    peers:      AITER's kernels
-    cdna:       decode for CDNA, in the tiles that serve and in others; none if its limits refuse the layer
-    refused:    functions of AITER's that do not serve the layer, and why
-    """
+class ExtendFigures:
+    """The extend kernel in the tiles that serve a layer of an arch. head_dim: of K and of V"""
 
     arch: str
-    step: str
-    heads: tuple[int, int]
     head_dim: int
-    dtype: str
-    lower_bound: float
-    ranked: str
-    candidates: tuple[TileCandidate, ...]
+    tiles: ExtendTiles
     busy: Busy
-    peers: tuple[PeerFigures, ...]
-    cdna: tuple[CdnaFigures, ...]
-    refused: dict[str, str]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """The fields that tell layers apart."""
-        return self.arch, self.step, self.heads, self.head_dim, self.dtype
-
-    @property
-    def serving(self) -> TileCandidate:
-        """The tiles that the tuning table gives the layer."""
-        return next(candidate for candidate in self.candidates if candidate.serves)
-
-    def cdna_in(self, tiles: CdnaTiles, kind: str) -> CdnaFigures | None:
-        """Figures of CDNA decode in these tiles: for this kind of layer, else for the plain one; None if none."""
-        of_tiles = [each for each in self.cdna if each.tiles == tiles]
-        return next((each for wanted in (kind, "plain") for each in of_tiles if each.kind == wanted), None)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticFigures:
     """The whole file.
 
-    triton, llvm: versions that compiled and counted the rows that serve and AITER's kernels, in one run
+    triton, llvm: versions that compiled and counted, in one run
     aiter:        the checkout, and the date of its commit
     code_objects: arch -> AITER's forward kernel in assembly, for heads of 128 without a mask
+    gluon_decode: AITER's decode in Gluon on gfx950, for heads of 64
     """
 
     triton: str
@@ -149,83 +83,50 @@ class StaticFigures:
     aiter: str
     aiter_date: str
     code_objects: dict[str, Busy]
-    layers: tuple[LayerFigures, ...]
+    gluon_decode: LoopFigures
+    decodes: tuple[DecodeFigures, ...]
+    extends: tuple[ExtendFigures, ...]
 
     @classmethod
     def read(cls) -> StaticFigures:
         """Reads FILE."""
         given: dict[str, Any] = json.loads(FILE.read_text())
-        layers = tuple(map(_layer, given.pop("layers")))
-        code_objects = {arch: Busy(*cycles) for arch, cycles in given.pop("code_objects").items()}
-        return cls(**given, code_objects=code_objects, layers=layers)
+        decodes = (
+            {
+                **each,
+                "tiles": _DECODE_TILES[each["kernel"]](**each["tiles"]),
+                "figures": LoopFigures(**each["figures"]),
+            }
+            for each in given.pop("decodes")
+        )
+        extends = (
+            {**each, "tiles": ExtendTiles(**each["tiles"]), "busy": Busy(*each["busy"])}
+            for each in given.pop("extends")
+        )
+        return cls(
+            code_objects={arch: Busy(*cycles) for arch, cycles in given.pop("code_objects").items()},
+            gluon_decode=LoopFigures(**given.pop("gluon_decode")),
+            decodes=tuple(DecodeFigures(**each) for each in decodes),
+            extends=tuple(ExtendFigures(**each) for each in extends),
+            **given,
+        )
 
     def write(self) -> None:
         """Writes FILE, one kernel per line."""
-        head = {name: getattr(self, name) for name in ("triton", "llvm", "aiter", "aiter_date", "code_objects")}
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-        layers = ",\n".join(_layer_text(layer) for layer in self.layers)
-        FILE.write_text("{\n" + "\n".join(lines) + f'\n"layers": [\n{layers}\n]\n}}\n')
+        lines = [f"{json.dumps(name)}: {_text(value)}" for name, value in _shallow(self).items()]
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _layer_text(layer: LayerFigures) -> str:
-    head = json.dumps(
-        {
-            "arch": layer.arch,
-            "step": layer.step,
-            "heads": layer.heads,
-            "head_dim": layer.head_dim,
-            "dtype": layer.dtype,
-            "lower_bound": layer.lower_bound,
-            "ranked": layer.ranked,
-            "busy": layer.busy,
-            "refused": layer.refused,
-        }
-    )
-    candidates = [
-        {"tiles": _without_defaults(each.tiles), "serves": each.serves, "figures": asdict(each.figures)}
-        for each in layer.candidates
-    ]
-    peers = _lines([{"name": peer.name, "busy": peer.busy, "figures": asdict(peer.figures)} for peer in layer.peers])
-    cdna = [
-        {
-            "kind": each.kind,
-            "tiles": _without_defaults(each.tiles),
-            "serves": each.serves,
-            "busy": each.busy,
-            "figures": asdict(each.figures),
-        }
-        for each in layer.cdna
-    ]
-    return f'{head[:-1]},\n "candidates": {_lines(candidates)},\n "peers": {peers},\n "cdna": {_lines(cdna)}}}'
+def _text(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return json.dumps(asdict(value) if isinstance(value, LoopFigures) else value)
+    rows = ({**_shallow(row), "tiles": _without_defaults(row.tiles)} for row in value)
+    return "[\n" + ",\n".join(json.dumps(row, default=asdict) for row in rows) + "\n]"
 
 
-def _lines(entries: list[dict[str, Any]]) -> str:
-    return "[\n  " + ",\n  ".join(map(json.dumps, entries)) + "]" if entries else "[]"
+def _shallow(data: Any) -> dict[str, Any]:
+    return {field.name: getattr(data, field.name) for field in fields(data)}
 
 
-def _without_defaults(tiles: Tiles) -> dict[str, Any]:
-    values = {field.name: (getattr(tiles, field.name), field.default) for field in fields(tiles)}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
-def _layer(given: dict[str, Any]) -> LayerFigures:
-    kind = _TILES[given["step"]]
-    candidates = tuple(
-        TileCandidate(kind(**each["tiles"]), each["serves"], KernelFigures(**each["figures"]))
-        for each in given.pop("candidates")
-    )
-    peers = tuple(
-        PeerFigures(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in given.pop("peers")
-    )
-    cdna = tuple(
-        CdnaFigures(
-            each["kind"],
-            CdnaTiles(**each["tiles"]),
-            each["serves"],
-            KernelFigures(**each["figures"]),
-            Busy(*each["busy"]),
-        )
-        for each in given.pop("cdna")
-    )
-    (q_heads, kv_heads), busy = given.pop("heads"), Busy(*given.pop("busy"))
-    return LayerFigures(**given, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, cdna=cdna)
+def _without_defaults(tiles: DecodeTiles | ExtendTiles) -> dict[str, Any]:
+    return {field.name: value for field in fields(tiles) if (value := getattr(tiles, field.name)) != field.default}

@@ -1,8 +1,7 @@
-"""Batches as text and as files: a written batch reads back equal, and errors point at mistakes."""
+"""Batches as text and as traces: a written batch reads back equal, and errors point at mistakes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.batch_spec import BatchSpec, Group
-from rocm_lab.bench.lengths_file import read_batch, read_lengths
+from rocm_lab.bench.request_trace import read_step
 
 groups = st.builds(
     Group,
@@ -96,44 +95,6 @@ def test_what_no_device_holds_is_refused(text: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("lengths.json", json.dumps([4096, [2048, 6144], {"new": 5, "stored": 2500}, {"new": 7}])),
-        ("lengths.csv", "new,stored\n1,4095\n2048,6144\n5,2500\n7,0\n"),
-    ],
-)
-def test_lengths_come_from_files(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    assert str(read_lengths(tmp_path / name)) == "1d4k+1x2k+6k+1x5+2500+1x7"
-
-
-def test_a_csv_of_decodes_has_one_column(tmp_path: Path) -> None:
-    (tmp_path / "lengths.csv").write_text("kv_len\n100\n100\n2000\n")
-    assert str(read_lengths(tmp_path / "lengths.csv")) == "2d100+1d2000"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "complaint"),
-    [
-        ("a.json", "[1, 2", "is not JSON"),
-        ("a.json", '{"new": 1}', "it must be a list"),
-        ("a.json", "[5, true]", "entry 1 is True"),
-        ("a.json", "[[0, 5]]", "entry 0"),
-        ("a.json", "[0]", "entry 0 is 0"),
-        ("a.json", "[]", "no sequences"),
-        ("a.csv", "old,new\n1,2\n", "line 1"),
-        ("a.csv", "new,stored\n1,2\n3\n", "line 3"),
-        ("a.txt", "1", "give lengths as .json or .csv, or a trace as .jsonl"),
-    ],
-)
-def test_a_file_that_holds_no_lengths_says_where(name: str, text: str, complaint: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(BadSetting, match=complaint) as raised:
-        read_lengths(tmp_path / name)
-    assert name in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
         (
             "a.jsonl",
             '{"arrival_s": 1.0, "prompt_tokens": 7, "output_tokens": 1}\n'
@@ -150,17 +111,16 @@ def test_a_file_that_holds_no_lengths_says_where(name: str, text: str, complaint
 def test_a_trace_is_a_step_in_which_its_requests_decode(name: str, text: str, tmp_path: Path) -> None:
     """Requests are in the order of arrival, each halfway through its answer: 100 + 44 stored and its new token."""
     (tmp_path / name).write_text(text)
-    assert str(read_batch(f"{tmp_path}/{name}")) == "1d145+1d8+1d6"
-    assert str(read_batch(f"{tmp_path}/{name}:2")) == "1d145+1d8"
+    assert str(read_step(f"{tmp_path}/{name}")) == "1d145+1d8+1d6"
+    assert str(read_step(f"{tmp_path}/{name}:2")) == "1d145+1d8"
 
 
-def test_lengths_are_taken_whole_and_a_name_may_end_in_a_number(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("[5]")
-    assert str(read_batch(f"{tmp_path}/a.json")) == "1d5"
-    with pytest.raises(BadSetting, match="trace of requests"):
-        read_batch(f"{tmp_path}/a.json:3")
-    (tmp_path / "a:3.csv").write_text("kv_len\n4\n")
-    assert str(read_batch(f"{tmp_path}/a:3.csv")) == "1d4"
-    for missing in ("none.jsonl", "none.csv"):
-        with pytest.raises(BadSetting, match=r"none\..* cannot be read"):
-            read_batch(f"{tmp_path}/{missing}")
+def test_a_name_may_end_in_a_number(tmp_path: Path) -> None:
+    request = '{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 1}\n'
+    (tmp_path / "a:3.jsonl").write_text(request)
+    (tmp_path / "a:3").write_text(2 * request)
+    assert str(read_step(f"{tmp_path}/a:3.jsonl")) == "1d4"
+    assert str(read_step(f"{tmp_path}/a:3")) == "2d4"
+    assert str(read_step(f"{tmp_path}/a:3:1")) == "1d4"
+    with pytest.raises(BadSetting, match=r"none\.csv cannot be read"):
+        read_step(f"{tmp_path}/none.csv:2")

@@ -1,10 +1,8 @@
-"""The page of benchmarks and the table of routing agree with their result files."""
+"""The page of benchmarks agrees with its result files."""
 
 from __future__ import annotations
 
-import json
-
-from rocm_lab.benchmarks import gateway_routing, make_tables
+from rocm_lab.benchmarks import make_tables
 
 
 def test_the_page_is_what_the_result_files_say() -> None:
@@ -12,13 +10,8 @@ def test_the_page_is_what_the_result_files_say() -> None:
 
 
 def test_every_result_file_is_on_a_page() -> None:
-    on_other_pages = {"kernels_h200", "energy_h200", "gateway_routing"}
+    on_other_pages = {"kernels_h200", "energy_h200"}
     assert {path.stem for path in make_tables.RESULTS.iterdir()} == make_tables.templates().keys() | on_other_pages
-
-
-def test_the_table_of_routing_is_current() -> None:
-    text = gateway_routing.PAGE.read_text()
-    assert gateway_routing.with_table(text, json.loads(gateway_routing.RESULT.read_text())) == text
 
 
 def test_a_step_without_drafts_is_drafted_by_nothing() -> None:

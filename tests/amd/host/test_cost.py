@@ -9,13 +9,12 @@ import torch
 
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.measured import TileTable
-from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, CostShape, predicted, predictions
-from rocm_lab.cost.published import published_decodes, published_extends
-from rocm_lab.cost.static_figures import CdnaFigures
+from rocm_lab.cost.published import published_decodes
+from rocm_lab.cost.static_figures import CDNA
 from tests.amd.host.test_measured_rows import row_of
 
 LLAMA = Problem(
@@ -84,11 +83,6 @@ def test_what_has_no_static_figures_has_no_prediction(arch: str, problem: Proble
     assert list(predictions(problem, on(arch))) == []
 
 
-def cdna(arch: str, head_dim: int = 128) -> list[CdnaFigures]:
-    decodes = [layer for layer in FIGURES.layers if layer.step == "decode"]
-    return next(list(layer.cdna) for layer in decodes if (layer.arch, layer.head_dim) == (arch, head_dim))
-
-
 @every_arch
 def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None:
     ours, paged = (
@@ -107,20 +101,12 @@ def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None
 
 
 @every_arch
-def test_measured_tiles_are_predicted_where_they_have_figures(arch: str) -> None:
+def test_measured_tiles_have_no_prediction(arch: str) -> None:
     target, shape = on(arch, WITH_CDNA), CostShape(1, 256)
-    found = predicted(LLAMA, target, shape)
-    (other,) = [each.tiles for each in cdna(arch) if each.tiles.num_stages == 1]
-    tuned = replace(target, measured=(row_of(LLAMA, TileTable.CDNA_DECODE, other),))
-    measured = predicted(LLAMA, tuned, shape)
-    assert found is not None
-    assert measured is not None
-    assert (measured.kernel, found.kernel) == ("triton.cdna_decode", "triton.cdna_decode")
-    assert measured.seconds != found.seconds
-    unknown = replace(other, programs_per_cu=6)
-    tuned = replace(target, measured=(row_of(LLAMA, TileTable.CDNA_DECODE, unknown),))
+    assert predicted(LLAMA, target, shape) is not None
+    tiles = next(each.tiles for each in FIGURES.decodes if (each.kernel, each.arch) == (CDNA, arch))
+    tuned = replace(target, measured=(row_of(LLAMA, TileTable.CDNA_DECODE, replace(tiles, programs_per_cu=6)),))
     assert predicted(LLAMA, tuned, shape) is None
-    assert isinstance(unknown, CdnaTiles)
 
 
 def test_deterministic_steps_have_no_prediction() -> None:
@@ -133,16 +119,3 @@ def test_decode_is_checked_beside_published_speeds() -> None:
     assert len(found) >= 10
     missed = {(each.source, str(each.prediction.shape)) for each in found if not each.is_inside}
     assert missed == {("triton#2778", "1x32767+1"), ("triton#2281", "1x8191+1")}
-
-
-def test_extend_is_checked_beside_published_speeds() -> None:
-    """Causal prompts of the kernels with a measured share: one timing is by AITER, another one by others."""
-    found = list(published_extends())
-    for gpu in GPUS.values():
-        assert sum(each.gpu == gpu.name and each.source == "AITER" for each in found) >= 20
-    missed = [(each.gpu, str(each.prediction.shape)) for each in found if each.source == "AITER" and not each.is_inside]
-    assert missed == [("MI355X", "1x0+16384")]
-    sweep = [each for each in found if each.source == "attn-dsl-bench"]
-    assert len(sweep) >= 5
-    assert not any(each.is_inside for each in sweep)
-    assert all(each.speed < each.prediction.speed.low for each in sweep), "they were slower than AITER's own"

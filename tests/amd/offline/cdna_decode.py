@@ -1,4 +1,4 @@
-"""Decode for CDNA, compiled for an arch, with the figures of the compiler and of the model of tile_cost.py."""
+"""Decode for CDNA, compiled for an arch, with the figures of the model of tile_cost.py."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.cdna.decode import launch_cdna_decode
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
-from rocm_lab.cost.static_figures import CdnaFigures
+from rocm_lab.cost.static_figures import CDNA, DecodeFigures
 from tests.amd.kernels.attention_cases import Case, build, garbage
 from tests.amd.offline.code_object import read_amd_code
-from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures
 from tests.amd.offline.hot_loop import hot_loop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import loop_cycles
 from tests.amd.offline.offline_driver import compiled_by
-from tests.amd.offline.tile_candidates import Kind
-from tests.amd.offline.tile_cost import cost_of_loop
+from tests.amd.offline.tile_cost import cost_of_loop, loop_figures
 
-# Key blocks that may be in flight; with more of them registers spill everywhere.
-_BLOCKS = (1, 2, 3)
 # Kinds of layer that tiles which serve have figures of.
 _KINDS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window_left": 127}, "cap": {"soft_cap": 50.0}}
 
@@ -52,32 +48,23 @@ def compiled_decode(arch: str, case: Case, tiles: CdnaTiles) -> CompiledKernel:
     return next(kernel for kernel in compiled_by(launch, arch) if kernel.name == "_cdna_decode_kernel")
 
 
-def figures_of(row: Row, kind: Kind) -> tuple[CdnaFigures, ...]:
-    """Its figures for a layer over a pool below 2 GiB; none of extend, and of layers that it does not serve."""
+def figures_of(row: Row) -> tuple[DecodeFigures, ...]:
+    """Its figures for each kind of a layer over a pool below 2 GiB, in the tiles that serve; none if it serves none."""
     target = replace(known_target(row.arch), releases=Releases(triton=TRITONS[-1]))
-    if kind is not DecodeTiles or LIMITS.refusals(row.problems[0], target):
-        return ()
     case = Case([300, 200], [1, 1], heads=row.heads, dims=row.dims, dtype=row.dtype, page_size=row.page_size)
+    if LIMITS.refusals(row.problems[0], target):
+        return ()
     try:
-        serving = [tiles_of(row.arch, case)]
+        tiles = tiles_of(row.arch, case)
     except NoTiles:
-        serving = []
-    depth, heads = (16 if row.arch == "gfx942" else 32), 2 if row.dims[0] == 64 else 1
-    tried = [CdnaTiles(depth, 1, blocks, 8, heads_per_row=heads) for blocks in _BLOCKS]
-    found = [_figures(row, case, tiles, name) for tiles in serving for name in _KINDS]
-    return (*found, *(_figures(row, case, tiles, "plain") for tiles in tried if tiles not in serving))
+        return ()
+    return tuple(_figures(row, replace(case, **changes), tiles, kind) for kind, changes in _KINDS.items())
 
 
-def _figures(row: Row, case: Case, tiles: CdnaTiles, kind: str) -> CdnaFigures:
-    case = replace(case, **_KINDS[kind])
+def _figures(row: Row, case: Case, tiles: CdnaTiles, kind: str) -> DecodeFigures:
     compiled = compiled_decode(row.arch, case, tiles)
     code, loop = read_amd_code(compiled), hot_loop(compiled.asm["amdgcn"])
-    cycles = loop_cycles(loop, row.arch)
     # An iteration takes all blocks that are in flight.
     iteration = replace(tiles, key_block=tiles.key_block * tiles.num_stages)
-    cost = cost_of_loop(row, iteration, loop, cycles, code.waves_per_simd)
-    try:
-        serves = tiles == tiles_of(row.arch, case)
-    except NoTiles:
-        serves = False
-    return CdnaFigures(kind, tiles, serves, kernel_figures(code, code.waves_per_simd, cost), busy_of(cycles))
+    cost = cost_of_loop(row, iteration, loop, loop_cycles(loop, row.arch), code.waves_per_simd)
+    return DecodeFigures(CDNA, row.arch, row.dims[0], kind, tiles, loop_figures(cost))

@@ -1,9 +1,9 @@
-"""The figures of docs/cost.md, made from static_figures.json alone: what stands between two comments of the page."""
+"""The figures of docs/cost.md, made from static_figures.json alone: the text between two comments of the page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
 from rocm_lab.cost import cost
 from rocm_lab.cost.cost import GPUS, SHAPES, CostShape, predicted, predictions
-from rocm_lab.cost.published import Published, published_decodes, published_extends
+from rocm_lab.cost.published import published_decodes
 from rocm_lab.cost.static_figures import StaticFigures
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
@@ -64,15 +64,15 @@ def _assembly() -> str:
     return "\n".join([*lines, ""])
 
 
-def _published(unit: str, size: float, found: Iterable[Published]) -> str:
+def _published() -> str:
     lines = [
-        f"| | source | heads | step | predicted, us | predicted, {unit} | published, {unit} | inside |",
+        "| | source | heads | step | predicted, us | predicted, GB/s | published, GB/s | inside |",
         "|---" * 8 + "|",
     ]
-    for each in found:
+    for each in published_decodes():
         layer, prediction = each.layer, each.prediction
         heads = f"{layer.num_q_heads} x {layer.num_kv_heads} of {layer.head_dim}"
-        times = [prediction.seconds.text(1e-6), prediction.speed.text(size), f"{each.speed / size:.0f}"]
+        times = [prediction.seconds.text(1e-6), prediction.speed.text(1e9), f"{each.speed / 1e9:.0f}"]
         cells = [each.gpu, each.source, heads, str(prediction.shape), *times, "yes" if each.is_inside else "no"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -81,7 +81,6 @@ def _published(unit: str, size: float, found: Iterable[Published]) -> str:
 _MAKERS: dict[str, Callable[[], str]] = {
     "sample": _sample,
     "decodes": _decodes,
-    "published": lambda: _published("GB/s", 1e9, published_decodes()),
-    "extends": lambda: _published("TFLOP/s", 1e12, published_extends()),
+    "published": _published,
     "assembly": _assembly,
 }

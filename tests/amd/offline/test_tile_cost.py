@@ -1,4 +1,4 @@
-"""Costs follow their formula, and the page that shows them is about the rows that serve."""
+"""Costs follow their formula, and the figures that predictions are made from are of the rows that serve."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from dataclasses import replace
 import pytest
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from rocm_lab.cost.static_figures import StaticFigures
+from rocm_lab.cost.static_figures import PAGED, LoopFigures, StaticFigures
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS
-from tests.amd.offline.figures_of_layers import layer_key
+from tests.amd.offline.cost_page import rewritten
 from tests.amd.offline.hot_loop import HotLoop
-from tests.amd.offline.kernel_figures import HEADING
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
-from tests.amd.offline.pages import pages
 from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, Kind, chosen_tiles, layers, rank, spilled
-from tests.amd.offline.tile_cost import cost_of_loop, lower_bound_clocks
+from tests.amd.offline.tile_cost import cost_of_loop, loop_figures, lower_bound_clocks
 
-PAGE = ROOT / "docs" / "amd_tuning.md"
 LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
 CYCLES = LoopCycles(own=200, latencies=1, issue=150, matrix=100, vector=150)
 ROW = next(row for row in DECODE_LAYERS if row.arch == "gfx942" and row.dims == (128, 128))
@@ -72,33 +69,29 @@ def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
     assert cost_of_loop(ROW, ExtendTiles(128, 32, 8, 1), LOOP, CYCLES, waves_per_simd=4).programs == 2
 
 
-def test_the_page_says_what_the_figures_say() -> None:
-    """If a row has changed: python -m tests.amd.offline.every_figure docs none."""
-    for place, text in pages(PAGE.parent).items():
-        assert place.read_text() == text, place
-        assert text.count("<!-- made by") == text.count("<!-- end -->")
-
-
-def test_the_page_ends_with_the_kernels_that_are_not_ranked() -> None:
-    _, _, figures = PAGE.read_text().partition(HEADING)
-    assert {"_latent_decode_kernel", "_selected_attention_kernel", "_rope_store_kernel"} <= {
-        line.split("`")[1] for line in figures.splitlines() if line.startswith("| `")
-    }
+def test_the_page_of_cost_says_what_the_figures_say() -> None:
+    """If a row has changed: python -m tests.amd.offline.cost_figures docs."""
+    page = (ROOT / "docs" / "cost.md").read_text()
+    assert page == rewritten(page)
+    assert page.count("<!-- made by") == page.count("<!-- end -->") > 0
 
 
 def test_the_figures_are_of_the_rows_that_serve() -> None:
-    """If a row has changed: python -m tests.amd.offline.every_figure docs none."""
-    figures = StaticFigures.read()
-    assert [layer.key for layer in figures.layers] == [layer_key(row, kind) for row, kind in layers()]
-    assert [layer.serving.tiles for layer in figures.layers] == [chosen_tiles(row, kind) for row, kind in layers()]
-    assert [sum(each.serves for each in layer.candidates) for layer in figures.layers] == [1] * len(figures.layers)
+    """If a row has changed: python -m tests.amd.offline.cost_figures docs."""
+    figures, served = StaticFigures.read(), [(row, kind, chosen_tiles(row, kind)) for row, kind in layers()]
+    of_kind = {
+        kind: [(row.arch, row.dims[0], tiles) for row, each, tiles in served if each is kind]
+        for kind in (DecodeTiles, ExtendTiles)
+    }
+    paged = [each for each in figures.decodes if each.kernel == PAGED]
+    assert [(each.arch, each.head_dim, each.tiles) for each in paged] == of_kind[DecodeTiles]
+    assert [(each.arch, each.head_dim, each.tiles) for each in figures.extends] == of_kind[ExtendTiles]
     assert set(figures.code_objects) == set(AMD_ARCHS)
 
 
-def test_every_layer_stands_beside_kernels_of_aiters() -> None:
-    figures = StaticFigures.read()
-    assert figures.aiter
-    assert all(layer.peers for layer in figures.layers)
+def test_figures_of_a_loop_are_those_of_its_cost() -> None:
+    figures = loop_figures(cost_of_loop(ROW, DecodeTiles(32, 4, 2, 3), LOOP, CYCLES, waves_per_simd=4))
+    assert figures == LoopFigures(programs=3, own=200, latencies=1, units=18.8), "the busiest unit, rounded"
 
 
 def test_only_the_best_candidates_are_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,10 +119,6 @@ def test_only_the_best_candidates_are_compiled_as_a_whole(monkeypatch: pytest.Mo
     best = sorted(range(1, 41), key=lambda place: -break_even(place, whole=True))[:KEPT]
     assert [found.tiles.programs_per_cu for found in rank(ROW, DecodeTiles).candidates] == [*best, 1]
     assert sorted(compiled) == list(range(min(best), 41)), "those whose plain kernels are better than the worst kept"
-
-
-def test_the_page_says_that_nothing_was_measured() -> None:
-    assert "**Nothing on this page was measured on hardware.**" in PAGE.read_text()
 
 
 # Every run compiles the layer that most models have; the compile gate also checks that others spill nothing.

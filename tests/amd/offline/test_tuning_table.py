@@ -13,7 +13,6 @@ from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import loop_cycles
 from tests.amd.offline.tile_candidates import TOLERANCE, Kind, layers, rank
-from tests.amd.offline.tuning_page import words
 
 pytestmark = pytest.mark.llvm_mca
 
@@ -75,4 +74,4 @@ def test_no_row_is_much_worse_than_its_best_candidate(row: Row, kind: Kind) -> N
     ranking = rank(row, kind)
     assert isinstance(ranking.chosen.tiles, DecodeTiles | ExtendTiles)
     assert ranking.chosen.spills == 0
-    assert ranking.excess <= TOLERANCE, f"{words(ranking.best.tiles)} is {ranking.excess:.0%} better"
+    assert ranking.excess <= TOLERANCE, f"{ranking.best.tiles} is {ranking.excess:.0%} better"

@@ -101,7 +101,7 @@ class Ranking:
 
 
 def layers() -> Iterator[tuple[Row, Kind]]:
-    """Yields the ranked layers, in the order of the page that shows them."""
+    """Yields the ranked layers, decode first."""
     yield from ((row, DecodeTiles) for row in DECODE_LAYERS)
     yield from ((row, ExtendTiles) for row in EXTEND_LAYERS)
 

@@ -28,14 +28,14 @@ from typing import NamedTuple
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_lab.cost.static_figures import LoopFigures
 from tests.amd.offline.code_object import AmdCode
 from tests.amd.offline.hot_loop import HotLoop, hot_loop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles, loop_cycles
 
 # Assumed, in cycles of 4 clocks: decode reads K and V once, from HBM that all CUs load at the same time (1,600 clocks);
-# the tiles of an extend step share theirs, so that most loads find it in a cache (500 clocks). Decode's is for its
-# column of the page alone.
+# the tiles of an extend step share theirs, so that most loads find it in a cache (500 clocks).
 DECODE_LATENCY = 400
 EXTEND_LATENCY = 125
 
@@ -79,6 +79,12 @@ class TileCost:
     def clocks(self) -> float:
         """The cost by which tiles of extend are compared."""
         return max(self.issue, self.lds, self.loads, self.waits)
+
+
+def loop_figures(cost: TileCost) -> LoopFigures:
+    """Returns a decode kernel's figures as static_figures.json has them."""
+    units = max(round(unit, 1) for unit in (cost.issue, cost.lds, cost.loads))
+    return LoopFigures(cost.programs, round(cost.cycles.own, 1), round(cost.cycles.latencies, 2), units)
 
 
 def tile_cost(row: Row, tiles: DecodeTiles | ExtendTiles, kernel: CompiledKernel, waves_per_simd: int) -> TileCost:

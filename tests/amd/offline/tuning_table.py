@@ -1,12 +1,11 @@
-"""Ranks the tiles of gfx942 and gfx950, and writes the candidates of each row into the page.
+"""Ranks the tiles of gfx942 and gfx950, and prints the candidates of each row, the best first.
 
-    python -m tests.amd.offline.tuning_table docs [TITLE...]
+    python -m tests.amd.offline.tuning_table [WORD...]
 
 compiles every candidate with the installed Triton, which must be the newest supported, and costs it with llvm-mca (see
-mca.py). With TITLEs only sections whose own title contains one of them are ranked anew. The best candidates go into
-rocm_lab/cost/static_figures.json, which cost_figures makes, and from that file into the page. Prints a line for each
-layer. Exits with 1, and leaves both files unchanged, if a row spills or is worse than its best candidate by more than
-the tolerance.
+mca.py), which takes an hour or more. With WORDs only layers whose name contains one of them are ranked. Compiled
+kernels are in Triton's cache, so that the same command continues where it was stopped. Exits with 1 if a row spills or
+is worse than its best candidate by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -14,52 +13,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
-import triton
 
-from rocm_lab.cost.static_figures import LayerFigures, StaticFigures
-from tests.amd.offline.figures_of_layers import candidate, layer_key
 from tests.amd.offline.matrix import Row
-from tests.amd.offline.mca import find_llvm_mca
-from tests.amd.offline.pages import write_pages
 from tests.amd.offline.tile_candidates import TOLERANCE, Kind, Ranking, layers, rank
-from tests.amd.offline.tuning_page import title
 
 
-def main(docs: Path, titles: Sequence[str] = ()) -> int:
-    """Rank, print, write; the exit status."""
-    known = StaticFigures.read()
-    old = {layer.key: layer for layer in known.layers}
-    work = [(row, kind, old[layer_key(row, kind)]) for row, kind in layers()]
-    work = [each for each in work if not titles or any(wanted in title(each[2]) for wanted in titles)]
-    tools = f"Triton {triton.__version__}, LLVM {find_llvm_mca()[1]}"
+def main(words: Sequence[str] = ()) -> int:
+    """Ranks and prints; returns the exit status."""
+    work = [each for each in layers() if not words or any(word in _name(*each) for word in words)]
     worst = 0.0
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for layer, excess in pool.map(_ranked, *zip(*work, strict=True)):
-            print(f"{title(layer)}: {excess:.1%} worse than the best, or above the lower bound", flush=True)
-            old[layer.key] = replace(layer, ranked=tools)
-            worst = max(worst, excess)
-    if worst > TOLERANCE:
-        return 1
-    figures = replace(known, layers=tuple(old.values()))
-    figures.write()
-    write_pages(docs)
-    return 0
+        for ranking in pool.map(_ranked, *zip(*work, strict=True)):
+            print(_name(ranking.row, ranking.kind))
+            for found in ranking.candidates:
+                serves = "serves " if found is ranking.chosen else ""
+                print(f"  {serves}{found.tiles}: {found.order:.3f}, {found.waves} waves, {found.cost}", flush=True)
+            worst = max(worst, ranking.excess)
+    print(f"the worst row is {worst:.1%} worse than its best candidate, or above the lower bound")
+    return int(worst > TOLERANCE)
 
 
-def _ranked(row: Row, kind: Kind, old: LayerFigures) -> tuple[LayerFigures, float]:
-    """A layer with its candidates, and how much worse the row that serves is than the best of them."""
+def _name(row: Row, kind: Kind) -> str:
+    return f"{kind.__name__} {row}"
+
+
+def _ranked(row: Row, kind: Kind) -> Ranking:
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    ranking: Ranking = rank(row, kind)
-    fitting = [found for found in ranking.candidates if found.cost]
-    candidates = (candidate(found, serves=found is ranking.chosen) for found in fitting)
-    return replace(old, candidates=tuple(candidates)), ranking.excess
+    return rank(row, kind)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import urllib.error
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rocm_lab.benchmarks.gateway_routing import hit_share
 from tests.amd.server.gateways import Answer, ask, gateway, get, healthy, until_healthy
 from tests.amd.server.load.model_folder import write_model
 from tests.amd.server.load.served import Served, served
@@ -109,6 +109,33 @@ def test_without_a_server_an_error_comes_and_no_silence(pair: Pair) -> None:
         ask(pair[2], PROMPTS[0], 4)
     with refused.value as error:
         assert error.code in (500, 502, 503)
+
+
+def hit_share(policy: str) -> float:
+    """The share of all prompts' tokens that a prefix cache had, with two servers behind a gateway.
+
+    All beginnings of 12 conversations together do not fit the pages of one server, but do fit those of two.
+    """
+    chance = random.Random(17)
+    beginnings, ends = ([random_words(chance, length) for _ in range(count)] for length, count in ((48, 12), (4, 144)))
+    prompts = [f"{beginnings[number % 12]} {end}" for number, end in enumerate(ends)]
+    chance.shuffle(prompts)
+    with ExitStack() as stack:
+        flags = ("--num-pages", "112", "--max-batch-size", "4")
+        urls = [stack.enter_context(served_process(*flags))[1] for _ in range(2)]
+        front = stack.enter_context(gateway(*urls, policy=policy))
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(lambda prompt: ask(front, prompt, 2).is_whole, prompts))
+        metrics = [families_of(get(f"{url}/metrics")) for url in urls]
+    hits, lookups = (
+        sum(value_of(each, f"rocm_attn_prefix_{name}_total") for each in metrics) for name in ("hits", "lookups")
+    )
+    return hits / lookups
+
+
+def random_words(chance: random.Random, number: int) -> str:
+    """Returns words of the tiny model, a token each."""
+    return " ".join(f"w{chance.randrange(1, 60)}" for _ in range(number))
 
 
 def test_routing_by_beginnings_finds_more_in_the_caches_than_taking_turns() -> None:

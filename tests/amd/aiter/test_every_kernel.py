@@ -77,7 +77,7 @@ def _marked(case: Case) -> object:
     return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other or is_repeated or is_later))
 
 
-@pytest.mark.fast(10)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("case", [_marked(case) for case in SOME], ids=str)
 def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     error = largest_error(case, CPU, selection_of(case, GFX942, "aiter"))

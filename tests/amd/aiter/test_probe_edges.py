@@ -117,7 +117,7 @@ def edges_of(problem: Problem, function: str) -> FailedProbe | None:
     return edge_run(selected(problem, function), CPU)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("function", "window_left"),
     [
@@ -138,7 +138,7 @@ def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, windo
         aiter.bodies[function] = right
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "function",
     # Functions that have windows are checked at one window in every run.
@@ -157,14 +157,14 @@ def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, 
         aiter.bodies[function] = right
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("window_left", [-1, *WINDOWS[:-1], pytest.param(WINDOWS[-1], marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
 def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:
     assert edges_of(replace(base, window_left=window_left), "") is None
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -101,7 +101,7 @@ def test_a_kernel_that_raises_over_vectorised_pages_gives_way_to_the_next(
     aiter.bodies["pa_decode_gluon"] = fails
     serving = world(vectorised_problem())
     selection = serving.runtime.selections[0]
-    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.pa_fwd_asm"
+    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention[vectorised]"
     assert any('it raised "launch_reduce() got an unexpected' in line for line in selection.lines())
 
 

@@ -20,7 +20,6 @@ from tests.amd.aiter import (
     decode_functions,
     latent_functions,
     latent_schedule,
-    persistent_functions,
     prefill_functions,
     unified_function,
     vectorised_functions,
@@ -34,7 +33,6 @@ MODULES = (
     decode_functions,
     latent_functions,
     latent_schedule,
-    persistent_functions,
     prefill_functions,
     unified_function,
     vectorised_functions,
@@ -100,7 +98,6 @@ UNLIMITED: Mapping[str, Problem] = {
     **PROBLEMS,
     "paged_attention_ragged": LINEAR,
     "pa_decode_gluon": vectorised_problem(1024, heads=(4, 1)),
-    "pa_fwd_asm": vectorised_problem(heads=(8, 1)),
     "mla_decode_fwd": latent_problem(16),
     "mla_prefill_fwd": latent_problem(16),
 }
@@ -108,9 +105,7 @@ WINDOWS = (0, 1, 15, 127, 1023, 4095)
 
 
 def selected(problem: Problem, function: str) -> Selection:
-    """Returns AITER's kernels, without the decode kernels that come before the function."""
-    earlier = {"pa_fwd_asm": ("aiter.pa_decode_gluon",)}.get(function, ())
-    return select(problem, GFX942, "aiter", unavailable=dict.fromkeys(earlier, "left out"))
+    return select(problem, GFX942, "aiter")
 
 
 def edges_of(problem: Problem, function: str) -> FailedProbe | None:

@@ -181,22 +181,10 @@ def test_scores_over_vectorised_pages_are_those_of_the_oracle(
 
 VECTORISED_REFUSALS = [
     (
-        replace(VECTORISED, scale=0.1),
-        "aiter.pa_fwd_asm",
-        "its scale is 1/sqrt(128), 0.0883883476, and this layer's is 0.1",
-    ),
-    (
-        vectorised_problem(heads=(4, 1)),
-        "aiter.pa_fwd_asm",
-        "it needs 8 or 16 query heads per KV head, and this layer has 4",
-    ),
-    (
         vectorised_problem(heads=(2, 2)),
         "aiter.pa_decode_gluon",
         "it needs 3 or more query heads per KV head, and this layer has 1",
     ),
-    (replace(VECTORISED, window_left=9), "aiter.pa_fwd_asm", "it has no sliding window (window_left 9)"),
-    (replace(VECTORISED, has_sinks=True), "aiter.pa_fwd_asm", "it has no attention sinks"),
     (replace(VECTORISED, logits_soft_cap=2.0), "aiter.pa_decode_gluon", "it has no logits soft cap (2)"),
     (VECTORISED, "aiter.paged_attention_ragged", "it reads K and V pages, not vectorised pages"),
     (

@@ -32,7 +32,8 @@ from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.contract import PoolSize, PoolTerms, StepOps
+from rocm_attn.providers.contract import PoolSize, PoolTerms
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_layers import ExternalGate, ExternalLayers

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.split_forward import Forward
-from rocm_attn.providers.launches import PickOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.outputs import PerToken
 from rocm_attn.step.protocols import RunsSteps
@@ -111,7 +111,7 @@ class PromptLogprobs:
     """
 
     def __init__(
-        self, model: GivesRows, steps: RunsSteps[LogitsAndHidden], ops: PickOps, vocab: int, most_rows: int
+        self, model: GivesRows, steps: RunsSteps[LogitsAndHidden], ops: StepOps, vocab: int, most_rows: int
     ) -> None:
         self._model, self._steps, self._ops, self._vocab = model, steps, ops, vocab
         self._most_rows = min(_MOST_ROWS, most_rows)

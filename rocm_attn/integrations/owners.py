@@ -9,7 +9,7 @@ from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layer_kinds import LayerKinds
 

@@ -20,40 +20,7 @@ from rocm_attn.machine.aiter_marks import NO_MARK, Mark
 from rocm_attn.machine.releases import EVERY_RELEASE, Release, ReleaseRange
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
-from rocm_attn.providers.launches import (
-    AcceptDrawn,
-    AcceptSampled,
-    CheckPages,
-    CheckSelection,
-    ClearPads,
-    CutRows,
-    DeriveDraftSteps,
-    Fill,
-    Finish,
-    FoldRows,
-    GatherTable,
-    Likeliest,
-    MakeNextStep,
-    MergeStates,
-    MovePaths,
-    MoveRows,
-    PackMask,
-    PickRows,
-    PlaceDeviceInputs,
-    PlaceMask,
-    PlaceTrees,
-    Publish,
-    PublishEngine,
-    RopeQueries,
-    RopeStore,
-    ShapeRows,
-    StoreKV,
-    TakeInputs,
-    TakeSlots,
-    UpdateTable,
-    WatchPages,
-    ZeroTails,
-)
+from rocm_attn.providers.launches import StepOps
 
 
 class Baked(enum.Enum):
@@ -486,50 +453,6 @@ class LayerKernel:
 
     entry: KernelEntry
     bound: BoundKernel
-
-
-@dataclass(frozen=True, slots=True)
-class StepOps:
-    """The launches around attention: Triton's, or their twins in torch."""
-
-    publish: Publish
-    take_inputs: TakeInputs
-    device_inputs: PlaceDeviceInputs
-    place_mask: PlaceMask
-    draft_steps: DeriveDraftSteps
-    place_trees: PlaceTrees
-    table_update: UpdateTable
-    fill: Fill
-    store_kv: StoreKV
-    rope_store: RopeStore
-    rope_queries: RopeQueries
-    finish: Finish
-    zero_tails: ZeroTails
-    fold_rows: FoldRows
-    clear_pads: ClearPads
-    merge_states: MergeStates
-    # For steps whose lengths, tables, slots and masks an engine owns.
-    publish_engine: PublishEngine
-    gather_table: GatherTable
-    check_pages: CheckPages
-    take_slots: TakeSlots
-    pack_mask: PackMask
-    watch_pages: WatchPages
-    # Copies between pages and the buffers that engines exchange.
-    export_rows: MoveRows
-    import_rows: MoveRows
-    # For drafts.
-    accept_drawn: AcceptDrawn
-    accept_sampled: AcceptSampled
-    move_paths: MovePaths
-    next_step: MakeNextStep
-    # Checks selections that a caller makes, and all of them in debug runs.
-    check_selection: CheckSelection
-    # From logits to tokens.
-    pick_rows: PickRows
-    shape_rows: ShapeRows
-    cut_rows: CutRows
-    likeliest: Likeliest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from rocm_attn.kernels.cpu import attention, store
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Limits, PoolSize, Provider, StepBounds, StepOps
+from rocm_attn.providers.contract import Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH, TorchKernel, torch_entry
 

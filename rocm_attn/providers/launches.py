@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -14,74 +15,14 @@ from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSourc
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import SelectedKeys
-from rocm_attn.kernels.sparse.arguments import SparseTokens as SelectingTokens
+from rocm_attn.kernels.sparse.arguments import SelectedKeys, SparseTokens
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
-
-class Publish(Protocol):
-    """launch_publish, or its twin."""
-
-    def __call__(self, slot: Tensor, counts_before: Tensor, to: StepTensors) -> None: ...
-
-
-class TakeInputs(Protocol):
-    """launch_take_inputs, or its twin."""
-
-    def __call__(self, slots: Tensor, runs: Tensor, to: StepTensors) -> None: ...
-
-
-class PlaceDeviceInputs(Protocol):
-    """launch_device_inputs, or its twin."""
-
-    def __call__(self, slot: Tensor, given: GivenInputs, to: StepTensors) -> None: ...
-
-
-class PlaceMask(Protocol):
-    """launch_place_mask, or its twin."""
-
-    def __call__(
-        self, bits: Tensor, positions: Tensor, keys_before: int, window_left: int, to: StepTensors
-    ) -> None: ...
-
-
-class PlaceTrees(Protocol):
-    """launch_place_trees, or its twin."""
-
-    def __call__(
-        self, parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors
-    ) -> None: ...
-
-
-class DeriveDraftSteps(Protocol):
-    """launch_draft_steps, or its twin."""
-
-    def __call__(self, steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None: ...
-
-
-class AcceptDrawn(Protocol):
-    """launch_accept_drawn, or its twin."""
-
-    def __call__(self, drawn: Tensor, given: Verified, to: Accepted) -> None: ...
-
-
-class AcceptSampled(Protocol):
-    """launch_accept_sampled, or its twin."""
-
-    def __call__(self, probabilities: Probabilities, given: Verified, to: Accepted) -> None: ...
-
-
-class MakeNextStep(Protocol):
-    """launch_next_step, or its twin."""
-
-    def __call__(self, picked: Tensor, given: SpeculativeStep, width: int) -> None: ...
-
-
-class MovePaths(Protocol):
-    """launch_move_paths, or its twin."""
-
-    def __call__(self, pages: AlikePages, paths: AcceptedPaths) -> None: ...
+# launch_next_step, or its twin: picked, given, width.
+MakeNextStep = Callable[[Tensor, SpeculativeStep, int], None]
+# launch_export_rows or launch_import_rows, or its twin: pages, moved.
+MoveRows = Callable[[AlikePages, MovedTokens], None]
 
 
 class UpdateTable(Protocol):
@@ -112,20 +53,6 @@ class RopeStore(Protocol):
     ) -> None: ...
 
 
-class RopeQueries(Protocol):
-    """launch_rope_queries, or its twin."""
-
-    def __call__(self, q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None: ...
-
-
-class Finish(Protocol):
-    """launch_finish, or its twin."""
-
-    def __call__(
-        self, out: Tensor, gate: Tensor | None, rope: RopeTable | None, positions: Tensor, counts: Tensor
-    ) -> None: ...
-
-
 class FoldRows(Protocol):
     """launch_fold_rows, or its twin."""
 
@@ -148,34 +75,6 @@ class ZeroTails(Protocol):
 
     def __call__(
         self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool
-    ) -> None: ...
-
-
-class MoveRows(Protocol):
-    """launch_export_rows or launch_import_rows, or its twin."""
-
-    def __call__(self, pages: AlikePages, moved: MovedTokens) -> None: ...
-
-
-class ClearPads(Protocol):
-    """launch_clear_pads, or its twin."""
-
-    def __call__(self, counts: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
-
-
-class MergeStates(Protocol):
-    """launch_merge_states, or its twin."""
-
-    def __call__(
-        self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
-    ) -> None: ...
-
-
-class PublishEngine(Protocol):
-    """launch_publish_engine, or its twin."""
-
-    def __call__(
-        self, slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
     ) -> None: ...
 
 
@@ -214,50 +113,55 @@ class WatchPages(Protocol):
     def __call__(self, step: StepTensors, engine_row: Tensor, watch: PageWatch, *, page_size: int) -> None: ...
 
 
-class PackMask(Protocol):
-    """launch_pack_mask, or its twin."""
-
-    def __call__(self, cells: Tensor, positions: Tensor, window_left: int, to: StepTensors) -> None: ...
-
-
 class PickRows(Protocol):
     """launch_pick_rows, or its twin."""
 
     def __call__(self, logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None: ...
 
 
-class ShapeRows(Protocol):
-    """launch_shape_rows, or its twin."""
+@dataclass(frozen=True, slots=True)
+class StepOps:
+    """The launches around attention: Triton's, or their twins in torch. Comments name their parameters, in order."""
 
-    def __call__(self, logits: Tensor, parameters: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None: ...
-
-
-class CutRows(Protocol):
-    """launch_cut_rows, or its twin."""
-
-    def __call__(self, parameters: Tensor, shaped: Tensor) -> None: ...
-
-
-class Likeliest(Protocol):
-    """launch_likeliest, or its twin."""
-
-    def __call__(self, logits: Tensor, parameters: Tensor, tokens: Tensor, likeliest: Tensor) -> None: ...
-
-
-class PickOps(Protocol):
-    """The operations of StepOps that picking tokens needs."""
-
-    @property
-    def pick_rows(self) -> PickRows: ...
-    @property
-    def shape_rows(self) -> ShapeRows: ...
-    @property
-    def cut_rows(self) -> CutRows: ...
-    @property
-    def likeliest(self) -> Likeliest: ...
-
-
-class CheckSelection(Protocol):
-    """launch_check_selection, or its twin."""
-
-    def __call__(self, selection: SelectedKeys, tokens: SelectingTokens, faults: Tensor) -> None: ...
+    publish: Callable[[Tensor, Tensor, StepTensors], None]  # slot, counts_before, to
+    take_inputs: Callable[[Tensor, Tensor, StepTensors], None]  # slots, runs, to
+    device_inputs: Callable[[Tensor, GivenInputs, StepTensors], None]  # slot, given, to
+    place_mask: Callable[[Tensor, Tensor, int, int, StepTensors], None]  # bits, positions, keys_before, window_left, to
+    draft_steps: Callable[[Sequence[StepTensors], Tensor, int], None]  # steps, parents, branches
+    # parents, nodes_before, branches, window_left, to
+    place_trees: Callable[[Tensor, int, int, int, StepTensors], None]
+    table_update: UpdateTable
+    fill: Fill
+    store_kv: StoreKV
+    rope_store: RopeStore
+    rope_queries: Callable[[Tensor, Tensor, Tensor, QkvWork], None]  # q, q_out, positions, work
+    # out, gate, rope, positions, counts
+    finish: Callable[[Tensor, Tensor | None, RopeTable | None, Tensor, Tensor], None]
+    zero_tails: ZeroTails
+    fold_rows: FoldRows
+    clear_pads: Callable[[Tensor, Tensor, Tensor | None], None]  # counts, out, lse
+    # out_a, lse_a, out_b, lse_b, out, lse
+    merge_states: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    # For steps whose lengths, tables, slots and masks an engine owns.
+    # slot, counts_before, given, bounds, to
+    publish_engine: Callable[[Tensor, Tensor, EngineLengths, LengthBounds, PublishedLengths], None]
+    gather_table: GatherTable
+    check_pages: CheckPages
+    take_slots: TakeSlots
+    pack_mask: Callable[[Tensor, Tensor, int, StepTensors], None]  # cells, positions, window_left, to
+    watch_pages: WatchPages
+    # Copies between pages and the buffers that engines exchange.
+    export_rows: MoveRows
+    import_rows: MoveRows
+    # For drafts.
+    accept_drawn: Callable[[Tensor, Verified, Accepted], None]  # drawn, given, to
+    accept_sampled: Callable[[Probabilities, Verified, Accepted], None]  # probabilities, given, to
+    move_paths: Callable[[AlikePages, AcceptedPaths], None]  # pages, paths
+    next_step: MakeNextStep
+    # Checks selections that a caller makes, and all of them in debug runs.
+    check_selection: Callable[[SelectedKeys, SparseTokens, Tensor], None]  # selection, tokens, faults
+    # From logits to tokens.
+    pick_rows: PickRows
+    shape_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # logits, parameters, counts, masks, shaped
+    cut_rows: Callable[[Tensor, Tensor], None]  # parameters, shaped
+    likeliest: Callable[[Tensor, Tensor, Tensor, Tensor], None]  # logits, parameters, tokens, likeliest

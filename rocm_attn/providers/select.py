@@ -16,8 +16,9 @@ from rocm_attn.problem import ALL_KEYS, Problem
 from rocm_attn.providers import torch_sparse, triton_sparse
 from rocm_attn.providers.aiter import selected as aiter_selected
 from rocm_attn.providers.aiter.entries import ENTRIES as AITER_ENTRIES
-from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel, PoolSize, StepOps
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel, PoolSize
 from rocm_attn.providers.cpu import CPU
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.sparse import IndexerEntry, NoSparseKernel, SelectedKeysEntry, SparseKernels, choose_sparse
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON

@@ -17,7 +17,8 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import BoundKernel, Limits, Schedule, StepBounds, StepOps
+from rocm_attn.providers.contract import BoundKernel, Limits, Schedule, StepBounds
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 

@@ -40,8 +40,8 @@ from rocm_attn.providers.contract import (
     Provider,
     Schedule,
     StepBounds,
-    StepOps,
 )
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.torch_sparse import TorchEveryRow

@@ -13,7 +13,8 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, Schedule, StepBounds, StepOps
+from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, Schedule, StepBounds
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import packed_mask
 from rocm_attn.providers.triton_later import triton_launches
 

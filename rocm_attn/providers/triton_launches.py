@@ -45,7 +45,7 @@ from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 
 __all__ = [
     "OPS",

@@ -23,7 +23,7 @@ from rocm_attn.kernels.speculative.limits import MOST_NODES
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import PagePool, RowTable, SpaceTable
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.step.layer_kinds import LayerKinds

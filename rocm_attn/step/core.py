@@ -16,7 +16,7 @@ from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import PagePool, RowTable
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.step.accepting import AcceptedMoves
 from rocm_attn.step.buffers import MemoryGuards, name_in

@@ -17,7 +17,8 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, 
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
-from rocm_attn.providers.contract import Baked, StepOps
+from rocm_attn.providers.contract import Baked
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
 from rocm_attn.step.host_ring import HostRing, RingSlot

@@ -23,7 +23,8 @@ from rocm_attn.machine.settings import settings
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import StepOps, StoringKernel
+from rocm_attn.providers.contract import StoringKernel
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds

@@ -41,7 +41,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
 from rocm_attn.step.host_ring import Fence, HostRing, NoFence, wait_for
 from rocm_attn.step.memory import DeviceStep

@@ -35,8 +35,8 @@ from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.paging.stored_tokens import StoredTokens
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
-from rocm_attn.providers.launches import RopeStore, StoreKV
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds
+from rocm_attn.providers.launches import RopeStore, StepOps, StoreKV
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.torch_segments import TorchSegments
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity

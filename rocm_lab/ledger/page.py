@@ -113,9 +113,8 @@ Files of September to November 2026 that were read alone; no release is known fo
   `AITER_UNIFIED_ATTENTION_BACKEND` for callers that pass none. Without either it tries FlyDSL first. It falls back to
   `aiter.ops.triton.attention.unified_attention`, which is where the provider imports from, so the provider does not
   pass through it.
-* `aiter/ops/attention.py` declares `paged_attention_ragged`, `pa_fwd_asm`, `pa_persistent_fwd`, `get_pa_metadata_v1`
-  and `get_mla_metadata_v1` with the parameters that are passed, and imports `pa_decode_gluon` from the file where it is
-  now. The provider looks there second.
+* `aiter/ops/attention.py` declares `paged_attention_ragged` and `get_mla_metadata_v1` with the parameters that
+  are passed, and imports `pa_decode_gluon` from the file where it is now. The provider looks there second.
 * `aiter/ops/triton/__init__.py` maps old names of modules to new ones, so that old imports find moved files. It maps
   no name of `gluon` for attention.
 * aiter#4866 (merged) moved Gluon's GEMM kernels, aiter#5384 (open when read) moves `mla_gluon`, and aiter#5565 (open

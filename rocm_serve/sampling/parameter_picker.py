@@ -20,7 +20,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import parameter_columns as columns
-from rocm_attn.providers.launches import PickOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
 from rocm_serve.sampling.sampling import GREEDY, NOTHING_LEFT, Draw, PickedRows, PickedTokens, TokenPicker, terms_of
@@ -105,7 +105,7 @@ class ParameterPicker:
     most:  most texts with penalties in a step
     """
 
-    def __init__(self, plain: TokenPicker, ops: PickOps, vocab: int, most: int) -> None:
+    def __init__(self, plain: TokenPicker, ops: StepOps, vocab: int, most: int) -> None:
         self.plain, self.ops, self.vocab = plain, ops, vocab
         self._device = plain.tokens.device
         self.counts = TokenCounts(self._device, vocab, most)

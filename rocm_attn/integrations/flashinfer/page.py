@@ -15,7 +15,7 @@ from rocm_attn.integrations.flashinfer.requests import check_layout, check_rows,
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.problem import DTYPES
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 

@@ -16,12 +16,10 @@ from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import faults, oddities
-from rocm_attn.providers.aiter.asm import bind_asm
 from rocm_attn.providers.aiter.gluon import bind_gluon, bind_gluon_verify
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend, bind_latent_verify
 from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode, bind_eight_bit_latent_verify
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
-from rocm_attn.providers.aiter.persistent import PAGE_TOKENS, bind_persistent
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_eight_bit_batch_prefill, bind_varlen_prefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
 from rocm_attn.providers.aiter.unified import bind_unified
@@ -164,33 +162,6 @@ _GLUON = replace(
 # 64 rows of queries on a KV head, of which a sequence has 4. On pages of 1024 tokens, parts of a window are other ones.
 _GLUON_VERIFY = replace(_GLUON, page_sizes=(16, 64), max_gqa_ratio=16, non_causal=False)
 
-_ASSEMBLED = replace(
-    _LIMITS,
-    exact_dims=((128, 128),),
-    page_sizes=(16,),
-    non_causal=True,
-    lse=False,
-    # The product of a page's number and its bytes has 32 bits. v0.1.17 adds it to an address of 64 (b847e4d8c8: a
-    # v_mul_lo_u32 without a v_mul_hi_u32 in hsa/gfx942/pa/pa_bf16_noquant_gqa8_1tg_4w.co).
-    max_side_bytes=2**32 - 1,
-    pools=_VECTORISED,
-)
-
-_PERSISTENT = replace(
-    _LIMITS,
-    dtypes=(torch.bfloat16,),
-    exact_dims=((128, 128),),
-    page_sizes=(PAGE_TOKENS,),
-    max_gqa_ratio=64,
-    non_causal=True,
-    encodings=_EIGHT_BITS,
-    scales=(Scales.LAYER, Scales.HEAD, Scales.TOKEN),
-    lse=False,
-    # The product of a page's number and its bytes has 32 bits.
-    max_side_bytes=2**32 - 1,
-    pools=_VECTORISED,
-)
-
 # A tile is a page; its rows must be a power of two, which all of these are.
 _UNIFIED_VECTORISED = replace(
     _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED, page_strides=False
@@ -208,8 +179,6 @@ _BOTH_LENGTHS = frozenset({Baked.MAX_KV_LEN, Baked.MAX_Q_LEN})
 # Composable Kernel reads blocks of 128 entries of a page list, the last one whole.
 _LIST_BLOCKS = ReadAhead(list_entries=256)
 _TABLE_TILES = ReadAhead(table_tokens=64)
-# It is not known how the assembly reads a table, so this is one iteration of its four waves.
-_TABLE_TURNS = ReadAhead(table_tokens=256)
 _NOTHING_AHEAD = ReadAhead()
 
 
@@ -376,13 +345,6 @@ ENTRIES: tuple[KernelEntry, ...] = (
         faults=faults.GLUON,
         notes=(oddities.REDUCTION, oddities.SMALL_SCALES),
     ),
-    replace(
-        _entry("pa_fwd_asm", StepKind.DECODE, _ASSEMBLED, bind_asm),
-        needs=_TABLE,
-        reads_ahead=_TABLE_TURNS,
-        faults=faults.ASSEMBLED,
-        notes=(oddities.TABLE_OVER_READ,),
-    ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
     # Equal shares of all keys before equal splits of each sequence, in steps of few: one long sequence fills a device.
     replace(
@@ -428,14 +390,6 @@ ENTRIES: tuple[KernelEntry, ...] = (
             "zero; it stores NaN unchanged; and rope_and_store, which serves instead, is one launch too",
         )
         for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
-    ),
-    # After pa_decode_gluon, which multiplies by elements of q's dtype.
-    replace(
-        _entry("pa_persistent_fwd", StepKind.DECODE, _PERSISTENT, bind_persistent),
-        needs=_LISTED,
-        reads_ahead=_LIST_BLOCKS,
-        faults=faults.PERSISTENT,
-        rounds_products=True,
     ),
     replace(
         _entry("pa_decode_gluon[verify]", StepKind.VERIFY, _GLUON_VERIFY, bind_gluon_verify),

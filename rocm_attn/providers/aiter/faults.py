@@ -94,19 +94,16 @@ FEW_TOKENS_IN_WINDOWS = Fault(
     mark=LARGE_PAGES_IN_PARTS,
 )
 
-# Byte offsets of 31 bits: its code objects declare 0x80000000 as the size of K and of V in v0.1.16.
-POOL_OF_2_GIB = Fault(
-    "K or V of a layer takes more than 2 GiB, the limit of its offsets",
-    lambda problem, pool: side_bytes(problem, pool) > 2**31 - 1,
-    _BOTH,
-    aiter=_before("0.1.17"),
-)
-
 # Composable Kernel's bound on a byte offset. Past it v0.1.13 loads by addresses (csrc/cpp_itfs/
 # mha_fwd_batch_prefill.cu:51), and its tests run sides of 4.5 GiB on pages of 1, 16 and 1024 in both layouts, in
 # bfloat16 and eight bits (op_tests/test_batch_prefill.py:1709): neither bytes nor elements are counted in 32 bits.
 # v0.1.12 tests linear pages of 1024 alone, without causality.
-PROMPTS_OF_2_GIB = replace(POOL_OF_2_GIB, aiter=_before("0.1.13"))
+PROMPTS_OF_2_GIB = Fault(
+    "K or V of a layer takes more than 2 GiB, the limit of its offsets",
+    lambda problem, pool: side_bytes(problem, pool) > 2**31 - 1,
+    _BOTH,
+    aiter=_before("0.1.13"),
+)
 
 # Its instances are those that AITER's tests of each release run.
 NO_PAGES_OF_16 = Fault(
@@ -163,14 +160,6 @@ READS_FN = Fault(
     (_MI355,),
 )
 EIGHT_BITS = (READS_FNUZ, READS_FN)
-
-# Since that release it finds scales of a page by their stride; before, by the number of KV heads.
-NO_FACTOR_STRIDES = Fault(
-    "its scales are stored per page",
-    lambda problem, pool: True,
-    _BOTH,
-    aiter=_before("0.1.13"),
-)
 
 # Depending on the release, groups of 16 heads were counted as more sequences, counted as more tokens, or not formed. In
 # v0.1.18 schedule and kernels agree for one new token: both take 32, 64 and 128 heads unchanged, and others in groups
@@ -292,8 +281,6 @@ UNIFIED_EXTEND = (WIDE_EXTEND, *EIGHT_BITS)
 RAGGED = (CAPPED_SLOPES,)
 GLUON = (LARGE_PAGES_LOSE_KEYS, *EIGHT_BITS)
 GLUON_VERIFY = (FEW_TOKENS_IN_WINDOWS, *EIGHT_BITS)
-ASSEMBLED = (POOL_OF_2_GIB,)
-PERSISTENT = (NO_FACTOR_STRIDES, *EIGHT_BITS)
 LATENT_EIGHT_BITS = (
     GROUPS_OF_HEADS,
     LATENT_OF_4_GIB,

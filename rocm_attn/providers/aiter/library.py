@@ -61,12 +61,6 @@ flash_attn_varlen_func = AiterFunction("flash_attn_varlen_func", ("aiter",))
 # Gluon: decode steps over vectorised pools, through a dense block table. AITER exports it from the second place too,
 # and moves Gluon's kernels out of the first, folder by folder (aiter#5384, aiter#4866).
 pa_decode_gluon = AiterFunction("pa_decode_gluon", ("aiter.ops.triton.gluon.pa_decode_gluon", "aiter.ops.attention"))
-# Assembly: decode steps over vectorised pools, through a dense block table.
-pa_fwd_asm = AiterFunction("pa_fwd_asm", ("aiter",))
-# Assembly: decode steps over vectorised pages of 1024 tokens in eight bits, through a CSR page list.
-pa_persistent_fwd = AiterFunction("pa_persistent_fwd", ("aiter",))
-# HIP: the schedule of pa_persistent_fwd.
-get_pa_metadata_v1 = AiterFunction("get_pa_metadata_v1", ("aiter",))
 # Assembly: decode steps over a latent pool.
 mla_decode_fwd = AiterFunction("mla_decode_fwd", ("aiter.mla",))
 # Triton: attention of a latent pool over selected places, in every kind of step.
@@ -149,28 +143,6 @@ _GLUON = EntryPoint(
         "max_logits temporary_output alibi_slopes sinks sliding_window ps"
     ),
 )
-_ASSEMBLED = EntryPoint(
-    pa_fwd_asm,
-    _keywords(
-        "Q K V block_tables context_lens block_tables_stride0 max_qlen K_QScale V_QScale out_ qo_indptr high_precision "
-        "kernelName"
-    ),
-)
-_PERSISTENT = EntryPoint(
-    pa_persistent_fwd,
-    _keywords(
-        "Q K V output max_qlen qo_indptr kv_indptr kv_indices context_lens work_indptr work_info reduce_indptr "
-        "reduce_final_map reduce_partial_map K_QScale V_QScale softmax_scale mask"
-    ),
-)
-_PERSISTENT_SCHEDULE = EntryPoint(
-    get_pa_metadata_v1,
-    _keywords(
-        "seqlens_qo_indptr pages_kv_indptr context_lens num_heads_per_head_k num_heads_k is_causal work_metadata_ptrs "
-        "work_indptr work_info reduce_indptr reduce_final_map reduce_partial_map kv_granularity block_size "
-        "max_seqlen_qo uni_seqlen_qo fast_mode max_split_per_batch"
-    ),
-)
 _LATENT = _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap")
 _LATENT_SPLITS = EntryPoint(mla_decode_fwd, _LATENT | _keywords("num_kv_splits num_kv_splits_indptr"))
 _LATENT_SHARES_KEYWORDS = _LATENT | _keywords(
@@ -202,8 +174,6 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.mha_batch_prefill_func[vectorised]": (_BATCH_PREFILL,),
     "aiter.pa_decode_gluon": (_GLUON,),
     "aiter.pa_decode_gluon[verify]": (_GLUON,),
-    "aiter.pa_fwd_asm": (_ASSEMBLED,),
-    "aiter.pa_persistent_fwd": (_PERSISTENT, _PERSISTENT_SCHEDULE),
     "aiter.mha_batch_prefill_func[fp8]": (_BATCH_PREFILL_EIGHT_BITS,),
     "aiter.mha_batch_prefill_func[vectorised, fp8]": (_BATCH_PREFILL_EIGHT_BITS,),
     "aiter.flash_attn_varlen_func": (_VARLEN,),

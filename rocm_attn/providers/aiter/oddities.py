@@ -14,10 +14,6 @@ REDUCTION = (
     "Without its reduction in C++, v0.1.20 calls another one with an argument that this one does not accept. The "
     "probe finds out which of the two is installed: it splits sequences, as serving does."
 )
-TABLE_OVER_READ = (
-    "How far it reads a table is unknown. The buffers have room for a turn of its four waves, 256 tokens, past a "
-    "sequence's last page, and hold page 0 there."
-)
 # hsa/gfx942/mla and hsa/gfx950/mla in v0.1.10 and in e4048607: mla_pfl_bf16_a16w16_causal_subQ16_mqa16.co and
 # subQ128_mqa128.co branch to their end where a tile begins at or after q_end - q_start (s_sub_u32, s_cmp_le_u32).
 EMPTY_SEQUENCES = (

@@ -20,12 +20,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def half_a_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits the probe to random rows, except in modules that set WHOLE_PROBE, which test the rest of it.
+    """Limits the probe to random rows, except in tests that use `whole_probe`.
 
     Other tests must see a key that a binding gets wrong. The whole probe would hide it by choosing another kernel.
     """
-    if not getattr(request.module, "WHOLE_PROBE", False):
+    if "whole_probe" not in request.fixturenames:
         monkeypatch.setattr(kernel_probe, "edge_run", lambda *arguments: None)
+
+
+@pytest.fixture
+def whole_probe() -> None:
+    """Leaves the probe of a runtime whole."""
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Pr
     for problem, what in _problems(limits, dtype):
         if KVEncoding.LIKE_Q in limits.encodings:
             yield problem, what
-        is_plain = any(word in what for word in ("pages of", "heads", "usual"))
+        is_plain = any(word in what for word in ("pages of", "heads"))
         for encoding in kinds if is_plain else kinds[:1]:
             for scales in scale_values if is_plain else scale_values[:1]:
                 with suppress(BadProblem):  # pages that are too small for vectors of 16
@@ -105,11 +105,6 @@ def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[P
     yield replace(base, causal=False), "not causal"
     yield replace(base, num_q_heads=2), "as many KV heads"
     yield replace(base, num_q_heads=16, num_kv_heads=1), "16 heads on one"
-    for num_kv_heads in (1, 2):
-        yield (
-            replace(base, num_q_heads=16, num_kv_heads=num_kv_heads, scale=head_dim**-0.5),
-            (f"the usual scale, {num_kv_heads} KV heads"),
-        )
 
 
 def _binds(entry: KernelEntry, problem: Problem, target: Target) -> bool:

@@ -118,22 +118,6 @@ _GLUON = (
     "value_scale=None exp_sums=None max_logits=None temporary_output=None alibi_slopes=None sinks=None "
     "sliding_window=0 ps=True"
 )
-_ASSEMBLED = (
-    "Q K V block_tables context_lens block_tables_stride0 max_qlen=1 K_QScale=None V_QScale=None out_=None "
-    "qo_indptr=None high_precision=1 kernelName=None"
-)
-
-_PERSISTENT_0_1_10 = (
-    "Q K V output max_qlen qo_indptr kv_indptr kv_indices context_lens work_indptr work_info reduce_indptr "
-    "reduce_final_map reduce_partial_map K_QScale=None V_QScale=None softmax_scale=None mask=0"
-)
-_PERSISTENT = _PERSISTENT_0_1_10 + " quant_type=per_Token"
-_PAGE_SCHEDULE = (
-    "seqlens_qo_indptr pages_kv_indptr context_lens num_heads_per_head_k num_heads_k is_causal work_metadata_ptrs "
-    "work_indptr work_info reduce_indptr reduce_final_map reduce_partial_map kv_granularity=16 block_size=16 "
-    "max_seqlen_qo=-1 uni_seqlen_qo=-1 fast_mode=True topk=-1 max_split_per_batch=-1"
-)
-
 _SELECTED = (
     "q kv out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale topk_indices block_table kv_lora_rank"
 )
@@ -146,9 +130,6 @@ V0_1_10 = Release(
         "mha_batch_prefill_func": _BATCH_PREFILL_0_1_10,
         "flash_attn_varlen_func": _VARLEN,
         "pa_decode_gluon": _GLUON_0_1_10,
-        "pa_fwd_asm": _ASSEMBLED,
-        "pa_persistent_fwd": _PERSISTENT_0_1_10,
-        "get_pa_metadata_v1": _PAGE_SCHEDULE,
         "mla_decode_fwd": _MLA_OLD,
         "get_mla_metadata_v1": _SCHEDULE_OLD,
         "mla_prefill_fwd": _MLA_PREFILL,
@@ -161,7 +142,6 @@ V0_1_14 = Release(
         **V0_1_10.parameters,
         "mha_batch_prefill_func": _BATCH_PREFILL,
         "pa_decode_gluon": _GLUON,
-        "pa_persistent_fwd": _PERSISTENT,
         "mla_decode_fwd": _MLA_PAGED,
         "get_mla_metadata_v1": _SCHEDULE_PAGED,
     },

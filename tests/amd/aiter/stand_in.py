@@ -16,12 +16,11 @@ from tests.amd.aiter.checks import EIGHT_BITS, require
 from tests.amd.aiter.decode_functions import paged_attention_ragged
 from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
 from tests.amd.aiter.latent_schedule import get_mla_metadata_v1
-from tests.amd.aiter.persistent_functions import get_pa_metadata_v1, pa_persistent_fwd
 from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
 from tests.amd.aiter.selected_function import unified_attention_sparse_mla
 from tests.amd.aiter.signatures import Release
 from tests.amd.aiter.unified_function import unified_attention
-from tests.amd.aiter.vectorised_functions import pa_decode_gluon, pa_fwd_asm
+from tests.amd.aiter.vectorised_functions import pa_decode_gluon
 
 Body = Callable[[Mapping[str, Any]], Any]
 
@@ -35,9 +34,6 @@ def bodies_of(release: Release, arch: str) -> dict[str, Body]:
         "mha_batch_prefill_func": partial(mha_batch_prefill_func, *here),
         "flash_attn_varlen_func": flash_attn_varlen_func,
         "pa_decode_gluon": partial(pa_decode_gluon, *here),
-        "pa_fwd_asm": partial(pa_fwd_asm, release),
-        "pa_persistent_fwd": partial(pa_persistent_fwd, *here),
-        "get_pa_metadata_v1": get_pa_metadata_v1,
         "mla_decode_fwd": partial(mla_decode_fwd, *here),
         "mla_prefill_fwd": mla_prefill_fwd,
         "get_mla_metadata_v1": partial(get_mla_metadata_v1, *here),
@@ -81,9 +77,6 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx9
             "paged_attention_ragged",
             "mha_batch_prefill_func",
             "flash_attn_varlen_func",
-            "pa_fwd_asm",
-            "pa_persistent_fwd",
-            "get_pa_metadata_v1",
             "get_mla_metadata_v1",
         ),
         "aiter.ops.triton.gluon.pa_decode_gluon": ("pa_decode_gluon",),

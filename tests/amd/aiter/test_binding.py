@@ -95,8 +95,8 @@ def test_a_function_that_moved_away_is_named_with_its_new_place(
 
 
 def test_a_function_that_is_gone_is_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    complaint = moved("pa_fwd_asm", monkeypatch)
-    assert "has no pa_fwd_asm in aiter: it is gone; this version of rocm_attn was written for" in complaint
+    complaint = moved("paged_attention_ragged", monkeypatch)
+    assert "has no paged_attention_ragged in aiter: it is gone; this version of rocm_attn was written for" in complaint
 
 
 def test_a_module_that_cannot_be_imported_has_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_aiter_asked_for_by_name_and_not_installed_is_refused_with_every_reason(
     for kernel in (
         "decode: aiter.paged_attention_ragged",
         "extend: aiter.unified_attention",
-        "decode: aiter.pa_fwd_asm",
+        "decode: aiter.pa_decode_gluon",
     ):
         assert any(reason.startswith(kernel) for reason in caught.value.reasons), kernel
 

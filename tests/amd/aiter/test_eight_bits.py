@@ -38,7 +38,7 @@ BF16 = torch.bfloat16
 LINEAR = in_eight_bits(plain_problem(16, dims=(128, 128), dtype=BF16))
 VECTORISED = in_eight_bits(vectorised_problem(16, dtype=BF16))
 TOKENS = replace(VECTORISED, kv_scales=Scales.TOKEN)
-LARGE_PAGES = in_eight_bits(vectorised_problem(1024, heads=(8, 4), dtype=BF16))
+LARGE_PAGES = in_eight_bits(vectorised_problem(1024, heads=(8, 2), dtype=BF16))
 LATENT = in_eight_bits(latent_problem(16))
 
 
@@ -61,8 +61,7 @@ def test_vectorised_pages_in_eight_bits_are_served_by_aiter_alone() -> None:
     assert kernels(VECTORISED, provider="aiter")[StepKind.DECODE] == "aiter.pa_decode_gluon"
     large = kernels(LARGE_PAGES, provider="aiter")
     assert large[StepKind.EXTEND] == "aiter.mha_batch_prefill_func[vectorised, fp8]"
-    # Two query heads per KV head are too few for pa_decode_gluon's tiles.
-    assert large[StepKind.DECODE] == "aiter.pa_persistent_fwd"
+    assert large[StepKind.DECODE] == "aiter.pa_decode_gluon"
 
 
 def refusal(problem: Problem, arch: str, name: str) -> tuple[str, ...]:
@@ -73,7 +72,6 @@ def refusal(problem: Problem, arch: str, name: str) -> tuple[str, ...]:
 NAMES = [
     ("unified_attention", LINEAR),
     ("pa_decode_gluon", VECTORISED),
-    ("pa_persistent_fwd", LARGE_PAGES),
     ("mla_decode_fwd+get_mla_metadata_v1[fp8]", LATENT),
 ]
 
@@ -141,7 +139,6 @@ WRONG: Mapping[str, tuple[Problem, str, str, Change]] = {
     "a factor in bfloat16": (VECTORISED, "pa_decode_gluon", "value_scale", lambda scale: scale.bfloat16()),
     "no factor of q": (LATENT, "mla_decode_fwd", "q_scale", lambda scale: None),
     "q as it is": (LATENT, "mla_decode_fwd", "q", lambda q: q.to(BF16)),
-    "factors of whole pages": (LARGE_PAGES, "pa_persistent_fwd", "K_QScale", lambda scale: scale[..., 0]),
     "a schedule for another dtype": (LATENT, "get_mla_metadata_v1", "dtype_kv", lambda dtype: BF16),
 }
 
@@ -245,7 +242,6 @@ PROBED = {
     "unified_attention": replace(LINEAR, num_q_heads=1, num_kv_heads=1),
     "flash_attn_varlen_func": replace(LINEAR, num_q_heads=1, num_kv_heads=1, kv_scales=Scales.HEAD),
     "pa_decode_gluon": in_eight_bits(vectorised_problem(heads=(4, 1), dtype=BF16)),
-    "pa_persistent_fwd": in_eight_bits(vectorised_problem(1024, heads=(2, 1), dtype=BF16), Scales.HEAD),
     "mha_batch_prefill_func": in_eight_bits(plain_problem(1, heads=(1, 1), dims=(128, 128), dtype=BF16)),
     "mla_decode_fwd": LATENT,
 }
@@ -253,7 +249,6 @@ PROBED = {
 FACTORS = {
     "unified_attention": ("v_descale",),
     "pa_decode_gluon": ("key_scale",),
-    "pa_persistent_fwd": ("K_QScale", "V_QScale"),  # found by the same strides
     "mha_batch_prefill_func": ("k_descale",),
     "mla_decode_fwd": ("kv_scale",),
 }

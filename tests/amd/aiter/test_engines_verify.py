@@ -156,7 +156,7 @@ def test_an_engines_steps_with_few_new_tokens_are_verify_steps(engine: Engine, f
     assert engine.run([5, 2], 7).shape.kind is not StepKind.VERIFY
 
 
-@pytest.mark.fast
+@pytest.mark.fast(2)
 @each_problem
 @each_engine
 def test_one_graph_of_an_engine_serves_even_and_uneven_verify_steps(

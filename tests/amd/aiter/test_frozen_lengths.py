@@ -72,7 +72,7 @@ def differs(row: KernelEntry, aiter: StandIn, *lengths: tuple[int, int]) -> bool
     return first != second
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "row",
     [

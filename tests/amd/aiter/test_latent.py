@@ -40,7 +40,7 @@ def test_torch_serves_a_latent_pool(page_size: int) -> None:
 LAUNCHES = {1: 1, 8: 1, 16: 1, 24: 2, 64: 4, 128: 1}
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: StandIn) -> None:
     serve_every_kind_of_step(16, 1, release)
 
@@ -82,6 +82,7 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
     assert bound.schedule.words(more) == splits.schedule.words(more)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_decode_fwd", [2, 3]), ("mla_prefill_fwd", [2, 5])]
 )

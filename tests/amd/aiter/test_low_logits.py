@@ -42,6 +42,7 @@ def serve(problem: Problem) -> None:
         serving.step(requests, q_len)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_low_logits_are_those_of_the_oracle(problem: Problem, aiter: StandIn) -> None:
     serve(problem)

@@ -54,7 +54,7 @@ def test_no_row_serves_fewer_keys_than_new_tokens(entry: KernelEntry) -> None:
     assert not entry.limits.short_kv
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @each_row
 def test_pages_with_strides_of_their_own_are_read_right_or_refused(entry: KernelEntry, aiter: StandIn) -> None:
     case = case_of(entry)

@@ -18,7 +18,6 @@ from rocm_attn.selection.probe import wrong_kernels
 from tests.amd.aiter.serving import CPU, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn
 
-WHOLE_PROBE = True
 PROBLEM = plain_problem(16, dims=(128, 128))
 
 
@@ -102,7 +101,7 @@ def test_a_kernel_that_raises_over_vectorised_pages_gives_way_to_the_next(
     aiter.bodies["pa_decode_gluon"] = fails
     serving = world(vectorised_problem())
     selection = serving.runtime.selections[0]
-    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.pa_fwd_asm"
+    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention[vectorised]"
     assert any('it raised "launch_reduce() got an unexpected' in line for line in selection.lines())
 
 
@@ -132,8 +131,10 @@ def ignores_long_windows(right: Body) -> Body:
 
 
 @pytest.mark.fast(1)
+@pytest.mark.usefixtures("whole_probe")
 @pytest.mark.parametrize("window_left", [300, 1023])
 def test_a_window_is_probed_beyond_its_length(window_left: int, aiter: StandIn) -> None:
+    """Random rows do not show it: the probe of a runtime has the rows of test_probe_edges.py too."""
     for name in ("unified_attention", "mha_batch_prefill_func"):
         aiter.bodies[name] = ignores_long_windows(aiter.bodies[name])
     with pytest.raises(Unsupported) as caught:

@@ -20,7 +20,6 @@ from tests.amd.aiter import (
     decode_functions,
     latent_functions,
     latent_schedule,
-    persistent_functions,
     prefill_functions,
     unified_function,
     vectorised_functions,
@@ -34,7 +33,6 @@ MODULES = (
     decode_functions,
     latent_functions,
     latent_schedule,
-    persistent_functions,
     prefill_functions,
     unified_function,
     vectorised_functions,
@@ -100,7 +98,6 @@ UNLIMITED: Mapping[str, Problem] = {
     **PROBLEMS,
     "paged_attention_ragged": LINEAR,
     "pa_decode_gluon": vectorised_problem(1024, heads=(4, 1)),
-    "pa_fwd_asm": vectorised_problem(heads=(8, 1)),
     "mla_decode_fwd": latent_problem(16),
     "mla_prefill_fwd": latent_problem(16),
 }
@@ -108,16 +105,14 @@ WINDOWS = (0, 1, 15, 127, 1023, 4095)
 
 
 def selected(problem: Problem, function: str) -> Selection:
-    """Returns AITER's kernels, without the decode kernels that come before the function."""
-    earlier = {"pa_fwd_asm": ("aiter.pa_decode_gluon",)}.get(function, ())
-    return select(problem, GFX942, "aiter", unavailable=dict.fromkeys(earlier, "left out"))
+    return select(problem, GFX942, "aiter")
 
 
 def edges_of(problem: Problem, function: str) -> FailedProbe | None:
     return edge_run(selected(problem, function), CPU)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("function", "window_left"),
     [
@@ -138,7 +133,7 @@ def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, windo
         aiter.bodies[function] = right
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "function",
     # Functions that have windows are checked at one window in every run.
@@ -157,14 +152,14 @@ def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, 
         aiter.bodies[function] = right
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("window_left", [-1, *WINDOWS[:-1], pytest.param(WINDOWS[-1], marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
 def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:
     assert edges_of(replace(base, window_left=window_left), "") is None
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -45,6 +45,7 @@ def make_raise(aiter: StandIn, function: str, error: BaseException) -> None:
     aiter.bodies[function] = fails
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_kernel_that_fails_is_switched_off_with_what_it_raised(name: str, aiter: StandIn, own_cache: Path) -> None:
     error, said = FAILURES[name]

@@ -66,8 +66,12 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(tmp_path: Path) -> N
     assert any("paged_attention_ragged: on rank 1: switched off by its probe" in line for line in first)
 
 
-def test_ranks_that_do_not_ask_each_other_take_different_kernels(tmp_path: Path) -> None:
-    first, second = on_every_rank(kernels_of, tmp_path, False)
+def test_ranks_that_do_not_ask_each_other_take_different_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kernels_of(0, False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    second = kernels_of(1, False)
     assert "decode: aiter.paged_attention_ragged" in first
     assert "decode: aiter.unified_attention" in second
 

@@ -20,11 +20,10 @@ from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, know
 from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
-from tests.amd.aiter import vectorised_functions
 from tests.amd.aiter.checks import EIGHT_BITS, ContractBroken
 from tests.amd.aiter.latent_functions import mla_decode_fwd
 from tests.amd.aiter.serving import in_eight_bits, latent_problem, plain_problem, vectorised_problem
-from tests.amd.aiter.signatures import E4048607, V0_1_14
+from tests.amd.aiter.signatures import E4048607
 from tests.amd.house.source_tree import ROOT
 
 WIDE = plain_problem(16, dims=(128, 128))
@@ -131,7 +130,6 @@ BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
         "0.1.10",
         "0.1.14",
     ),
-    "a pool of 2 GiB": ("pa_fwd_asm", StepKind.DECODE, vectorised_problem(), TWO_GIB, "0.1.16.post6", "0.1.17"),
     "prompts over 2 GiB": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, TWO_GIB, "0.1.12.post2", "0.1.13"),
     "prompts over 2 GiB, vectorised": (
         "mha_batch_prefill_func[vectorised]",
@@ -365,15 +363,6 @@ def test_latents_in_eight_bits_pass_4_gib_on_gfx950_in_groups_of_16_heads(heads:
 def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:
     """Runs on the meta device, where a pool of gigabytes costs nothing. A call within reach is not refused."""
 
-    def pages(num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes // (2 * 16 * 128 * 2), 2, 16, 16, 8, dtype=torch.float16, device="meta")
-
-    q = torch.empty(4, 16, 128, dtype=torch.float16, device="meta")
-    for release, reach in ((V0_1_14, 2**31), (E4048607, 2**32)):
-        k = pages(reach)
-        call = {"Q": q, "out_": q, "K": k, "V": k.view(len(k), 2, 2, 128, 8)}
-        with pytest.raises(ContractBroken, match=f"byte offsets reach {reach}"):
-            vectorised_functions.pa_fwd_asm(release, call)
     indptr = torch.empty(5, dtype=torch.int32, device="meta")
     latent = torch.empty(2**32 // 1152 + 1, 1, 1, 576, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ContractBroken, match="byte offsets wrap at 4 GiB"):

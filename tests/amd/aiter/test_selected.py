@@ -72,6 +72,7 @@ def world(problem: Problem, *, graphs: bool = False) -> World:
     )
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_heads", "page_size", "graphs"),
     [(16, 1, False), (16, 16, True), (8, 1, True), (24, 16, False)],
@@ -126,6 +127,7 @@ def test_a_wrong_argument_is_noticed(change: Change, what: str, aiter: StandIn) 
         attended(CASES["page16"], GFX942)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("selects", [True, False], ids=["selects", "reuses"])
 @pytest.mark.parametrize(
     ("layer", "function", "instead"),

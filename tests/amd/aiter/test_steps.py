@@ -63,6 +63,7 @@ def steps_at(page_size: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("release", "problem"),
     [
@@ -122,6 +123,7 @@ def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aite
     assert page_zero_is_zero(serving)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("problem", "called"),
     [
@@ -145,7 +147,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
     assert aiter.calls == called
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @every_problem
 @pytest.mark.parametrize("pad_to", [4, 7, 16])
 def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:

@@ -33,8 +33,8 @@ LAYERS = {
     "eight bits": (in_eight_bits(PLAIN), "unified_attention"),
     "vectorised": (in_eight_bits(vectorised_problem(16, dtype=BF16)), "pa_decode_gluon"),
     "large pages": (
-        in_eight_bits(vectorised_problem(1024, heads=(8, 4), dtype=BF16), Scales.TOKEN),
-        "pa_persistent_fwd",
+        in_eight_bits(vectorised_problem(1024, heads=(8, 2), dtype=BF16), Scales.TOKEN),
+        "pa_decode_gluon",
     ),
     "latents": (latent_problem(16), "mla_decode_fwd"),
     "latents in eight bits": (in_eight_bits(latent_problem(16)), "mla_decode_fwd"),

@@ -76,6 +76,7 @@ def plan(runtime: AttentionRuntime, q_len: list[int], pad_to: PadTo | None = Non
     return runtime.plan(batch, pad_to).shape
 
 
+@pytest.mark.fast(2)
 @each_pool
 def test_a_step_with_few_new_tokens_in_each_sequence_is_a_verify_step(
     problem: Problem, function: str, aiter: StandIn
@@ -96,6 +97,7 @@ def test_layers_without_a_kernel_for_verify_steps_have_none(aiter: StandIn) -> N
     assert plan(runtime, [4, 1]).kind is StepKind.MIXED
 
 
+@pytest.mark.fast(1)
 @each_pool
 def test_a_captured_step_of_more_tokens_than_a_verify_step_has_is_none(
     problem: Problem, function: str, aiter: StandIn
@@ -166,6 +168,7 @@ def test_memory_for_the_most_sequences_is_enough_for_fewer_which_are_cut_into_mo
 SHORT_SHARES = [[29, 31, 60], [4, 4, 4], [1, 4, 2]]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("heads", [5, 16])
 @pytest.mark.parametrize(("version", "arch"), [(E4048607, "gfx942"), (E4048607, "gfx950"), (V0_1_14, "gfx942")])
 def test_every_token_sees_a_key_of_each_share_of_latent_pages_in_eight_bits(

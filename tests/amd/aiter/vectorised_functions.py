@@ -1,4 +1,4 @@
-"""The stand-in's pa_decode_gluon, of up to four queries in a sequence, and pa_fwd_asm: over vectorised caches."""
+"""The stand-in's pa_decode_gluon, of up to four queries in a sequence, over vectorised caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.amd.aiter.checks import (
     HALF,
     Scores,
     attend,
-    distances,
     linear,
     require,
     require_heads,
@@ -136,43 +135,3 @@ def _run_gluon(
 def _of_rows(scale: Tensor, entries: Tensor) -> Tensor:
     """Returns the scale of all rows, or [n, heads, 1] of the rows of these blocks."""
     return scale if scale.numel() == 1 else scale[entries.long()].transpose(1, 2).flatten(0, 1)
-
-
-def pa_fwd_asm(release: Release, call: Mapping[str, Any]) -> Tensor:
-    q, out = call["Q"], call["out_"]
-    num_seqs, num_heads, dim = q.shape
-    dtype = q.dtype
-    require(dtype in HALF and dim == 128, f"no kernel for {dtype} and head size {dim}")
-    require_tensor("Q", q, dtype, (None, None, None), contiguous=False)
-    require(q.stride(1) == dim, "only the stride between rows of Q is read")
-    require(out is not None, "out_ would be allocated")
-    require_tensor("out_", out, dtype, q.shape)
-    k_cache, v_cache = require_vectorised(call["K"], call["V"], dtype)
-    require(k_cache.shape[3] == 16, f"no kernel for blocks of {k_cache.shape[3]}")
-    require(k_cache.nbytes == v_cache.nbytes, "V is read with the strides of K")
-    # The size that its code objects give the hardware for K and for V. Everything after it is read as 0.
-    reach = 2**31 if release.is_before(0, 1, 17) else 2**32
-    require(k_cache.nbytes < reach, f"byte offsets reach {reach}, and a cache takes {k_cache.nbytes}")
-    require(num_heads // k_cache.shape[1] in (8, 16), f"no kernel for {num_heads // k_cache.shape[1]} heads on one")
-    require_tensor("context_lens", call["context_lens"], torch.int32, (num_seqs,))
-    tables = require_tensor("block_tables", call["block_tables"], torch.int32, (num_seqs, None), contiguous=False)
-    require(call["block_tables_stride0"] == tables.stride(0), "the stride of block_tables is told wrongly")
-    require(call["max_qlen"] == 1 and call["qo_indptr"] is None, "one token a sequence")
-    require(call["K_QScale"] is None and call["V_QScale"] is None, "nothing is quantised")
-    require(call["high_precision"] == 1 and call["kernelName"] is None, "it finds its kernel by itself")
-    run(_run_asm, out, q, k_cache, v_cache, call["context_lens"], tables)
-    return out  # type: ignore[no-any-return]
-
-
-def _run_asm(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, block_tables: Tensor
-) -> None:
-    keys, values = linear(k_cache, v_cache)
-    for seq, kv_len in enumerate(context_lens.tolist()):
-        require(kv_len >= 1, f"sequence {seq} has no key: a division by zero")
-        entries = -(-kv_len // 256) * 16
-        require(entries <= block_tables.shape[1], f"{entries} entries are read of a row of {block_tables.shape[1]}")
-        k = rows_of(keys, block_tables[seq, :entries], "block_tables")
-        v = rows_of(values, block_tables[seq, :entries], "block_tables")
-        result, _ = attend(q[seq : seq + 1], k[:kv_len], v[:kv_len], Scores(128**-0.5, distances(1, kv_len) >= 0))
-        out[seq] = (result[0] + times_zero(v[kv_len:])).to(out.dtype)

@@ -135,6 +135,7 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
     filled.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=0)
 def test_queries_that_outnumber_keys_are_cut_where_attention_is_causal(device: torch.device, provider: str) -> None:
     filled = Filled(device, provider)
     filled.attend([9], filled.step([9]), filled.rows(9, Q_HEADS, DIM))
@@ -142,6 +143,7 @@ def test_queries_that_outnumber_keys_are_cut_where_attention_is_causal(device: t
         filled.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.device, provider: str) -> None:
     filled = Filled(device, provider, custom_mask=True)
@@ -169,7 +171,7 @@ def test_a_mask_of_more_cells_than_can_be_packed_is_refused_in_words() -> None:
         BoolCells(torch.empty(2**31, dtype=torch.bool, device="meta"), positions)
 
 
-@pytest.mark.fast(interpreted=2)
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -272,6 +274,7 @@ def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.
     engine.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=0)
 def test_nothing_is_written_but_new_tokens_to_their_slots(device: torch.device, provider: str) -> None:
     """Values after a sequence in its last page stay, and so does every other page."""
     engine: Engine = VLLM(PAGE, device=device, provider=provider)

@@ -54,7 +54,7 @@ def grow_to(serving: World, requests: list[Request], lengths: list[int]) -> None
         for provider, graphs, largest in product(PROVIDERS, (False, True), (CAP, 2 * POOL))
     ],
 )
-@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.nightly), 64])
+@pytest.mark.parametrize("page_size", [1, 16, pytest.param(64, marks=pytest.mark.nightly)])
 def test_sequences_of_every_count_and_length(
     provider: str, page_size: int, graphs: bool, largest: int, device: torch.device
 ) -> None:
@@ -78,7 +78,7 @@ KEPT = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("provider", providers())
@@ -97,7 +97,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, kind=Rotating)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(
     ("indexing", "of"),

@@ -56,7 +56,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
     for _ in range(2):
         for q_len in STEPS:
             before(serving)
-            serving.step(requests[: len(q_len)], q_len)
+            serving.run(requests[: len(q_len)], q_len)
             results += [tensor[: len(serving.places)].clone() for tensor in (serving.out, serving.lse)]
         serving.free(requests[0])
         requests[:1] = serving.admit_all(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.launches import StepOps
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
 from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right

@@ -21,7 +21,8 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.slot_layout import ECHO
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import LayerKernel, StepBounds, StepOps
+from rocm_attn.providers.contract import LayerKernel, StepBounds
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.runtime import AttentionRuntime

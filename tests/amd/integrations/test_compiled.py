@@ -262,7 +262,7 @@ def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider:
     want = [
         serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime, SHORT) for model in models
     ]
-    forwards = [compile_forward(compilable(model, work), backend="aot_eager") for model in models]
+    forwards = [compile_forward(compilable(model, work), backend="eager") for model in models]
     runners = [StepRunner(m.runtime, f, None) for m, f in zip(models, forwards, strict=True)]
     got: list[list[Tensor]] = [[], []]
     requests = [Requests(model.runtime) for model in models]
@@ -278,7 +278,7 @@ def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider:
 def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: str, device: torch.device) -> None:
     model = Tiny.build(device, provider)
     step, calls = running(model)
-    forward = compile_forward(lambda k: calls.store(0, k, k), backend="aot_eager")
+    forward = compile_forward(lambda k: calls.store(0, k, k), backend="eager")
     k = rows(step, 2)
     forward(k)
     number = calls.number

@@ -9,7 +9,7 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.integrations.program import DIM, KV_HEADS, Q_HEADS, generate
 
-NUM_STEPS = 2
+NUM_STEPS = 1
 
 
 def expected(
@@ -31,7 +31,7 @@ def expected(
 
 def test_a_program_runs_unchanged(device: torch.device) -> None:
     random = np.random.default_rng(0)
-    prompts = [random.standard_normal((tokens, Q_HEADS + 2 * KV_HEADS, DIM)) for tokens in (5, 1, 12)]
+    prompts = [random.standard_normal((tokens, Q_HEADS + 2 * KV_HEADS, DIM)) for tokens in (5, 1, 10)]
     found = generate(flashinfer, [torch.from_numpy(each).float().to(device) for each in prompts], NUM_STEPS, device)
     for prompt, out in zip(prompts, found, strict=True):
         torch.testing.assert_close(out.cpu().double(), torch.from_numpy(expected(prompt)), atol=1e-4, rtol=1e-4)

@@ -27,7 +27,8 @@ from rocm_attn.problem import (
     Row,
     Scales,
 )
-from rocm_attn.providers.contract import LayerKernel, StepOps
+from rocm_attn.providers.contract import LayerKernel
+from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime

@@ -28,7 +28,7 @@ class EngineOptions(AttentionOptions):
         "step the shorter it is",
         unit="MILLISECONDS",
         least=0,
-        default_is="three steps that decode a full batch, at least 5; not bounded on a CPU",
+        default_is="three steps that decode the sequences that run; not bounded on a CPU",
     )
     chunk: int = option(
         0,

@@ -95,7 +95,7 @@ class PromptRoom:
         tokens = max(budget.chunk - num_decoding, 1)
         if not num_decoding:
             return cls(tokens, tokens, NEVER)
-        return cls(tokens, budget.beside, budget.doubles_after, num_decoding, budget.sizes)
+        return cls(tokens, budget.tokens_beside(num_decoding), budget.doubles_after, num_decoding, budget.sizes)
 
     @property
     def is_open(self) -> bool:

@@ -42,19 +42,20 @@ class StepSizes:
         weights, ranks = loaded.weights, loaded.ranks
         if weights.device.type == "cpu" and not options.latency:
             chunk, expected = options.chunk or _CHUNK_ON_CPU, []
-            budget = StepBudget(options.max_batch_size or _SEQS_ON_CPU, chunk, chunk)
+            budget = StepBudget(options.max_batch_size or _SEQS_ON_CPU, chunk, (chunk,))
         else:
             stored = problems_of(loaded, options)
             layers = [stored[read] for read in loaded.config.attention.reads]
             matrices = matrices_of(loaded.config, weights.dtype, ranks.shard.num_ranks)
-            times = StepTimes(matrices, layers, rates_of(weights.device, weights.dtype))
+            rates = rates_of(weights.device, weights.dtype)
+            # Ranks may have measured different rates, and have to schedule the same steps.
+            bytes_per_s, flops_per_s = ranks.least(int(rates.bytes_per_s)), ranks.least(int(rates.flops_per_s))
+            times = StepTimes(matrices, layers, replace(rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
             most = options.max_batch_size or ranks.least(_fitting(loaded, options, page_bytes(stored)))
             budget = StepBudget.chosen(times, most, options.chunk, options.latency)
-            # Ranks may have measured different rates, and have to schedule the same steps.
-            chunk, beside = ranks.least(budget.chunk), ranks.least(budget.beside)
-            budget, expected = replace(budget, chunk=chunk, beside=beside), times.lines(most)
+            expected = times.lines(most)
         sizes = replace(options, max_batch_size=budget.max_batch_size, chunk=budget.chunk)
-        return cls(sizes, budget, (budget.line(), *expected))
+        return cls(sizes, budget, (*budget.lines(), *expected))
 
 
 def _fitting(loaded: LoadedModel, options: EngineOptions, token_bytes: int) -> int:

@@ -6,9 +6,8 @@ sequence's keys are read too. Launches, norms and collectives take nothing here.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rocm_attn.machine.gpus import Rates
 from rocm_attn.paging.kv_pool import page_bytes
@@ -22,14 +21,14 @@ USUAL_LEN, PROMPT_LEN = 512, 2048
 _LONG_PROMPT = 32768
 # A step without sequences that decode has a long prompt's tokens for this time: a prompt that comes later waits for it.
 _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
-# A reader does not see that tokens come later by less, and the host takes some of it for a step with prompts.
-_LEAST_LATENCY_MS = 5.0
+# A step with prompts takes as long as this number of steps that only decode the same sequences.
+_TIMES_AS_LONG = 3.0
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64
 # Sequences that run at a time: as many as have room with _TOKENS_OF_EACH tokens each.
 _FEWEST_SEQS, MOST_SEQS, _TOKENS_OF_EACH = 8, 256, 1024
-# Stands for a time between tokens that nothing bounds, and for a prompt whose later tokens take no longer.
-UNBOUNDED, NEVER = math.inf, 1 << 62
+# Stands for a prompt whose later tokens take no longer.
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +83,13 @@ class StepTimes:
         bytes_per_s, flops_per_s = self.rates.bytes_per_s * _REACHED_BYTES, self.rates.flops_per_s * _REACHED_FLOPS
         return replace(self, rates=replace(self.rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
 
-    def decode(self, num_seqs: int, kv_len: int) -> float:
-        """A step of sequences of kv_len tokens that get one more each."""
-        return self._matrices(num_seqs) + num_seqs * self._keys(kv_len)
+    def decode(self, num_seqs: int, kv_len: int, prompt_tokens: int = 0) -> float:
+        """A step of sequences of kv_len tokens that get one more each, and of tokens at the beginning of prompts."""
+        return self._matrices(num_seqs + prompt_tokens) + num_seqs * self._keys(kv_len)
 
     def decode_ms(self, most: int) -> dict[int, float]:
         """Sequences of USUAL_LEN tokens -> milliseconds of their step: 1, 32 and 256, and the most."""
-        return {
-            num: 1e3 * self.decode(num, USUAL_LEN) for num in sorted({min(num, most) for num in (1, 32, 256, most)})
-        }
+        return {num: 1e3 * self.decode(num, USUAL_LEN) for num in _told(most)}
 
     def prompt(self, num_tokens: int) -> float:
         """A step of one prompt."""
@@ -153,6 +150,11 @@ class StepTimes:
         return sum(_seen(layer, kv_len) * _flops_of_key(layer) for layer in self.layers)
 
 
+def _told(most: int) -> list[int]:
+    """The numbers of sequences for which times are told, up to the most."""
+    return sorted({min(num, most) for num in (1, 32, 256, most)})
+
+
 def fitting(kv_tokens: int) -> int:
     """The sequences that run at a time where K and V have room for kv_tokens tokens."""
     return min(MOST_SEQS, max(_FEWEST_SEQS, kv_tokens // _TOKENS_OF_EACH))
@@ -177,17 +179,19 @@ class StepBudget:
 
     max_batch_size: sequences that run at a time
     chunk:         tokens of a step
-    beside:        those of prompts at their beginning, in a step with sequences that decode
+    beside:        those of prompts at their beginning, in a step that decodes 1, 2, ... sequences; the last one is for
+                   more
     doubles_after: see StepTimes; a prompt gets fewer tokens the further it is
-    latency_ms:    the time in which a sequence that decodes is expected to get its next token, or UNBOUNDED
+    latency_ms:    sequences that decode -> the time in which each is expected to get its next token while prompts come
+                   in, for some numbers of them; empty: nothing bounds it
     sizes:         token counts that steps of prompts and sequences that decode are padded to, ascending
     """
 
     max_batch_size: int
     chunk: int
-    beside: int
+    beside: tuple[int, ...]
     doubles_after: int = NEVER
-    latency_ms: float = UNBOUNDED
+    latency_ms: Mapping[int, float] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
 
     @classmethod
@@ -196,16 +200,35 @@ class StepBudget:
         usual = times.expected
         in_time = int(_CHUNK_SECONDS * usual.rates.flops_per_s / times.matrices.flops)
         chunk = chunk or min(MOST_CHUNK, max(_LEAST_CHUNK, in_time))
-        latency_ms = latency_ms or max(_LEAST_LATENCY_MS, 3e3 * usual.decode(max_batch_size, USUAL_LEN))
-        beside = usual.prompt_tokens(latency_ms / 1e3, max_batch_size, USUAL_LEN)
-        return cls(max_batch_size, chunk, min(chunk, beside), times.doubles_after, latency_ms)
 
-    def line(self) -> str:
+        def beside(num: int) -> int:
+            seconds = latency_ms / 1e3 or _TIMES_AS_LONG * usual.decode(num, USUAL_LEN)
+            return min(chunk, usual.prompt_tokens(seconds, num, USUAL_LEN))
+
+        of_each = tuple(beside(num) for num in range(1, max_batch_size + 1))
+        expected = {num: 1e3 * usual.decode(num, USUAL_LEN, of_each[num - 1]) for num in _told(max_batch_size)}
+        return cls(max_batch_size, chunk, of_each, times.doubles_after, expected)
+
+    def tokens_beside(self, num_decoding: int) -> int:
+        """The tokens of prompts at their beginning, in a step that decodes this number of sequences, at least 1."""
+        return self.beside[min(num_decoding, len(self.beside)) - 1]
+
+    def lines(self) -> list[str]:
         """The budget in words."""
         sizes = f"up to {self.max_batch_size} sequences at a time, in steps of up to {self.chunk} tokens"
-        if self.latency_ms == UNBOUNDED:
-            return f"{sizes}; the time between tokens is not bounded (--latency)"
-        return (
-            f"{sizes}, of which prompts get up to {self.beside} while others decode: the next token is expected within "
-            f"{self.latency_ms:.3g} ms (--latency)"
-        )
+        if not self.latency_ms:
+            return [f"{sizes}; the time between tokens is not bounded (--latency)"]
+        return [
+            f"{sizes} (--latency):",
+            *(
+                f"  while {num:>4} decode, prompts get up to {self.tokens_beside(num)} of them, and the next token is "
+                f"expected within {ms:.3g} ms"
+                for num, ms in self.latency_ms.items()
+            ),
+        ]
+
+    def as_json(self) -> dict[str, object]:
+        """The budget, with the tokens of prompts and the times for the same numbers of sequences."""
+        of_prompts = {num: self.tokens_beside(num) for num in self.latency_ms}
+        sizes = {"max_batch_size": self.max_batch_size, "chunk": self.chunk, "doubles_after": self.doubles_after}
+        return {**sizes, "beside": of_prompts, "latency_ms": dict(self.latency_ms)}

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         of_weights = {"weights_bytes": None if weights.num_bytes == NOT_KNOWN else weights.num_bytes}
         of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
         states = {"state_bytes_per_request": state_bytes}
-        expected = {} if times is None or budget is None else {"budget": asdict(budget), **times.as_json(most)}
+        expected = {} if times is None or budget is None else {"budget": budget.as_json(), **times.as_json(most)}
         print(
             json.dumps(
                 {**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **states, **expected}, indent=2
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(_lines(plan, nodes)))
         print("\n".join(_fit_lines(options, weights, gpu, fit)))
         if times is not None and budget is not None:
-            print("\n".join(["", budget.line(), *times.lines(most)]))
+            print("\n".join(["", *budget.lines(), *times.lines(most)]))
         if state_bytes:
             print(f"recurrent states take {_size(state_bytes)} a request too; rocm_attn keeps none")
 

@@ -104,10 +104,12 @@ Sums over ranks are left out. None of it was measured on an AMD GPU; [one comman
 
 The columns: milliseconds of a step that decodes 1, 32 and the most sequences of 512 tokens; these most; tokens per
 second of them; milliseconds to the first token of a prompt of 2,048 tokens; and the [sizes of
-steps](server.md#the-sizes-of-steps) that `serve` chooses: the tokens that prompts get while others decode, and the
-milliseconds within which the next token is expected.
+steps](server.md#the-sizes-of-steps) that `serve` chooses: the tokens that prompts get while 1 and while the most
+sequences decode, and in brackets the milliseconds within which these are expected to get their next token. That is
+three of their steps. It is more where a token needs few of many experts, and a prompt all of them: prompts then get as
+many tokens as are multiplied while all weights are read.
 
-| model | GPUs | 1 | 32 | most | sequences | tokens/s | first token | prompts' tokens | next token |
+| model | GPUs | 1 | 32 | most | sequences | tokens/s | first token | prompts beside 1 | beside the most |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -163,7 +165,7 @@ def times_row(name: str, num_gpus: int, gpu: str) -> str:
     most = str(budget["max_batch_size"])
     steps = [f"{decode[size]:.3g} ({bound[size]:.3g})" for size in ("1", "32", most)]
     rest = [most, f"{1e3 * int(most) / decode[most]:,.0f}", f"{told['first_token_ms']:.3g}"]
-    cells = [*steps, *rest, str(budget["beside"]), f"{budget['latency_ms']:.3g}"]
+    cells = [*steps, *rest, *(f"{budget['beside'][num]} ({budget['latency_ms'][num]:.3g})" for num in ("1", most))]
     return f"| {name} | {num_gpus} {gpu.upper()} | " + " | ".join(cells) + " |"
 
 

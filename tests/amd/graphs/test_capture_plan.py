@@ -225,10 +225,11 @@ def test_the_command_says_how_fast_a_gpu_should_be_and_how_steps_are_sized(
     read = plan["weights_bytes"] - 2 * 128256 * 4096 + 512 * (128 << 10)
     assert plan["lower_bound_ms"]["1"] == pytest.approx(1e3 * read / 5.3e12, rel=1e-3)
     assert plan["decode_ms"]["1"] == pytest.approx(1.5 * plan["lower_bound_ms"]["1"])
-    assert plan["budget"]["latency_ms"] == pytest.approx(3 * plan["decode_ms"]["256"])
+    for num, ms in plan["budget"]["latency_ms"].items():
+        assert 2.9 * plan["decode_ms"][num] < ms <= 3 * plan["decode_ms"][num]
     assert main(command) == DONE
     printed = capsys.readouterr().out
-    assert f"prompts get up to {plan['budget']['beside']} while others decode" in printed
+    assert f"while    1 decode, prompts get up to {plan['budget']['beside']['1']} of them" in printed
     assert f"   1 sequences of 512 tokens decode in {plan['decode_ms']['1']:.3g} ms" in printed
     assert f"has its first token in {plan['first_token_ms']:.3g} ms" in printed
     # In less memory fewer sequences run, each with room for 1024 tokens.

@@ -149,7 +149,7 @@ class World:
             self.table,
             self.metrics,
             StepBudget(
-                self.max_batch_size, self.chunk, min(self.chunk, self.beside), self.doubles_after, sizes=self.sizes
+                self.max_batch_size, self.chunk, (min(self.chunk, self.beside),), self.doubles_after, sizes=self.sizes
             ),
             max_kv_len=self.max_kv_len,
             steps_until_known=STEPS_UNTIL_ECHO,

@@ -11,20 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_attn.capture.step_times import (
-    NEVER,
-    UNBOUNDED,
-    Matrices,
-    StepBudget,
-    StepTimes,
-)
+from rocm_attn.capture.step_times import NEVER, Matrices, StepBudget, StepTimes
 from rocm_attn.machine.gpus import GPUS, Rates, published_rates
 from rocm_attn.problem import Problem
 from rocm_serve import step_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
-from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.scheduled_step import PromptRoom, ScheduledStep
 from rocm_serve.step_sizes import StepSizes, rates_of
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.serving import engine, short_requests
@@ -93,26 +87,47 @@ def test_a_shorter_latency_never_gives_prompts_more_tokens(
 ) -> None:
     times = StepTimes(matrices, [LAYER, WINDOW], rates)
     short, long = (StepBudget.chosen(times, most, chunk, latency) for latency in sorted(latencies))
-    assert 1 <= short.beside <= long.beside <= long.chunk
+    for shorter, longer in zip(short.beside, long.beside, strict=True):
+        assert 1 <= shorter <= longer <= long.chunk
     assert short.chunk == long.chunk == (chunk or short.chunk)
     assert 2048 <= StepBudget.chosen(times, most).chunk <= 8192
 
 
-def test_without_a_latency_it_is_three_steps_of_a_full_batch_and_at_least_5_ms() -> None:
-    full = TIMES.expected.decode(256, 512)
-    assert StepBudget.chosen(TIMES, 256).latency_ms == pytest.approx(3e3 * full)
-    assert full == pytest.approx(1.5 * (2e-3 + 256 * 512 * 612 / 1e12))
-    fast = replace(TIMES, rates=Rates(1e14, 1e17))
-    assert StepBudget.chosen(fast, 256).latency_ms == 5.0
-    assert StepBudget.chosen(TIMES, 256, latency_ms=0.5).latency_ms == 0.5
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_without_a_latency_a_step_with_prompts_takes_three_that_decode_the_same_sequences(name: str) -> None:
+    rates = GPUS[name].rates
+    budget = StepBudget.chosen(StepTimes(DENSE, [LAYER, WINDOW], rates), 256)
+    bytes_per_s, flops_per_s = rates.bytes_per_s * 2 / 3, rates.flops_per_s * 0.6
+    for num in range(1, 257):
+        keys = num * 512 * (512 + 100) / bytes_per_s
+        alone = max(2e9 / bytes_per_s, num * 2e9 / flops_per_s) + keys
+        with_prompts = (num + budget.tokens_beside(num)) * 2e9 / flops_per_s + keys
+        assert 2.9 * alone < with_prompts <= 3 * alone
+        if num in budget.latency_ms:
+            assert budget.latency_ms[num] == pytest.approx(1e3 * with_prompts)
+    assert list(budget.latency_ms) == [1, 32, 256]
+    assert budget.tokens_beside(1000) == budget.tokens_beside(256)
 
 
-def test_the_step_with_the_most_prompt_tokens_takes_no_longer_than_the_latency() -> None:
-    budget = StepBudget.chosen(TIMES, 64)
-    usual = TIMES.expected
-    matrices = (64 + budget.beside) * DENSE.flops / usual.rates.flops_per_s
-    keys = usual.decode(64, 512) - usual.decode(64, 0)
-    assert 0.99 * budget.latency_ms < 1e3 * (matrices + keys) <= budget.latency_ms
+def test_prompts_go_on_where_few_tokens_take_more_than_three_steps() -> None:
+    # A token chooses 1 of 100 experts, and prompts need all of them: those that take no time of their own are taken in.
+    experts = Matrices(tables=0, shared=10**8, experts=10**11, chosen=0.01, itemsize=2)
+    budget = StepBudget.chosen(StepTimes(experts, [LAYER], RATES), 4)
+    free = (10**8 + 10**11) / (1e12 * 2 / 3) * (1e15 * 0.6) / experts.flops
+    assert budget.beside == tuple(min(budget.chunk, int(free) - num) for num in (1, 2, 3, 4))
+    slow = StepBudget.chosen(StepTimes(DENSE, [LAYER], Rates(1e15, 1e12)), 4)
+    assert slow.beside == (64, 64, 64, 64)
+
+
+def test_a_step_has_room_for_the_prompt_tokens_of_its_own_number_of_sequences() -> None:
+    budget = StepBudget(8, 100, (5, 7, 9))
+    assert [PromptRoom.beside(num, budget).prompt_tokens for num in (0, 1, 2, 3, 8)] == [100, 5, 7, 9, 9]
+
+
+def test_a_latency_that_is_given_holds_for_any_number_of_sequences() -> None:
+    budget = StepBudget.chosen(TIMES, 64, latency_ms=20.0)
+    assert list(budget.latency_ms) == [1, 32, 64]
+    assert all(19.9 < ms <= 20.0 for ms in budget.latency_ms.values())
 
 
 def test_a_gpu_is_known_by_its_drivers_name_and_its_relatives_are_not() -> None:
@@ -132,7 +147,7 @@ def test_what_has_no_published_rates_is_measured() -> None:
 def test_on_a_cpu_steps_are_bounded_by_tokens_alone_unless_a_latency_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_model()
     free = StepSizes.of(loaded, EngineOptions())
-    assert free.budget == StepBudget(64, 512, 512, NEVER, UNBOUNDED)
+    assert free.budget == StepBudget(64, 512, (512,))
     assert (free.options.max_batch_size, free.options.chunk) == (64, 512)
     assert free.lines == (
         "up to 64 sequences at a time, in steps of up to 512 tokens; "
@@ -140,14 +155,14 @@ def test_on_a_cpu_steps_are_bounded_by_tokens_alone_unless_a_latency_is_given(mo
     )
     monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: Rates(1e9, 1e9))
     bounded = StepSizes.of(loaded, EngineOptions(latency=5.0)).budget
-    assert bounded.latency_ms == 5.0
-    assert bounded.beside < bounded.chunk
+    assert max(bounded.beside) < bounded.chunk
+    assert 4.9 < bounded.latency_ms[1] <= 5.0
 
 
 def test_options_that_are_given_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: RATES)
     given_sizes = StepSizes.of(tiny_model(), EngineOptions(latency=7.0, chunk=33, max_batch_size=3))
-    assert given_sizes.budget == replace(given_sizes.budget, max_batch_size=3, chunk=33, beside=33, latency_ms=7.0)
+    assert given_sizes.budget == replace(given_sizes.budget, max_batch_size=3, chunk=33, beside=(33, 33, 33))
     assert (given_sizes.options.max_batch_size, given_sizes.options.chunk) == (3, 33)
 
 
@@ -171,10 +186,9 @@ def test_an_engine_prints_the_sizes_that_it_keeps_to(loaded: LoadedModel, monkey
     served = engine(loaded, latency=40.0, chunk=0, max_batch_size=2, max_kv_len=96)
     report, budget = served.report(), served._scheduler._budget
     assert (report.max_batch_size, report.chunk) == (budget.max_batch_size, budget.chunk) == (2, 2048)
-    assert report.steps[0] == budget.line()
-    assert f"prompts get up to {budget.beside} while others decode" in report.steps[0]
-    assert "within 40 ms" in report.steps[0]
-    assert budget.beside == 64
+    assert list(report.steps[:3]) == budget.lines()
+    assert "while    1 decode, prompts get up to 64 of them" in report.steps[1]
+    assert budget.beside == (64, 64)
     scheduled: list[list[int]] = []
     next_step = served._scheduler.next_step
 

@@ -111,7 +111,7 @@ def test_without_a_server_an_error_comes_and_no_silence(pair: Pair) -> None:
         assert error.code in (500, 502, 503)
 
 
-def hit_share(policy: str) -> float:
+def hit_share(model: Path, policy: str) -> float:
     """The share of all prompts' tokens that a prefix cache had, with two servers behind a gateway.
 
     All beginnings of 12 conversations together do not fit the pages of one server, but do fit those of two.
@@ -122,7 +122,7 @@ def hit_share(policy: str) -> float:
     chance.shuffle(prompts)
     with ExitStack() as stack:
         flags = ("--num-pages", "112", "--max-batch-size", "4")
-        urls = [stack.enter_context(served_process(*flags))[1] for _ in range(2)]
+        urls = [stack.enter_context(served(model, *flags)).url for _ in range(2)]
         front = stack.enter_context(gateway(*urls, policy=policy))
         with ThreadPoolExecutor(2) as pool:
             assert all(pool.map(lambda prompt: ask(front, prompt, 2).is_whole, prompts))
@@ -138,5 +138,5 @@ def random_words(chance: random.Random, number: int) -> str:
     return " ".join(f"w{chance.randrange(1, 60)}" for _ in range(number))
 
 
-def test_routing_by_beginnings_finds_more_in_the_caches_than_taking_turns() -> None:
-    assert hit_share("cache_aware") > 1.25 * hit_share("round_robin")
+def test_routing_by_beginnings_finds_more_in_the_caches_than_taking_turns(model: Path) -> None:
+    assert hit_share(model, "cache_aware") > 1.25 * hit_share(model, "round_robin")

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
 from rocm_attn.step.metrics import Metrics
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.engine_thread import (
     Answer,
     EngineThread,

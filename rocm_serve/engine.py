@@ -16,7 +16,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault, WrongState
 from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
-from rocm_attn.truth.live import LiveTruth, TruthVerdict
+from rocm_attn.truth.live import LiveTruth
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_serve.engine_runtime import model_over, runtime_for
 from rocm_serve.events import Events, NewTokens, without

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec
 
@@ -34,8 +35,8 @@ from rocm_serve.engine_thread import (
     StepOutput,
 )
 from rocm_serve.limits import RequestLimits
+from rocm_serve.parallel.child_process import end_with_parent
 from rocm_serve.parallel.messages import sendable
-from rocm_serve.parallel.rank_process import end_with_parent
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
@@ -53,11 +54,8 @@ class EngineDied(RocmAttnError, RuntimeError):
 class EngineProcess:
     """A running engine for an EngineClient. Use it as a context: its process has ended afterwards.
 
-    make:   makes the engine, in its process: a function of a module, or a partial of one. Processes are spawned, so a
-            script keeps its own work under `if __name__ == "__main__":`
-    limits: of the engine
-
-    Raises what make() raises, and EngineDied.
+    make: makes the engine, in its process, which begins at once: a function of a module, or a partial of one. Processes
+          are spawned, so a script keeps its own work under `if __name__ == "__main__":`
     """
 
     def __init__(self, make: EngineMaker) -> None:
@@ -68,14 +66,16 @@ class EngineProcess:
         theirs.close()  # so that the pipe ends when the process does
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
         self._commands: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
-        with ExitStack() as unless_made:
-            unless_made.callback(self.close)
-            made = self._hear()
-            if isinstance(made, Ended):
-                assert made.error is not None
-                raise made.error
-            self.limits: RequestLimits = made
-            unless_made.pop_all()
+
+    @cached_property
+    def limits(self) -> RequestLimits:
+        """The limits of the engine. Waits until it is made. Raises what make() raises, and EngineDied."""
+        made = self._hear()
+        if isinstance(made, Ended):
+            assert made.error is not None
+            raise made.error
+        limits: RequestLimits = made
+        return limits
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -96,7 +96,8 @@ class EngineProcess:
         self._pipe.close()
 
     def start(self, owner: Owner) -> None:
-        """Starts serving. Messages are read in the current event loop."""
+        """Starts serving, when the engine is made. Messages are read in the current event loop. Raises like limits."""
+        _ = self.limits  # the first message
         self._owner, self._loop = owner, asyncio.get_running_loop()
         self._loop.add_reader(self._pipe.fileno(), self._take)
         # A thread: a long prompt, or a process that hangs, would hold up the event loop.

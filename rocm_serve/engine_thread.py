@@ -17,13 +17,13 @@ from functools import partial
 from typing import Concatenate, ParamSpec, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.events import Events, NewTokens
 from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, FinishReason, Request, TokenEvent
 from rocm_serve.sampling.logprobs import TokenLogprobs
-from rocm_serve.text.matching import MOST_COMPILING
+from rocm_serve.text.constraint import MOST_COMPILING
 
 # Interval at which an idle thread asks whether its owner is still there.
 _LOOK_AT_OWNER_SECONDS = 1.0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.request import Request
 from rocm_serve.text.constraint import library
-from rocm_serve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # an engine's process begins before tokenizers is imported
+    from rocm_serve.text.tokenizer import Tokenizer
 
 
 class ContextExceeded(BadRequest):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.models.loading import LoadedModel
-from rocm_serve.pool_size import MeasuredMemory
-from rocm_serve.step_sizes import StepSizes
+
+if TYPE_CHECKING:  # a server's front reads reports, and imports no torch
+    from rocm_attn.runtime import AttentionRuntime
+    from rocm_serve.models.loading import LoadedModel
+    from rocm_serve.pool_size import MeasuredMemory
+    from rocm_serve.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
-from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request_times import RequestTimes
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
-from rocm_serve.sampling.parameter_picker import RowParameters
-from rocm_serve.sampling.sampling import Sampler
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.text.constraint import Constraint
+
+if TYPE_CHECKING:  # a server's front has requests, and imports no torch
+    from rocm_serve.prefix_cache import CachedRow
+    from rocm_serve.sampling.parameter_picker import RowParameters
+    from rocm_serve.sampling.sampling import Sampler
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
@@ -223,7 +224,7 @@ class Sequence:
     num_cached: tokens of the prompt that were in the prefix cache when it was first admitted
     pending_at: its place among the picks of the step that was launched last, whose token the host has not read yet;
                 ALL_READ if there is none
-    most_tokens: of prompt and text together: at this number the text ends
+    most_tokens: of prompt and text together: at this number the text ends; set by Scheduler.add
     parameters: demands of its picks in addition to draws; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
     level:      its priority among those that it is served with; see Scheduler.add
@@ -241,7 +242,7 @@ class Sequence:
     times: RequestTimes = field(default_factory=RequestTimes)
     num_cached: int = 0
     pending_at: int = ALL_READ
-    most_tokens: int = INT32_MAX
+    most_tokens: int = 0
     parameters: SequenceParameters | None = None
     is_plain: bool = field(init=False)
     level: int = field(init=False)

@@ -75,12 +75,16 @@ def _answer(error: BaseException) -> int:
     if isinstance(error, RocmAttnError):
         say(f"rocm-attn: {error}")
         return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
+    if sentence := about_a_library(error):
+        say(f"rocm-attn: {sentence}")
+        return FAILED
+    raise error
+
+
+def about_a_library(error: BaseException) -> str:
+    """The sentence about a library that is missing, or that cannot be imported; "" for any other error."""
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in _REMEDIES:
-            say(f"rocm-attn: {package} is not installed; {_REMEDIES[package]}")
-            return FAILED
-    if failure := torch_failure(error):
-        say(f"rocm-attn: {failure}")
-        return FAILED
-    raise error
+            return f"{package} is not installed; {_REMEDIES[package]}"
+    return torch_failure(error)

@@ -20,17 +20,19 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_serve.engine_process import EngineProcess
 from rocm_serve.events import Events, NewTokens
 from rocm_serve.limits import RequestLimits
-from rocm_serve.models.loading import find_model, open_model
+from rocm_serve.models.loading import open_model
+from rocm_serve.models.places import find_model
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, FinishReason, Request, TokenEvent
+from rocm_serve.server.address import bind
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.run import bind, serve
+from rocm_serve.server.run import serve
 from rocm_serve.server.served_model import ServedModel
 
 NUM_STREAMS, FEW_TOKENS, MORE_TOKENS = 256, 20, 200

@@ -15,7 +15,8 @@ from rocm_lab.cli.bench_serving import load_options, show, trace_of
 from rocm_serve.cli.generate import dtype_of
 from rocm_serve.cli.options import ON_GENERATE
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import find_model, load_model
+from rocm_serve.models.loading import load_model
+from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
 
 

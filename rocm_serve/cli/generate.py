@@ -29,11 +29,11 @@ from rocm_serve.models.loading import (
     LoadedModel,
     ModelFiles,
     default_dtype,
-    find_model,
     load_model,
     model_kind,
     open_model,
 )
+from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report

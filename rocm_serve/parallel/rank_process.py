@@ -7,7 +7,6 @@ rank ends when it gets CLOSE, when its pipe ends, or when the front process is g
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +30,7 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.engine import Engine
 from rocm_serve.limits import RequestLimits
 from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.child_process import end_with_parent
 from rocm_serve.parallel.messages import Command, Done, Progressed, Raised, RankSetup, RankWaits, sendable
 from rocm_serve.ranks import RanksOfGroup
 
@@ -71,14 +71,6 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
             _answer(commands, setup.rank, partial(getattr(engine[0], command.method), *given), engine)
     sys.stderr.flush()
     os._exit(0)  # graphs that hold collectives, and groups, need no order in which they are taken down
-
-
-def end_with_parent() -> None:
-    """Waits for the end of the process that has started this one, and ends this one at once."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _answer(commands: Connection, rank: int, method: Callable[[], Any], engine: list[Engine]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.capture.graphs import CaptureReport, Progress
 from rocm_attn.errors import BadSetting
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.messages import ModelLoader, RankSetup
 from rocm_serve.parallel.processes import RankProcesses

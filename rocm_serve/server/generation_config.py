@@ -8,7 +8,7 @@ from typing import Any
 
 from rocm_attn.errors import BadModel, BadRequest, BadSetting
 from rocm_attn.models.fields import Fields, read_json
-from rocm_serve.models.loading import find_model
+from rocm_serve.models.places import find_model
 from rocm_serve.sampling.sampling_options import Sampling
 
 # Values of --generation-config that are not a place.

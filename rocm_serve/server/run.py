@@ -1,4 +1,4 @@
-"""Runs a server: its socket, its signals, and its end."""
+"""Runs a server: its signals, and its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from types import FrameType
 
 import uvicorn
 
-from rocm_attn.errors import BadSetting
 from rocm_serve.async_engine import EngineClient, RunningEngine
+from rocm_serve.server.address import cannot_listen, url_of
 from rocm_serve.server.api_errors import given_up_at_shutdown
 from rocm_serve.server.app import build_app
 from rocm_serve.server.connections import MOST_HEAD_BYTES, bounded_protocol
@@ -25,7 +25,6 @@ from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
 from rocm_serve.server.keys import ANONYMOUS, ApiKeys
 from rocm_serve.server.observed import LOGGER, Observers
-from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import OtelTraces
 from rocm_serve.server.truth import TruthProbe
@@ -53,44 +52,6 @@ _LOGGING = {
         LOGGER: {"handlers": ["requests"], "level": "INFO", "propagate": False},
     },
 }
-# The limit of a kernel's timeout, a signed integer of 32 bits.
-_MOST_MILLISECONDS = 2**31 - 1
-
-
-def bind(options: ServerOptions) -> socket.socket:
-    """Returns the socket of a server, which does not listen yet. Raises BadSetting if the address cannot be bound.
-
-    Connections left by a killed server do not block the port for the next one (SO_REUSEADDR).
-    """
-    with contextlib.ExitStack() as unless_bound:
-        try:
-            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, address = found[0]
-            bound = unless_bound.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                # Connections inherit it: the kernel ends one whose client takes no bytes for this time.
-                milliseconds = int(min(max(1, options.write_seconds * 1000), _MOST_MILLISECONDS))
-                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-            bound.bind(address)
-        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be a host's
-            raise _cannot_listen(options, error) from error
-        unless_bound.pop_all()
-    return bound
-
-
-def _cannot_listen(options: ServerOptions, error: OSError | UnicodeError) -> BadSetting:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return BadSetting(
-        f"the server cannot listen on {options.host} port {options.port} ({why}); choose another with --host and --port"
-    )
-
-
-def url_of(bound: socket.socket, options: ServerOptions) -> str:
-    """Returns the URL of a socket's server."""
-    host, port = bound.getsockname()[:2]
-    scheme = "http" if options.tls_cert is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def serve(
@@ -191,7 +152,7 @@ class Server(uvicorn.Server):
             try:
                 bound.listen(_BACKLOG)
             except OSError as error:  # two servers may bind one port; the second one fails only when it listens
-                raise _cannot_listen(self._options, error) from error
+                raise cannot_listen(self._options, error) from error
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal. Runs in the main thread, between any two instructions."""

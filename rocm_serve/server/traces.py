@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.distributions import installing
-from rocm_serve.server.record import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
+
+    from rocm_serve.server.record import RequestRecord
 
 SYSTEM = "rocm_attn"
 # Route -> gen_ai.operation.name.

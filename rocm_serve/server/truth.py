@@ -6,7 +6,7 @@ import asyncio
 import logging
 from itertools import count
 
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.async_engine import EngineClient
 from rocm_serve.server.health import Health
 

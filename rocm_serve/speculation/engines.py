@@ -14,8 +14,9 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from rocm_serve.engine_runtime import NOTHING_BESIDE, Beside, StepForms, captures_all_steps, model_over, runtime_with
 from rocm_serve.measured_memory import GraphMemory
-from rocm_serve.models.loading import LoadedModel, find_model, load_model
+from rocm_serve.models.loading import LoadedModel, load_model
 from rocm_serve.models.model import Model
+from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.draft_runners import DraftingModel, DraftRunners, drafts_of, num_levels

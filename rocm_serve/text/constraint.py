@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Most characters of a constraint: longer ones take long to read.
 MOST_CHARACTERS = 1 << 16
+# Constraints that may be compiled or wait for it, including those whose request has left. It bounds an engine's work.
+MOST_COMPILING = 64
 _LONGEST_REASON = 400
 
 ConstraintKind = Literal["json_schema", "regex", "lark"]

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadRequest
-from rocm_serve.models.loading import LoadedModel
-from rocm_serve.text.constraint import Constraint, compiled_of, reason_of, tokens_of, why_failed
+from rocm_serve.text.constraint import MOST_COMPILING, Constraint, compiled_of, reason_of, tokens_of, why_failed
 from rocm_serve.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a server's front imports no torch
     from llguidance import LLMatcher
+
+    from rocm_attn.batch.step_batch import Int32Array
+    from rocm_serve.models.loading import LoadedModel
 
 # Compiled constraints that are kept: a service sends the same few again and again.
 _MOST_KEPT = 64
 # Constraints that are compiled at the same time: other threads need cores too.
 _AT_A_TIME = 2
-# Constraints that may be compiled or wait for it, including those whose request has left. It bounds an engine's work.
-MOST_COMPILING = 64
 # Tokenizers kept in the library's form, one for each set of tokens that ends texts; they take megabytes.
 _MOST_TOKENIZERS = 4
 

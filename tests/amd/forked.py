@@ -14,7 +14,15 @@ def context() -> ForkServerContext:
     """Returns the context that starts processes. They have the environment from the first one's start."""
     forking = multiprocessing.get_context("forkserver")
     # None of these modules looks for a GPU: a process forked later could not use it then.
-    forking.set_forkserver_preload(["torch", "torch.distributed", "rocm_attn.selection.build", "rocm_serve.cli.serve"])
+    forking.set_forkserver_preload(
+        [
+            "torch",
+            "torch.distributed",
+            "rocm_attn.selection.build",
+            "rocm_serve.cli.ready_engine",
+            "rocm_serve.server.run",
+        ]
+    )
     return forking
 
 

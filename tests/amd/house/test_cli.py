@@ -18,7 +18,7 @@ from rocm_attn.cli.arguments import described_model
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import build_parser
 from rocm_serve.cli.options import ON_GENERATE, ON_SERVE, SERVER
-from rocm_serve.models.loading import find_model
+from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.server.options import ServerOptions
 from tests.amd.house.source_tree import ROOT

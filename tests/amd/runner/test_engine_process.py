@@ -193,5 +193,5 @@ def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() ->
 
 
 def test_a_process_that_cannot_make_its_engine_says_why() -> None:
-    with pytest.raises(BadSetting, match="there is no such engine"):
-        EngineProcess(impossible)
+    with EngineProcess(impossible) as process, pytest.raises(BadSetting, match="there is no such engine"):
+        _ = process.limits

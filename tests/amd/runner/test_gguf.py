@@ -13,7 +13,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from rocm_attn.errors import BadModel
 from rocm_attn.models.gguf_file import GGUFFile
 from rocm_attn.models.rope import LinearScaling, YarnScaling
-from rocm_serve.models.loading import LoadedModel, find_model, load_tokenizer
+from rocm_serve.models.loading import LoadedModel, load_tokenizer
+from rocm_serve.models.places import find_model
 from rocm_serve.text.chat_template import ChatTemplate
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import LLAMA3, hf_logits, load, random_tokens, small_hf_model, write_gguf

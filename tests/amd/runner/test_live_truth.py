@@ -15,7 +15,7 @@ from rocm_attn.problem import KVEncoding
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.torch_ref import TorchDecode, TorchExtend
 from rocm_attn.step.kv_scales import KVScales
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions

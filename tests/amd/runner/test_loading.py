@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_serve.models.loading import ModelKind, default_dtype, find_model, load_model, model_kind
+from rocm_serve.models.loading import ModelKind, default_dtype, load_model, model_kind
+from rocm_serve.models.places import find_model
 from tests.amd.runner.hf_models import save, small_hf_model
 
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rocm_attn.errors import BadModel, BadRequest
 from rocm_attn.models.fields import Fields
-from rocm_serve.models.loading import find_model, load_tokenizer
+from rocm_serve.models.loading import load_tokenizer
+from rocm_serve.models.places import find_model
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import Tokenizer

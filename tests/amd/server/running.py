@@ -15,12 +15,13 @@ from rocm_attn.errors import RocmAttnError
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.address import bind, url_of
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.job import Job, Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.run import Server, bind, url_of
+from rocm_serve.server.run import Server
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import OtelTraces
 from rocm_serve.text.tokenizer import Tokenizer

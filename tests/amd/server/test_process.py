@@ -18,14 +18,15 @@ import pytest
 from rocm_attn.cli import BAD_INPUT, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
-from rocm_serve.cli.serve import _make_ready
+from rocm_serve.cli.ready_engine import _make_ready
 from rocm_serve.engine import Engine
 from rocm_serve.engine_thread import EngineThread
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from rocm_serve.server.address import bind
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.run import bind, serve
+from rocm_serve.server.run import serve
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.constraint import Constraint, library
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from rocm_attn.truth.live import TruthVerdict
+from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.async_engine import AsyncEngine
-from rocm_serve.cli.serve import _make_ready
+from rocm_serve.cli.ready_engine import _make_ready
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.health import Health

@@ -1,0 +1,26 @@
+"""EngineStart: what the engine's process of `rocm-attn serve` is told. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_serve.options import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """The engine of a server.
+
+    name:      of the model, as it was given
+    model:     its directory or .gguf file
+    device:    of torch, by name; None: a GPU if there is one, else the CPU
+    dtype:     likewise; None: see default_dtype
+    num_ranks: that share the model
+    """
+
+    name: str
+    model: str
+    options: EngineOptions
+    device: str | None
+    dtype: str | None
+    num_ranks: int

@@ -1,0 +1,64 @@
+"""The engine of `rocm-attn serve`, made in its own process, which imports torch; the server's process does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
+from rocm_serve.cli.engine_start import EngineStart
+from rocm_serve.cli.generate import dtype_of
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import load_model
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import ONE_RANK
+from rocm_serve.speculation.engines import require_drafter
+
+
+@contextmanager
+def ready_engine(start: EngineStart) -> Iterator[Engine | RankedEngine]:
+    """Yields an engine that has its graphs. Raises RocmAttnError."""
+    # Wrong words are refused before weights are read, which takes a minute.
+    require_drafter(start.options.speculative)
+    device = device_named(start.device)
+    if start.num_ranks > 1 and device.index is not None:
+        raise BadSetting(
+            f"--device is {device} and --tp {start.num_ranks}; ranks use the first GPUs, so give --device cuda"
+        )
+    dtype = dtype_of(start.dtype, start.model, device)
+    on = f"{device}" if start.num_ranks == 1 else f"{start.num_ranks} ranks of {device.type}"
+    say(f"loading {start.name} on {on} in {str(dtype).removeprefix('torch.')}")
+    load = partial(load_model, start.model, dtype=dtype)
+    if start.num_ranks == 1:
+        engine = Engine(load(device=device, ranks=ONE_RANK), start.options)
+        if isinstance(engine.flight, FlightRecorder):
+            dump_on_signal(engine.flight)
+        _make_ready(engine, device.type)
+        yield engine
+        return
+    with RankedEngine(load, start.options, num_ranks=start.num_ranks, device_type=device.type) as ranked:
+        _make_ready(ranked, device.type)
+        yield ranked
+
+
+def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
+    """Does the work ahead that the first request would wait for."""
+    with suppress(BadRequest):  # a request with a constraint gets the reason why there can be none
+        engine.prepare_constraints()
+    if device_type == "cuda":  # see `rocm-attn generate`
+        engine.capture_all(ProgressBar(sys.stderr))
+        # Its kernels are compiled here, and not while requests wait. /health/truth tells what it finds later.
+        verdict = engine.probe_truth(0)
+        if verdict.word == "wrong":
+            say(verdict.sentence)
+        engine.compile_all(ProgressBar(sys.stderr, "compiling"))
+    report = engine.report()
+    say(report.start_line())
+    for line in report.steps:
+        say(line)

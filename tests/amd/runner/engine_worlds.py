@@ -304,7 +304,11 @@ def run_worlds(worlds: Many[World], device: torch.device | None = None) -> dict[
     is_plain, has_graphs = worlds[0].way == PLAIN, any(world.options.graphs for world in worlds)
     names = ["preemptions", "prefix_hits", "aborts", *(["faults"] if is_plain else ["drafts", "accepted_drafts"])]
     counts = {name: sum(getattr(metrics, name) for metrics in found) for name in names}
-    shown: dict[str, int] = {**counts, "replays": not has_graphs or sum(metrics.replays for metrics in found)}
-    shown |= {"hit": has_graphs or len(runs[0].hit)} if is_plain else {"rounds": sum(len(each.rounds) for each in runs)}
+    shown = {**counts, "replays": sum(metrics.replays for metrics in found) if has_graphs else 1}
+    shown |= (
+        {"hit": 1 if has_graphs else len(runs[0].hit)}
+        if is_plain
+        else {"rounds": sum(len(each.rounds) for each in runs)}
+    )
     assert min(shown.values()) > 0, f"the worlds do not show what they are for: {shown}"
     return counts

@@ -85,6 +85,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.nightly  # its probes import torch and Triton
 def test_this_machine_is_diagnosed_without_importing_torch_or_triton() -> None:
     command = [sys.executable, "-c", DIAGNOSED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -165,7 +165,9 @@ def test_aiter_is_read_and_not_imported(tmp_path: Path) -> None:
     assert not read_copy(tmp_path / "stranger").is_amds
 
 
-def test_modules_that_cannot_be_loaded_say_why(tmp_path: Path) -> None:
+def test_modules_that_cannot_be_loaded_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "site" / "torch" / "__init__.py")  # a module may need its libraries; this one does not
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     extension = Path(numpy.random._bounded_integers.__file__)
     (tmp_path / "good.so").write_bytes(extension.read_bytes() + b"hipv4-amdgcn-amd-amdhsa--gfx942\0")
     (tmp_path / "bad.so").write_bytes(b"no module" * 100)

@@ -112,29 +112,15 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"dtype": torch.float32},
-        {"head_dim": 100, "v_head_dim": 100},
-        {"head_dim": 32, "v_head_dim": 32},
-        {"head_dim": 264, "v_head_dim": 264},
-        {"head_dim": 192, "v_head_dim": 128},
-        {"has_alibi_slopes": True},
-        {"window_left": 2046},
-        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
-        {"head_dim": 256, "v_head_dim": 256, "kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
-    ],
-    ids=str,
-)
-def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> None:
-    selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
-    assert selection.kernel(StepKind.EXTEND).entry.name == PLAIN[StepKind.EXTEND]
-    assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
-
-
-@pytest.mark.parametrize(
     ("more", "reason"),
     [
+        ({"dtype": torch.float32}, "float32"),
+        ({"head_dim": 32, "v_head_dim": 32}, "32"),
+        ({"head_dim": 264, "v_head_dim": 264}, "264"),
+        ({"has_alibi_slopes": True}, ""),
+        ({"window_left": 2046}, ""),
+        ({"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD}, "float8_e4m3fnuz"),
+        ({"head_dim": 256, "v_head_dim": 256, **CODED}, "256"),
         ({"head_dim": 192, "v_head_dim": 128}, "head_dim and v_head_dim must be equal, and are 192 and 128"),
         ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
         (
@@ -148,9 +134,11 @@ def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_a_refusal_says_what_is_served(more: dict[str, Any], reason: str) -> None:
+def test_what_it_does_not_serve_the_plain_kernel_does_and_the_reason_is_said(more: dict[str, Any], reason: str) -> None:
     selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
-    assert [r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]] == [reason]
+    assert selection.kernel(StepKind.EXTEND).entry.name == PLAIN[StepKind.EXTEND]
+    assert reason in "; ".join(r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND])
+    assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
 
 
 ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)

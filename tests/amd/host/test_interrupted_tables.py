@@ -178,14 +178,14 @@ def attempt(call: Callable[[], object]) -> None:
         call()
 
 
-@pytest.mark.fast(20)
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("seed", range(60))
 def test_no_page_is_held_by_two_unknowing_whatever_was_interrupted(seed: int) -> None:
     lines = random.Random(-seed)
     assert lives(seed, make_table(), lambda call: interrupted_at(lines.randint(1, 60), call)) > 0
 
 
-@pytest.mark.fast(20)
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("seed", range(60))
 def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more(seed: int) -> None:
     """The only exception is pages of a row whose number its owner never got."""
@@ -202,7 +202,7 @@ def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more
 
 
 def test_without_interrupts_no_page_is_lost() -> None:
-    for seed in range(20):
+    for seed in range(8):
         table = make_table()
         lives(seed, table, lambda call: bool(call()))
         rows = [row for row in range(1, 5) if table._rows.capacity[row] >= 0]

@@ -95,7 +95,7 @@ def test_what_asks_for_all_forms_holds_no_tensor_and_takes_none_twice() -> None:
     assert same is not None
     gone = weakref.ref(q)
     del q
-    gc.collect()
+    gc.collect(1)
     assert gone() is None
     assert same(*q_and_out())
     assert not same(*q_and_out(5))

@@ -81,6 +81,7 @@ def only_job() -> TuneJob:
     return job
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize("config", ["8x2x128", "64x8x64", "32x1x192"])
 def test_every_candidate_is_taken_by_a_kernel_and_differs_from_the_row_in_use(arch: str, config: str) -> None:
@@ -145,7 +146,9 @@ def test_noise_makes_no_row(tmp_path: Path) -> None:
     assert not search(tmp_path / "t.json", Noisy(lambda tiles: 100.0)).rows
 
 
-def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, whole = tmp_path / "t.json", FakeBench(cost)
     search(tmp_path / "whole.json", whole)
 
@@ -169,6 +172,9 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(tmp_pa
     third = FakeBench(cost)
     search(place, third)
     assert third.judged == [only_job().in_use]
+    monkeypatch.setattr(command, "_commit", lambda: "another")
+    search(place, fourth := FakeBench(cost))
+    assert fourth.judged == whole.judged, "another commit is another search"
 
 
 def test_a_candidate_that_takes_the_process_with_it_is_passed_over(
@@ -197,14 +203,6 @@ def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
     journal.write_text("\n".join([*lines[: len(lines) // 2], '{"key": 3', "[]", '{"key": "x", "outcome"']))
     search(place, bench := FakeBench(cost))
     assert 1 < len(bench.judged) < len(lines)
-
-
-def test_another_triton_or_commit_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "t.json"
-    search(place, first := FakeBench(cost))
-    monkeypatch.setattr(command, "_commit", lambda: "another")
-    search(place, second := FakeBench(cost))
-    assert first.judged == second.judged
 
 
 def test_no_candidate_is_begun_when_time_is_up(

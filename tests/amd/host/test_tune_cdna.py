@@ -72,7 +72,7 @@ def paged_is_best(tiles: Tiles) -> float:
 
 @pytest.mark.parametrize(
     ("arch", "apart"),
-    [("gfx942", 6), *(pytest.param(arch, 1, marks=pytest.mark.nightly) for arch in ("gfx942", "gfx950"))],
+    [("gfx942", 12), *(pytest.param(arch, 1, marks=pytest.mark.nightly) for arch in ("gfx942", "gfx950"))],
 )
 def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: str, apart: int) -> None:
     """apart: of candidates that are checked, from one to the next"""

@@ -88,54 +88,16 @@ def test_a_flag_gives_its_field_a_value_of_the_right_type(flag: list[str], value
     assert (got, type(got)) == (wanted, type(wanted))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["generate", "--help"],
-        ["serve", "--help"],
-        ["explain", "--help"],
-        ["env", "--help"],
-        ["doctor", "--help"],
-    ],
-)
-def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
+def test_help_is_printed_without_importing_torch() -> None:
+    commands = ("", "generate", "serve", "explain", "env", "doctor")
     code = (
-        "import sys\nfrom rocm_attn.cli import main\n"
-        f"try:\n    main({arguments!r})\n"
-        "finally:\n    assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+        "import contextlib, sys\nfrom rocm_attn.cli import main\n"
+        f"for command in {commands}:\n    with contextlib.suppress(SystemExit):\n"
+        "        main([*command.split(), '--help'])\n"
+        "assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
     finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert finished.stdout.startswith("usage: rocm-attn")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "COMMAND"),
-        (["serves"], "invalid choice: 'serves'"),
-        (["serve", "--port", "-1"], "--port: -1 is below 0"),
-        (["serve", "--max-requests", "0"], "--max-requests: 0 is below 1"),
-        (["generate", "--provider", "cuda", "x"], "invalid choice: 'cuda'"),
-        (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is below 1"),
-        (["generate", "--page-size", "many", "x"], "--page-size"),
-        (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),
-        (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),
-        (["generate", "--temperature", "-1", "x"], "--temperature: -1 is not at least 0"),
-        (["generate", "--temperature", "nan", "x"], "--temperature: nan is not at least 0"),
-        (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
-        (["explain", "config.json"], "--arch"),
-    ],
-)
-def test_wrong_usage_says_which_argument(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == BAD_INPUT
-    printed = capsys.readouterr()
-    assert complaint in printed.err
-    assert printed.out == ""
+    assert finished.stdout.count("usage: rocm-attn") == len(commands)
 
 
 # From SmolLM2-135M-Instruct's config.json.

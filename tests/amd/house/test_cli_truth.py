@@ -68,7 +68,8 @@ def test_a_models_layers_are_reported_apart_and_found(tmp_path: Path, capsys: py
     assert "every needle was found; 6 of 6 steps were replays" in shown
 
 
-@pytest.mark.parametrize("model", ["GLM-5", pytest.param("DeepSeek-V3.2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["GLM-5", "DeepSeek-V3.2"])
 def test_layers_of_a_model_that_selects_are_found_by_their_config(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

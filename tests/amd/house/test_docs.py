@@ -27,7 +27,6 @@ PAGES = (
 )
 
 
-MOST_WORDS, MOST_WORDS_A_SENTENCE = 1100, 18
 _TOP = r"rocm_attn|rocm_serve|rocm_lab|kernels|hip_graphs|tests|scripts|docs|docker|\.ci"
 FILE = rf"`((?:{_TOP})/[\w./-]+?\.?\w+)(?:::(\w+))?`"
 

@@ -29,6 +29,7 @@ class Collected:
         self.items = [item for item in session.items if isinstance(item, pytest.Function)]
 
 
+@pytest.mark.nightly  # it collects all of the guards' tests
 def test_every_run_has_each_safeguard_of_replayed_steps_with_a_real_provider() -> None:
     """A guard's test with graphs of torch's kernels must have such a case in every run, not only other combinations."""
     collected = Collected()

@@ -8,12 +8,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.address import bind, url_of
 from rocm_serve.server.generation import Generations
@@ -26,10 +27,22 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import OtelTraces
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import is_empty
-from tests.amd.runner.tiny_model import word_tokenizer
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
+from tests.amd.runner.with_parameters import END, character_tokenizer
 
 NAME = "tiny"
 T = TypeVar("T")
+_ONE_LAYER = replace(CONFIG, layers=CONFIG.layers[:1])
+
+
+def word_model() -> LoadedModel:
+    """A model of one layer, whose tokens are words: a server's steps may be as short as they can be."""
+    return tiny_model(tokenizer=word_tokenizer(), base=_ONE_LAYER)
+
+
+def letter_model() -> LoadedModel:
+    """A model of one layer, whose tokens are characters."""
+    return tiny_model(tokenizer=character_tokenizer(), eos_token_ids=(END,), base=_ONE_LAYER)
 
 
 @dataclass(slots=True, eq=False)

@@ -16,16 +16,15 @@ from rocm_serve.request import Completion, Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.served_model import seed_of_answer
 from tests.amd.runner.async_engines import engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import CHAT, post, requested
-from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.running import NAME, Running, running, word_model
 
 PROMPT = "w9 w12 w33"
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=word_tokenizer())
+    return word_model()
 
 
 @pytest.fixture(scope="module")

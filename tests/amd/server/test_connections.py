@@ -17,9 +17,8 @@ from rocm_attn.errors import BadSetting
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.options import ServerOptions
 from tests.amd.runner.async_engines import Gated, engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import Client, post, requested, send
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import Running, running, word_model
 
 # A self-signed certificate of 127.0.0.1, of no other use.
 CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", "key"))
@@ -27,7 +26,7 @@ CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=word_tokenizer())
+    return word_model()
 
 
 def refused(server: Running, reason: str) -> int:

@@ -24,9 +24,9 @@ from rocm_serve.server import constraint_checks
 from rocm_serve.text import constraint_trial
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
-from tests.amd.runner.with_parameters import PROMPT, character_model
+from tests.amd.runner.with_parameters import PROMPT
 from tests.amd.server.raw import Reply, post, requested, send
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import Running, letter_model, running
 from tests.amd.server.test_requested import OPTIONS
 
 # The library needs longer than clients wait to decide if all patterns can hold at once; none of its limits ends it.
@@ -37,7 +37,7 @@ TOKENS = TrialTokens("{}", 8)  # not used, and not read before something is trie
 
 @pytest.fixture
 def server() -> Iterator[Running]:
-    loaded = character_model()
+    loaded = letter_model()
     with running(Engine(loaded, OPTIONS), tokenizer=loaded.tokenizer, constraint_seconds=1) as served:
         yield served
 

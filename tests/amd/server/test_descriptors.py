@@ -11,14 +11,13 @@ import pytest
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.descriptors import connections_within
 from tests.amd.runner.async_engines import engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import send
-from tests.amd.server.running import running
+from tests.amd.server.running import running, word_model
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=word_tokenizer())
+    return word_model()
 
 
 @pytest.fixture

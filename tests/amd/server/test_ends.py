@@ -30,9 +30,9 @@ from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.replies import CompletionReplies
 from tests.amd.runner.async_engines import Broken, Gated, engine
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
+from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, head_of_a_post, post, requested, send
-from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.running import NAME, Running, running, word_model
 
 LONG: dict[str, Any] = {"max_tokens": 60}
 JSON = (b"content-type", b"application/json")
@@ -41,7 +41,7 @@ MANY_STEPS = 10_000
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=word_tokenizer())
+    return word_model()
 
 
 @contextmanager
@@ -316,7 +316,7 @@ def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) ->
 
 
 def test_a_request_that_fails_does_so_alone(loaded: LoadedModel) -> None:
-    with running(engine(with_nan_token(tiny_model(tokenizer=word_tokenizer())))) as server:
+    with running(engine(with_nan_token(word_model()))) as server:
         expected = post(server, requested(prompt=[5, 6, 8])).json["choices"]
         reply = post(server, requested(prompt=f"w{NAN_TOKEN}"))
         assert (reply.status, reply.error["code"]) == (500, "request_failed")

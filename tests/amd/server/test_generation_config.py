@@ -14,9 +14,8 @@ from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS, defaults_from
 from tests.amd.runner.async_engines import engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import post
-from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.running import NAME, Running, running, word_model
 
 OF_MODEL = Sampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
 FIELDS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
@@ -24,7 +23,7 @@ FIELDS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetit
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(engine(tiny_model(tokenizer=word_tokenizer())), defaults=OF_MODEL) as served:
+    with running(engine(word_model()), defaults=OF_MODEL) as served:
         yield served
 
 

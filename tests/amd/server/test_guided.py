@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rocm_serve.engine import Engine
-from tests.amd.runner.with_parameters import PROMPT, character_model
+from tests.amd.runner.with_parameters import PROMPT
 from tests.amd.server.raw import post, requested
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import Running, letter_model, running
 from tests.amd.server.test_requested import OPTIONS
 
 SCHEMA = {"enum": ["no", "yes"]}
@@ -21,7 +21,7 @@ LARK = 'start: "a" b+\nb: "b"'
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    loaded = character_model()
+    loaded = letter_model()
     with running(Engine(loaded, OPTIONS), tokenizer=loaded.tokenizer, constraint_seconds=1) as served:
         yield served
 

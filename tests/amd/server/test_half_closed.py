@@ -8,16 +8,15 @@ import pytest
 
 from rocm_serve.models.loading import LoadedModel
 from tests.amd.runner.async_engines import Gated, engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import Client, requested
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import Running, running, word_model
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=word_tokenizer())
+    return word_model()
 
 
 def waits_for_a_reset(server: Running) -> bool:

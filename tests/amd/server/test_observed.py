@@ -16,9 +16,9 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.keys import ANONYMOUS, ApiKeys
 from rocm_serve.server.observed import LOGGER
 from tests.amd.runner.async_engines import engine
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
+from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import Client, post, requested, send
-from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.running import NAME, Running, running, word_model
 from tests.amd.server.scraped import families_of, value_of
 
 SECRETS = ["team-a sk-aaaaaaaaaaaa", "sk-bbbbbbbbbbbb"]
@@ -27,7 +27,7 @@ FAILING = requested(prompt=f"w{NAN_TOKEN}")
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return with_nan_token(tiny_model(tokenizer=word_tokenizer()))
+    return with_nan_token(word_model())
 
 
 class Lines(logging.Handler):

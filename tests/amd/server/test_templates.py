@@ -135,17 +135,25 @@ def test_a_template_of_a_file_is_checked_before_weights_are_read(tmp_path: Path)
 
 
 def reasoned(server: Running, **fields: Any) -> tuple[str | None, str | None, int]:
-    """Reasoning, text, and the number of calls; a stream of the same request comes to the same."""
+    """Reasoning, text, and the number of calls."""
     fields = {"model": NAME, "messages": ASKED, "max_tokens": 200, "seed": 3, **fields}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         (choice,) = client.chat.completions.create(**fields).choices
+    message = choice.message
+    return getattr(message, "reasoning_content", None), message.content, len(message.tool_calls or ())
+
+
+def test_a_stream_has_the_reasoning_and_the_text_that_a_whole_answer_has(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced(monkeypatch, f"Hm.</think>I look.{CALL['hermes']}")
+    fields: dict[str, Any] = {"model": NAME, "messages": ASKED, "max_tokens": 200, "tools": [WEATHER]}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **fields)]
-    said = getattr(choice.message, "reasoning_content", None), choice.message.content
-    streamed = [
+    streamed = (
         "".join(getattr(delta, name, None) or "" for delta in deltas) for name in ("reasoning_content", "content")
-    ]
-    assert streamed == [text or "" for text in said]
-    return *said, len(choice.message.tool_calls or ())
+    )
+    assert tuple(streamed) == ("Hm.", "I look.")
 
 
 def test_reasoning_comes_apart_from_text_and_calls(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

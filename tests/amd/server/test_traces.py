@@ -12,9 +12,9 @@ from rocm_attn.cli import BAD_INPUT
 from rocm_serve.models.loading import LoadedModel
 from tests.amd.forked import run_forked
 from tests.amd.runner.async_engines import engine
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
+from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import post, requested, send
-from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.running import NAME, Running, running, word_model
 
 WITHOUT_LIBRARY = """
 import sys
@@ -26,7 +26,7 @@ sys.exit(main(["serve", "--model", "nowhere", "--traces"]))
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return with_nan_token(tiny_model(tokenizer=word_tokenizer()))
+    return with_nan_token(word_model())
 
 
 @contextmanager

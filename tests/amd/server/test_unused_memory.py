@@ -10,9 +10,8 @@ import pytest
 from rocm_serve.server import unused_memory
 from rocm_serve.server.unused_memory import UnusedMemory, trim_of_libc
 from tests.amd.runner.async_engines import engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import post, requested
-from tests.amd.server.running import running
+from tests.amd.server.running import running, word_model
 
 MEBIBYTE = 2**20
 
@@ -45,7 +44,7 @@ def test_memory_is_given_back_once_for_all_long_bodies_until_then(trims: list[st
 
 
 def test_a_long_body_is_noted(trims: list[str]) -> None:
-    with running(engine(tiny_model(tokenizer=word_tokenizer()))) as server:
+    with running(engine(word_model())) as server:
         assert post(server, requested()).status == 200
         assert post(server, requested(prompt="w1" + " " * MEBIBYTE)).status == 200
         while not trims:

@@ -15,9 +15,8 @@ from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.waiting import WaitingBytes, client_at
 from tests.amd.runner.async_engines import Gated, engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import Client, as_bytes, head_of_a_post, post, requested
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import Running, running, word_model
 
 KEYS = ("first-secret-key", "second-secret-key")
 MOST = 30_000
@@ -25,7 +24,7 @@ MOST = 30_000
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=word_tokenizer())
+    return word_model()
 
 
 def waiting_bytes(server: Running) -> int:

@@ -78,7 +78,7 @@ def tokenizer(template: str) -> Tokenizer:
 
 
 def tool_model(template: str) -> LoadedModel:
-    base = replace(CONFIG, vocab_size=128)
+    base = replace(CONFIG, vocab_size=128, layers=CONFIG.layers[:1])
     return tiny_model(tokenizer=tokenizer(template), eos_token_ids=(END,), context_len=2048, base=base)
 
 

@@ -44,7 +44,7 @@ from tests.amd.kernels.attention_cases import (
 )
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
-from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.case import KernelCase, own_encoding
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.check_cases import PATHS, check_cases
 from tests.amd.simulator.large_steps import in_large_pools
@@ -253,7 +253,7 @@ def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation
 
 def run_record_store(arch: str) -> Simulation:
     """Stores rows as records, as they are, and normalised and turned; one is not finite, one has no slot."""
-    encoding = Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
+    encoding = own_encoding(arch)
     form = PageFormat(encoding, PoolKind.LATENT, 8, 1, 576, 512, Scales.GROUP)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(5, heads, 576, generator=generator).to(BF16) for heads in (2, 1))
@@ -427,7 +427,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
         replace(STEP, heads=(32, 1), dtype=BF16, page_size=1),
         WIDE,
     ]
-    own = Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
+    own = own_encoding(arch)
     coded = [
         replace(STEP, kv_len=[40, 20, 0, 35], q_len=[1, 9, 1, 2], dtype=BF16, kv=own, scales=Scales.HEAD),
         replace(

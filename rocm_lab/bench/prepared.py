@@ -36,8 +36,9 @@ class PreparedLayer:
         rows: tuple[Tensor, Tensor],
         pages: LayerPages,
         weights: HeadWeights = NO_HEAD_WEIGHTS,
+        lse: Tensor | None = None,
     ) -> PreparedLayer:
-        """Prepares a kernel with memory of its own, and builds the schedule. rows: q and out"""
+        """Prepares a kernel with memory of its own, and builds the schedule. rows: q and out. lse: float32 if wanted"""
         device = rows[0].device
         args = AttendArgs(
             q=rows[0],
@@ -45,7 +46,7 @@ class PreparedLayer:
             table=step.table,
             queries=bounds.queries(step),
             out=rows[1],
-            lse=None,
+            lse=lse,
             sinks=weights.sinks,
             slopes=weights.alibi_slopes,
             schedule=torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=device),

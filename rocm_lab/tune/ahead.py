@@ -155,7 +155,6 @@ def compile_tiles(job: TuneJob, tiles: Tiles, target: Target, steps: JobSteps) -
         data = step.empty(job.problem)
         kernel = kernel_of(job, tiles, data, target)
         try:
-            args, of_step = data.runs(kernel)[0]
-            kernel.attend(args, of_step, data.bounds)
+            data.runs(kernel)[0].attend()
         except Exception:
             return

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.launch import note_launches
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.measured import Provenance, Tiles
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
-from rocm_attn.providers.contract import BoundKernel, StepBounds
+from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
+from rocm_lab.bench.clocks import Clock, Timed
 from rocm_lab.tune.data import StepLengths, TuneData
 from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.search import Judged, SearchEnded, Times
-from rocm_lab.tune.timer import LayerLaunches, Sample, Timer
 
 # Twice the largest cache of a GPU apart from its memory: AMD's Infinity Cache of 256 MiB.
 _PAST_CACHES = 512 << 20
@@ -76,14 +73,14 @@ class JobSteps:
 
 
 class LayerBench:
-    """Judges and times candidates on a device. timer: takes samples there; steps: makes the steps of a job"""
+    """Judges and times candidates on a device. clock: of the device; steps: makes the steps of a job"""
 
-    def __init__(self, device: torch.device, target: Target, timer: Timer, steps: JobSteps) -> None:
-        self._device, self._target, self._timer, self._steps = device, target, timer, steps
+    def __init__(self, device: torch.device, target: Target, clock: Clock, steps: JobSteps) -> None:
+        self._device, self._target, self._clock, self._steps = device, target, clock, steps
         self._job: TuneJob | None = None
         self._edges: list[TuneData] = []
         self._timed: list[TuneData] = []
-        self._in_use: tuple[Tiles, list[Sample]] | None = None
+        self._in_use: tuple[Tiles, list[Timed]] | None = None
 
     def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
         """See `Bench.expect`. Does nothing ahead."""
@@ -108,7 +105,7 @@ class LayerBench:
         if self._in_use is None or self._in_use[0] != in_use:
             self._in_use = in_use, list(self._samples(job, in_use))
         of_both = self._in_use[1], list(self._samples(job, tiles))
-        taken = [[[sample() for sample in samples] for samples in of_both] for _ in range(rounds)]
+        taken = [[[sample.microseconds() for sample in samples] for samples in of_both] for _ in range(rounds)]
         return [of_round[0] for of_round in taken], [of_round[1] for of_round in taken]
 
     def _take(self, job: TuneJob) -> None:
@@ -128,9 +125,9 @@ class LayerBench:
             return f"{name} serves these steps, and its tiles are not searched", 0
         try:
             with note_launches() as notes:
-                args, step = data.runs(kernel)[0]
+                layer = data.runs(kernel)[0]
                 data.out.fill_(float("nan"))
-                kernel.attend(args, step, data.bounds)
+                layer.attend()
                 self._wait()
         except Exception as failure:
             self._check_device(failure)
@@ -139,14 +136,10 @@ class LayerBench:
         spilled = max((getattr(launch.compiled, "n_spills", 0) or 0 for launch in notes.launches), default=0)
         return data.wrong(seqs), spilled
 
-    def _samples(self, job: TuneJob, tiles: Tiles) -> Iterator[Sample]:
+    def _samples(self, job: TuneJob, tiles: Tiles) -> Iterator[Timed]:
         for data in self._timed:
-            kernel = kernel_of(job, tiles, data, self._target)
-            runs = data.runs(kernel)
-
-            launch = partial(_attend_all, kernel, runs, data.bounds)
-            launch()
-            yield self._timer.ready(LayerLaunches(kernel.describe(), launch, len(runs)))
+            runs = data.runs(kernel_of(job, tiles, data, self._target))
+            yield self._clock.timed([layer.attend for layer in runs])
 
     def _wait(self) -> None:
         wait_for_device(self._device)
@@ -168,12 +161,6 @@ def kernel_of(job: TuneJob, tiles: Tiles, data: TuneData, target: Target) -> Bou
     selection = select(problem, replace(target, measured=(job.choice(tiles, _ON_TRIAL),)), "triton")
     bound = selection.kernel(data.lengths.kind).bound
     return bound.of_shape(data.bounds.shape) if isinstance(bound, KernelByTokens) else bound
-
-
-def _attend_all(kernel: BoundKernel, runs: Sequence[tuple[AttendArgs, StepTensors]], bounds: StepBounds) -> None:
-    """Runs a layer over each set of pages."""
-    for args, step in runs:
-        kernel.attend(args, step, bounds)
 
 
 def edges_of(job: TuneJob) -> list[StepLengths]:

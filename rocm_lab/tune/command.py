@@ -34,6 +34,8 @@ from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
 from rocm_lab.tune.search import TIMED, Bench, FasterTiles, Search, Tried, what_became
 
+# Of a sample, which decides how often a graph is replayed.
+_SAMPLE_US = 2000.0
 _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
@@ -54,14 +56,14 @@ def run(options: argparse.Namespace) -> None:
     if target.releases.triton == UNKNOWN:
         raise BadSetting("the installed Triton's release is not known, and a row is for one release; install triton")
     # Imported here, because it captures graphs of a GPU.
+    from rocm_lab.bench.clocks import clock_of
     from rocm_lab.tune.ahead import CompiledAhead
     from rocm_lab.tune.bench import JobSteps, LayerBench, edges_of
-    from rocm_lab.tune.timer import GraphTimer
 
     steps = JobSteps(edges_of)
     workers = options.jobs or max(1, len(os.sched_getaffinity(0)) - 1)
     with torch.cuda.device(device):
-        ahead = CompiledAhead(LayerBench(device, target, GraphTimer(device), steps), target, workers, steps)
+        ahead = CompiledAhead(LayerBench(device, target, clock_of(device, _SAMPLE_US), steps), target, workers, steps)
         try:
             tune(options, target, torch.cuda.get_device_name(device), ahead)
         finally:

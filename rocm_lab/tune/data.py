@@ -9,23 +9,21 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.oracle.numerics import ErrorBounds, bounds_of, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.kv_pool import KVPool
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_lab.bench.prepared import bounds_of_step, step_of
+from rocm_lab.bench.prepared import PreparedLayer, bounds_of_step, step_of
+from rocm_lab.bench.step_data import random_pages
 
 # The number of last new tokens per sequence that are compared: the reference takes float64 for each and each key.
 _MOST_TOKENS = 8
-# Elements for which random numbers are drawn at once.
-_DRAWN = 1 << 26
-# Range of the scales of codes: from, to.
-_FACTORS = 0.5, 1.5
+# The largest scale of codes in random pages.
+_LARGEST_SCALE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +77,13 @@ class TuneData:
     @classmethod
     def random(cls, problem: Problem, lengths: StepLengths, *, sets: int, device: torch.device, lse: bool) -> TuneData:
         """A step of normal random numbers; pages hold NaN after the end of their sequence."""
-        data = cls.empty(problem, lengths, sets=sets, device=device, lse=lse)
         generator = torch.Generator(device).manual_seed(0)
+        data = cls.empty(problem, lengths, sets=sets, device=device, lse=lse)
+        data = replace(data, pages=random_pages(problem, len(data.pages.raw_k), generator))
         num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
         order = torch.randperm(sets * sum(num_pages), generator=generator, device=device).int() + 1
         for number, ids in enumerate(torch.split(order, num_pages * sets)):
             data.tables[number // len(num_pages), number % len(num_pages), : len(ids)] = ids
-        _fill(data.pages, generator)
         for of_set in data.tables:
             _end_in_nan(data.pages, of_set, lengths.kv_len)
         data.q.copy_(torch.randn(data.q.shape, generator=generator, device=device))
@@ -97,30 +95,11 @@ class TuneData:
         """The bounds of the step that the host knows."""
         return bounds_of_step(self.lengths.kv_len, self.lengths.q_len, self.lengths.kind)
 
-    def runs(self, kernel: BoundKernel) -> list[tuple[AttendArgs, StepTensors]]:
-        """One run per set of pages: the layer's arguments, with a schedule that is built, and its step."""
-        bounds, device = self.bounds, self.q.device
-        schedule = torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=device)
-        workspace = torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=device)
-        of_sets = []
-        for table in self.tables:
-            step = replace(self.step, table=table)
-            args = AttendArgs(
-                q=self.q,
-                pages=self.pages,
-                table=table,
-                queries=bounds.queries(step),
-                out=self.out,
-                lse=self.lse,
-                sinks=self.weights.sinks,
-                slopes=self.weights.alibi_slopes,
-                schedule=schedule,
-                workspace=workspace,
-            )
-            of_sets.append((args, step))
-        args, step = of_sets[0]
-        kernel.schedule.build(args.queries, step, bounds, schedule)
-        return of_sets
+    def runs(self, kernel: BoundKernel) -> list[PreparedLayer]:
+        """The layer over each set of pages."""
+        steps = (replace(self.step, table=table) for table in self.tables)
+        rows = self.q, self.out
+        return [PreparedLayer.of(kernel, step, self.bounds, rows, self.pages, self.weights, self.lse) for step in steps]
 
     def wrong(self, seqs: Sequence[int]) -> str:
         """Describes the first error of these sequences in the output of the first set; empty if there is none."""
@@ -144,24 +123,10 @@ class TuneData:
         alone = replace(problem, num_q_heads=problem.gqa_ratio, num_kv_heads=1)
         weights = HeadWeights(*(w if w is None else w[heads] for w in (self.weights.sinks, self.weights.alibi_slopes)))
         want, want_lse = attend_sequence(self.q[tokens, heads], k, v, alone, weights)
-        worst = float(error_parts(self.out[tokens, heads], want, bounds.out, size=_FACTORS[1]).max())
+        worst = float(error_parts(self.out[tokens, heads], want, bounds.out, size=_LARGEST_SCALE).max())
         if self.lse is None:
             return worst
-        return max(worst, float(error_parts(self.lse[tokens, heads], want_lse, bounds.lse, size=_FACTORS[1]).max()))
-
-
-def _fill(pages: LayerPages, generator: torch.Generator) -> None:
-    """Fills all pages but the first with normal random numbers, and random scales."""
-    is_latent = pages.format.kind is PoolKind.LATENT
-    for side in (pages.k,) if is_latent else (pages.k, pages.v):
-        chunk = max(1, _DRAWN // side[0].numel())
-        for first in range(1, len(side), chunk):
-            of_chunk = side[first : first + chunk]
-            numbers = torch.randn(of_chunk.shape, generator=generator, device=side.device)
-            of_chunk.copy_(numbers.to(side.dtype))
-    for scale in (pages.k_scale, pages.v_scale):
-        if scale is not None:
-            scale.uniform_(*_FACTORS, generator=generator)
+        return max(worst, float(error_parts(self.lse[tokens, heads], want_lse, bounds.lse, size=_LARGEST_SCALE).max()))
 
 
 def _end_in_nan(pages: LayerPages, table: Tensor, kv_len: Sequence[int]) -> None:

@@ -53,7 +53,7 @@ def compared(tmp_path: Path, before: Sequence[float], after: Sequence[float]) ->
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_two_runs_of_the_same_are_not_called_different(seed: int, tmp_path: Path) -> None:
     found = compared(tmp_path, samples(100, 0.01, seed), samples(100, 0.01, seed + 1000))
     assert found.change is Change.SAME
@@ -134,13 +134,13 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
         assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path, times: int) -> None:
+@pytest.mark.nightly  # two seconds of importing matplotlib
+def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path) -> None:
     rows = [row("one", samples(100, 0.01, 1)), row("one", samples(200, 0.01, 1), "torch"), row("one", [], "fa3")]
     rows += [row("two", samples(100, 0.01, 1), suite="odd-dims"), row("three", [], suite="mixed")]
     kept = read_result(result_file(tmp_path / "a.json", rows))
     paths = []
-    for time in range(times):
+    for time in range(2):
         (tmp_path / str(time)).mkdir()
         paths.append(draw(kept, tmp_path / str(time), "run"))
     assert [path.name for path in paths[0]] == ["run_decode.png", "run_odd_dims.png"]

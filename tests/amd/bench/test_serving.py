@@ -45,7 +45,7 @@ def test_a_row_is_written_for_each_load_and_each_number_of_streams(
     out = tmp_path / "serving.json"
     with in_a_thread(StandIn()) as url:
         sizes = ["--prompt", "9", "--new", "3", "--long", "40", "--long-new", "400", "--pieces-before", "5"]
-        loads = ["--at-once", "1", "4", "--turns", "2", "--streams", "1", "--processes", "2"]
+        loads = ["--at-once", "1", "4", "--turns", "2", "--streams", "1", "--processes", "1"]
         monkeypatch.setattr(sys, "argv", ["serving", "--url", url, *sizes, *loads, "--out", str(out)])
         serving.main()
     found = json.loads(out.read_text())

@@ -1,11 +1,12 @@
 """Candidates of `rocm-attn tune` run under Triton's interpreter as on a GPU: judged by the reference, then timed.
 
-Times are from a fake timer, which recognises tiles by the description of its kernel.
+Times are from a fake clock, which recognises tiles by the description of its kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,28 +19,37 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_lab.bench.clocks import Run
 from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune.bench import JobSteps, LayerBench
 from rocm_lab.tune.data import StepLengths
 from rocm_lab.tune.jobs import TuneJob, jobs_of
-from rocm_lab.tune.timer import LayerLaunches, Sample
 
 TARGET = known_target("interpreter")
 SHAPES = (CostShape(1, 20), CostShape(1, 18, 3))
 CPU = torch.device("cpu")
 
 
-class FakeTimer:
-    """A timer whose samples are the cost of the tiles: 10 us for blocks of 16 keys, otherwise 8."""
+class FakeClock:
+    """A clock whose times are the cost of the tiles: 10 us for blocks of 16 keys, otherwise 8."""
 
-    def __init__(self) -> None:
-        self.seen: list[LayerLaunches] = []
+    def timed(self, runs: Sequence[Run]) -> FakeTimed:
+        """Like Clock.timed; it runs the work, as a graph would."""
+        for run in runs:
+            run()
+        layer = runs[0].__self__  # type: ignore[attr-defined]
+        return FakeTimed(10.0 if "key_block=16" in layer.kernel.describe() else 8.0)
 
-    def ready(self, work: LayerLaunches) -> Sample:
-        """Like Timer.ready; it runs the work, as a graph would."""
-        work.launch()
-        self.seen.append(work)
-        return lambda: 10.0 if "key_block=16" in work.what else 8.0
+
+@dataclass(frozen=True)
+class FakeTimed:
+    us: float
+
+    def microseconds(self) -> float:
+        return self.us
+
+    def run(self, seconds: float) -> int:
+        raise NotImplementedError
 
 
 def layer(**changes: object) -> Problem:
@@ -68,7 +78,7 @@ def few_edges(job: TuneJob) -> list[StepLengths]:
 def bench(kernel_device: torch.device) -> LayerBench:
     if kernel_device.type != "cpu":
         pytest.skip("the clock of these tests is a stand-in that reads no GPU")
-    return LayerBench(CPU, TARGET, FakeTimer(), JobSteps(few_edges, apart=1))
+    return LayerBench(CPU, TARGET, FakeClock(), JobSteps(few_edges, apart=1))
 
 
 @pytest.mark.fast(1)

@@ -34,6 +34,7 @@ from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
 from tests.amd.offline.offline_driver import compiled_by
+from tests.amd.simulator.case import own_encoding
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MAX_KV_LEN, NUM_TOKENS = 65536, 64
@@ -65,7 +66,7 @@ class IndexRow:
     def launch(self) -> None:
         """Launches scores, top-k, and the check of a selection."""
         indexing, page_size, dim = self.indexing, 64, 128
-        key_dtype = encoding_of(self.arch).dtype if self.coded_keys else self.dtype
+        key_dtype = own_encoding(self.arch).dtype if self.coded_keys else self.dtype
         page_keys = page_size // indexing.key_tokens
         pool_bytes = LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES
         num_pages = pool_bytes // (page_keys * dim * key_dtype.itemsize) + 1
@@ -166,7 +167,7 @@ class LayerRow:
     def _pages(self) -> LayerPages:
         (_, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         is_coded, page_size = self.scales is not Scales.NONE, 64
-        encoding = encoding_of(self.arch) if is_coded else Encoding.of(self.dtype)
+        encoding = own_encoding(self.arch) if is_coded else Encoding.of(self.dtype)
         pool_bytes = LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES
         row_bytes = num_kv_heads * min(self.dims) * encoding.dtype.itemsize
         num_pages = pool_bytes // (page_size * row_bytes) + 1
@@ -183,11 +184,6 @@ class LayerRow:
         if self.kind is PoolKind.LATENT:
             return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
         return LayerPages(k, torch.empty(*shape, v_head_dim, dtype=encoding.dtype), form, k_scale, scale_values())
-
-
-def encoding_of(arch: str) -> Encoding:
-    """The eight-bit encoding that an arch multiplies."""
-    return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
 
 
 def _table(page_size: int) -> Tensor:

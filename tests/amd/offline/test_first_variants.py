@@ -1,19 +1,18 @@
 """The compiler test of every run: the first variant of each kernel fits and spills nothing.
 
-So does, on gfx942, the last variant of decode and of extend, for a layer with a window and a cap.
-
-The tests use the installed Triton, and for some rows the oldest supported one.
+So does, on gfx942, the last variant of decode and of extend, for a layer with a window and a cap. The other kernels of
+gfx942 are compiled with the oldest supported Triton; with the installed one the simulator executes them, and the night
+compiles all of their variants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
+from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import KVEncoding, PoolKind
 from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
-from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, first_kernels
+from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, OLDEST_TRITON, first_kernels
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import last_compiled_by
 from tests.amd.offline.test_compiles import (
@@ -33,22 +32,22 @@ ON_OLDEST = [
 # The last launch of each of these kernels by this row: a layer with a window and a cap, whose extend shares a prefix.
 SCORED_ROW = "gfx942-32x8-128-128-bfloat16-page16-below_2gib"
 LAST_OF = {"_decode_kernel", "_extend_kernel"}
+ONLY_OLDEST = [
+    pytest.mark.oldest_triton,
+    pytest.mark.skipif(
+        Release.of(triton_version()) != Release.of(OLDEST_TRITON),
+        reason=f"the stages oldest and oldest-long have it, with Triton {OLDEST_TRITON}",
+    ),
+]
 
 
-def of_rows(rows: Iterable[Row], *, on_oldest: Iterable[Row] = ()) -> pytest.MarkDecorator:
-    """Runs a test with these rows, and with the oldest Triton with some of them."""
-    params = [
-        pytest.param(
-            row,
-            id=str(row),
-            marks=[pytest.mark.xdist_group(str(row))] + [pytest.mark.oldest_triton] * (row in on_oldest),
-        )
-        for row in rows
-    ]
-    return pytest.mark.parametrize("row", params)
-
-
-@of_rows(ROWS_OF_EVERY_RUN, on_oldest=ON_OLDEST)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(row), marks=[pytest.mark.xdist_group(str(row)), *(ONLY_OLDEST * (row in ON_OLDEST))])
+        for row in ROWS_OF_EVERY_RUN
+    ],
+)
 def test_the_first_variant_of_every_kernel_compiles_and_fits(row: Row) -> None:
     kernels = first_kernels(row)
     latent = names_of_all_kernels(LATENT)

@@ -192,7 +192,8 @@ def variants_of(found: set[Variant], kernel: str) -> int:
     ("problem", "arch", "sizes"),
     [
         pytest.param(LLAMA, "sm_90", SIZES, id="llama-sm_90", marks=pytest.mark.nightly),
-        pytest.param(replace(LLAMA, num_q_heads=8, num_kv_heads=2), "gfx942", SIZES, id="llama-gfx942"),
+        pytest.param(replace(LLAMA, num_q_heads=8), "gfx942", replace(SIZES, max_num_seqs=5), id="few-gfx942"),
+        pytest.param(LLAMA, "gfx942", SIZES, id="llama-gfx942", marks=pytest.mark.nightly),
         pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90", marks=pytest.mark.nightly),
         # Hopper's own kernel serves few new tokens and the plain one serves one; or Hopper's serves all.
         pytest.param(LATENT, HOPPER, SIZES, id="latent-hopper", marks=pytest.mark.nightly),
@@ -233,7 +234,7 @@ THREE = {"max_num_seqs": 3, "max_kv_len": 1024}
                 cached,
                 OF_THREE,
                 "_extend_kernel",
-                marks=[pytest.mark.nightly] * ((dim, cached) not in ((32, 0), (96, 1))),
+                marks=[pytest.mark.nightly] * ((dim, cached) != (96, 1)),
             )
             for dim in (32, 64, 96)
             for cached in (0, 1)
@@ -289,7 +290,7 @@ def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() 
 
 
 def test_where_all_steps_are_cut_in_one_way_one_variant_is_compiled() -> None:
-    few = replace(SIZES, max_num_seqs=4)
+    few = replace(SIZES, max_num_seqs=4, max_kv_len=256)
     assert variants_of(prewarmed(LLAMA, few, "sm_90"), "_decode_kernel") == 2
 
 
@@ -298,7 +299,7 @@ def test_halves_find_theirs() -> None:
     sizes = replace(SIZES, max_num_seqs=24, capture_sizes=(8, 24), split_steps=True)
     served = Served(GEMMA, sizes, "sm_90")
     with served.serving():
-        for num_seqs in range(2, sizes.max_num_seqs + 1):
+        for num_seqs in (2, 8, 9, 23):
             for q_len in lengths_of(num_seqs):
                 batch = served.batch(q_len)
                 for half in served.runtime.step(batch, served.runtime.plan(batch, halves=2)).parts:

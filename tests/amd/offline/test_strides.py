@@ -6,48 +6,29 @@ import re
 
 import pytest
 import torch
-from triton.compiler import CompiledKernel
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
-from rocm_lab.bench.prepared import PreparedLayer, ints, step_kind
+from rocm_lab.bench.prepared import PreparedLayer, bounds_of_step, step_kind, step_of
 from tests.amd.offline.offline_driver import compiled_by
 
 HEADS = 3
 
 
 def loads_of_kernel(name: str, head_dim: int, q_len: tuple[int, ...]) -> str:
-    """The PTX of a kernel of one layer on an sm_90."""
-    compiled = kernels_of_layer(head_dim, q_len)
+    """Returns the PTX of a kernel of one layer on an sm_90."""
+    problem = Problem(HEADS, HEADS, head_dim, torch.bfloat16, 16, v_head_dim=head_dim, scale=1.0)
+    kv_len = [64] * len(q_len)
+    kernel = select(problem, known_target("sm_90"), "triton").kernel(step_kind(q_len, kv_len)).bound
+    step = step_of(kv_len, q_len, torch.ones(len(q_len), 4, dtype=torch.int32))
+    k, v = (torch.zeros(8, 16, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    q, out = (torch.zeros(sum(q_len), HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    layer = kernel, step, bounds_of_step(kv_len, q_len), (q, out), LayerPages.plain(k, v)
+    compiled = compiled_by(lambda: PreparedLayer.of(*layer).attend(), "sm_90")
     text: str = next(each for each in compiled if each.metadata.name == name).asm["ptx"]
     return text
-
-
-def kernels_of_layer(head_dim: int, q_len: tuple[int, ...]) -> list[CompiledKernel]:
-    """Schedule included."""
-    problem = Problem(HEADS, HEADS, head_dim, torch.bfloat16, 16, v_head_dim=head_dim, scale=1.0)
-    kernel = select(problem, known_target("sm_90"), "triton").kernel(step_kind(q_len, [64] * len(q_len))).bound
-    num_seqs, num_tokens, device = len(q_len), sum(q_len), torch.device("cpu")
-    step = StepTensors.of(
-        ints([], device),
-        counts=ints([num_seqs, num_tokens, 1, 0], device),
-        kv_len=ints([64] * num_seqs, device),
-        q_len=ints(q_len, device),
-        q_indptr=ints([0, *torch.tensor(q_len).cumsum(0).tolist()], device),
-        table=torch.ones(num_seqs, 4, dtype=torch.int32),
-        row_of_seq=ints(range(num_seqs), device),
-    )
-    bounds = StepBounds(PaddedShape(step_kind(q_len, [64] * num_seqs), num_seqs, num_tokens), max(q_len), 64)
-    k, v = (torch.zeros(8, 16, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    q, out = (torch.zeros(num_tokens, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    return compiled_by(
-        lambda: PreparedLayer.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)).attend(), "sm_90"
-    )
 
 
 @pytest.mark.fast(1)

@@ -10,14 +10,14 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_lab.cost.static_figures import PAGED, LoopFigures, StaticFigures
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
-from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
+from tests.amd.offline.candidate_kernels import plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.cost_page import rewritten
 from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
-from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, Kind, chosen_tiles, layers, rank, spilled
+from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, chosen_tiles, layers, rank
 from tests.amd.offline.tile_cost import cost_of_loop, loop_figures, lower_bound_clocks
 
 LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
@@ -119,23 +119,3 @@ def test_only_the_best_candidates_are_compiled_as_a_whole(monkeypatch: pytest.Mo
     best = sorted(range(1, 41), key=lambda place: -break_even(place, whole=True))[:KEPT]
     assert [found.tiles.programs_per_cu for found in rank(ROW, DecodeTiles).candidates] == [*best, 1]
     assert sorted(compiled) == list(range(min(best), 41)), "those whose plain kernels are better than the worst kept"
-
-
-# Every run compiles the layer that most models have; the compile gate also checks that others spill nothing.
-SHAPES = [
-    pytest.param(
-        row,
-        kind,
-        id=f"{kind.__name__}-{row}",
-        marks=[pytest.mark.nightly] * ((row.arch, row.heads, row.dims) != ("gfx942", (32, 8), (128, 128))),
-    )
-    for row, kind in layers()
-    if row.dims in ((64, 64), (128, 128))
-]
-
-
-@pytest.mark.parametrize(("row", "kind"), SHAPES)
-def test_a_chosen_row_spills_nothing(row: Row, kind: Kind) -> None:
-    tiles = chosen_tiles(row, kind)
-    kernels = [plain_kernel(row, tiles), *other_kernels(row, tiles)]
-    assert spilled([read_amd_code(kernel) for kernel in kernels]) == 0

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.machine.target import known_target
 from rocm_lab.simulator.launcher import Simulation
 
 
@@ -21,6 +23,13 @@ class KernelCase:
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.name}"
+
+
+def own_encoding(arch: str) -> Encoding:
+    """The eight-bit encoding that the arch's matrix units multiply."""
+    dtype = known_target(arch).fp8_dtype
+    assert dtype is not None, f"{arch} multiplies no codes"
+    return Encoding.of(dtype)
 
 
 class Runs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.latent_tiles import latent_decode_tiles, latent_extend_tiles, latent_segment_tiles
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, assert_served, build
@@ -19,7 +19,7 @@ from tests.amd.kernels.latent_cases import (
     run_latent_segment_extend,
 )
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
-from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.case import KernelCase, own_encoding
 from tests.amd.simulator.large_steps import in_large_pools
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -77,7 +77,7 @@ def run_latent_segments(arch: str, case: Case) -> Simulation:
 def latent_cases(arch: str) -> list[KernelCase]:
     """Every latent kernel: above 4 GiB, in eight bits, and deterministic."""
     small = replace(STEP, kv_len=[20, 0, 9, 14, 3])
-    by_token = replace(STEP, kv=_codes(arch), scales=Scales.TOKEN, heads=(6, 1))
+    by_token = replace(STEP, kv=own_encoding(arch), scales=Scales.TOKEN, heads=(6, 1))
     segments = replace(STEP, kv_len=[70, 33], q_len=[3, 9])
     return [
         KernelCase("latent-above", arch, partial(run_latent_step, arch, small, is_large=True)),
@@ -89,15 +89,10 @@ def latent_cases(arch: str) -> list[KernelCase]:
 def more_latent_cases(arch: str) -> list[KernelCase]:
     """Both dtypes, windows, sinks, caps and gaps between rows, a scale per layer, masks."""
     scored = replace(STEP, dims=(40, 40), dtype=FP16, window_left=9, sinks=True, soft_cap=2.0, page_size=5, spread=True)
-    coded = replace(STEP, kv=_codes(arch), scales=Scales.LAYER)
+    coded = replace(STEP, kv=own_encoding(arch), scales=Scales.LAYER)
     return [
         KernelCase("latent-below", arch, partial(run_latent_step, arch, STEP)),
         KernelCase("latent-scored", arch, partial(run_latent_step, arch, scored)),
         KernelCase("latent-codes", arch, partial(run_latent_step, arch, coded)),
         KernelCase("latent-masked", arch, partial(run_latent_masked, arch, replace(STEP, window_left=9))),
     ]
-
-
-def _codes(arch: str) -> Encoding:
-    """The encoding that the arch's matrix units read."""
-    return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN

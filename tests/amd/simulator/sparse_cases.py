@@ -40,7 +40,7 @@ from tests.amd.kernels.sparse_cases import (
     build_selected,
     empty_selection,
 )
-from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.case import KernelCase, own_encoding
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 STEP = Step([70, 1, 35], [2, 1, 1], page_size=16, tail=1)
@@ -51,11 +51,6 @@ LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16
 RECORDS = SelectedCase(STEP, (16, 1), (304, 256), latent=True, width=40, dtype=BF16, scales=Scales.GROUP, sinks=True)
 ROWS = SelectedCase(STEP, (16, 1), (64, 64), latent=True, width=70, dense=True, dtype=BF16)
 SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dtype=BF16)
-
-
-def own_encoding(arch: str) -> Encoding:
-    """The encoding that the arch's matrix unit multiplies."""
-    return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
 
 
 def with_large_keys(args: IndexArgs) -> IndexArgs:

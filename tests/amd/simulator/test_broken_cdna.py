@@ -80,12 +80,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(
     ("mistake", "arch"),
-    [
-        # The archs alternate, as in test_broken_kernels.py.
-        pytest.param(mistake, arch, id=f"{name}-{arch}", marks=[pytest.mark.nightly] * (at % len(ARCHS) != turn))
-        for at, (name, mistake) in enumerate(MISTAKES.items())
-        for turn, arch in enumerate(ARCHS)
-    ],
+    [pytest.param(mistake, arch, id=f"{name}-{arch}") for name, mistake in MISTAKES.items() for arch in ARCHS],
 )
 def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = broken_copy(mistake, tmp_path, monkeypatch)

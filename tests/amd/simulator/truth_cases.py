@@ -24,7 +24,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.faulty_kernels import Fault, faulty, with_launches
-from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.case import KernelCase, own_encoding
 
 BF16 = torch.bfloat16
 # A first chunk, a chunk over a prefix, a decode step.
@@ -98,11 +98,6 @@ def _dense(codes: KVEncoding, **more: object) -> Problem:
     return replace(layer, **more)  # type: ignore[arg-type]
 
 
-def own_codes(arch: str) -> KVEncoding:
-    """The encoding that the arch's matrix units read."""
-    return KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN
-
-
 def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
     """Returns the report on the needles, and the executed kernels."""
     target = replace(known_target(arch), compute_units=run.compute_units)
@@ -112,7 +107,7 @@ def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
         return build_runtime(layers, options, device="cpu", target=target, guards=guards)
 
     with simulated(arch) as simulation:
-        report = NeedleCheck(run.layers(own_codes(arch)), run.plan, build).run()
+        report = NeedleCheck(run.layers(KVEncoding[own_encoding(arch).name]), run.plan, build).run()
     return report, simulation
 
 

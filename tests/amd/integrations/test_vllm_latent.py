@@ -248,7 +248,7 @@ def test_sparse_layers_read_the_records_that_vllm_stores(
     external = ExternalOptions(provider=provider, page_strides=True)
     sizes, options = GroupSizes(SEQS, 32, MAX_LEN), GroupOptions(external)
     group = KVGroup({"layer": GroupLayer(layer, problem)}, sizes, device, options)
-    draw, lengths = np.random.default_rng(5), (5, 33, 80)
+    draw, lengths = np.random.default_rng(5), (5, 17, 33)
     table = torch.from_numpy(draw.permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8).astype(np.int32))
     q = torch.from_numpy(draw.standard_normal((SEQS, HEADS, 576))).float().to(device)
     out, chosen = torch.empty(SEQS, HEADS, 512, device=device), chosen_for(lengths, draw)

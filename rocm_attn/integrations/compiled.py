@@ -259,8 +259,14 @@ def _store(state: Tensor, k: Tensor, v: Tensor | None, number: int, part: int, l
     called.layers(part).store(layer, k, called.v_of(layer, k, v))
 
 
-def _attend(state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, part: int, layer: int) -> None:
-    _of(number).layers(part).attend(layer, q, out, lse)
+def _plain(name: str) -> Callable[..., None]:
+    """Returns the body of an operation whose arguments are those of the layer call of this name."""
+
+    def body(state: Tensor, *flat: Any) -> None:
+        *given, number, part, layer = flat
+        getattr(_of(number).layers(part), name)(layer, *given)
+
+    return body
 
 
 def _rope_and_store(state: Tensor, q: Tensor, k: Tensor, v: Tensor | None, q_out: Tensor, *flat: Any) -> None:
@@ -281,40 +287,18 @@ def _finish(state: Tensor, out: Tensor, gate: Tensor | None, *flat: Any) -> None
     _of(number).layers(part).finish(layer, out, gate=gate, undo=_table(*undo))
 
 
-def _fold(state: Tensor, values: Tensor, gates: Tensor, rows: Tensor, number: int, part: int, layer: int) -> None:
-    _of(number).layers(part).fold(layer, values, gates, rows)
-
-
-def _store_index(state: Tensor, k: Tensor, number: int, part: int, layer: int) -> None:
-    _of(number).layers(part).store_index(layer, k)
-
-
-def _select(state: Tensor, q: Tensor, weights: Tensor | None, number: int, part: int, layer: int) -> None:
-    _of(number).layers(part).select(layer, q, weights)
-
-
-def _give_selection(state: Tensor, units: Tensor, counts: Tensor, number: int, part: int, layer: int) -> None:
-    _of(number).layers(part).give_selection(layer, units, counts)
-
-
-def _attend_selected(
-    state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, part: int, layer: int
-) -> None:
-    _of(number).layers(part).attend_selected(layer, q, out, lse)
-
-
 # Name -> the arguments between the state and the number, and the function that runs. Tensor(x!) is written.
 _OPERATIONS: Mapping[str, tuple[str, Callable[..., None]]] = {
     "store": ("Tensor k, Tensor? v", _store),
-    "attend": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _attend),
+    "attend": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _plain("attend")),
     "rope_and_store": (f"Tensor q, Tensor k, Tensor? v, Tensor(b!) q_out, {_ROPE_WORK}", _rope_and_store),
     "rope_queries": (f"Tensor q, Tensor(b!) q_out, {_ROPE_WORK}", _rope_queries),
     "finish": ("Tensor(b!) out, Tensor? gate, Tensor? cos_sin, bool neighbours, bool at_end", _finish),
-    "fold": ("Tensor values, Tensor gates, Tensor(b!) rows", _fold),
-    "store_index": ("Tensor k", _store_index),
-    "select": ("Tensor q, Tensor? weights", _select),
-    "give_selection": ("Tensor units, Tensor counts", _give_selection),
-    "attend_selected": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _attend_selected),
+    "fold": ("Tensor values, Tensor gates, Tensor(b!) rows", _plain("fold")),
+    "store_index": ("Tensor k", _plain("store_index")),
+    "select": ("Tensor q, Tensor? weights", _plain("select")),
+    "give_selection": ("Tensor units, Tensor counts", _plain("give_selection")),
+    "attend_selected": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _plain("attend_selected")),
 }
 
 _SCHEMAS = {

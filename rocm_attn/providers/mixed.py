@@ -14,7 +14,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import BoundKernel, StepBounds
-from rocm_attn.providers.schedules import TwoSchedules
+from rocm_attn.providers.schedules import Schedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class TritonMixed:
     extend: BoundKernel
 
     @property
-    def schedule(self) -> TwoSchedules:
-        return TwoSchedules(self.extend.schedule, self.decode.schedule)
+    def schedule(self) -> Schedules:
+        return Schedules((self.extend.schedule, self.decode.schedule))
 
     def describe(self) -> str:
         return f"{self.extend.describe()} + {self.decode.describe()}"
@@ -51,7 +51,7 @@ class MixedAtOnce:
     in_turn: TritonMixed
 
     @property
-    def schedule(self) -> TwoSchedules:
+    def schedule(self) -> Schedules:
         return self.in_turn.schedule
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The schedules of the project's own kernels, and how two schedules are combined."""
+"""The schedules of the project's own kernels, and how several schedules are combined."""
 
 from __future__ import annotations
 
@@ -45,26 +45,27 @@ class ExtendSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class TwoSchedules:
-    """The schedules of two kernels that serve the same step, one after the other."""
+class Schedules:
+    """Several schedules of one step, one after the other."""
 
-    first: Schedule
-    second: Schedule
+    parts: tuple[Schedule, ...]
 
     def words(self, shape: PaddedShape) -> int:
-        return self._words_of_first(shape) + self.second.words(shape)
+        return sum(self._room(part, shape) for part in self.parts)
 
-    def split(self, shape: PaddedShape, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The words of the first schedule and of the second."""
-        end = self._words_of_first(shape)
-        return words[:end], words[end:]
+    def split(self, shape: PaddedShape, words: Tensor) -> list[Tensor]:
+        """The words of each schedule."""
+        found, first = [], 0
+        for part in self.parts:
+            found.append(words[first : first + part.words(shape)])
+            first += self._room(part, shape)
+        return found
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        first, second = self.split(bounds.shape, words)
-        self.first.build(queries, step, bounds, first)
-        self.second.build(queries, step, bounds, second)
+        for part, its_words in zip(self.parts, self.split(bounds.shape, words), strict=True):
+            part.build(queries, step, bounds, its_words)
 
-    def _words_of_first(self, shape: PaddedShape) -> int:
+    def _room(self, part: Schedule, shape: PaddedShape) -> int:
         # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
-        return round_up(self.first.words(shape), 4)
+        return round_up(part.words(shape), 4)

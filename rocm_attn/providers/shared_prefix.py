@@ -19,7 +19,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, Limits, Schedule, StepBounds
 from rocm_attn.providers.launches import StepOps
-from rocm_attn.providers.schedules import TwoSchedules
+from rocm_attn.providers.schedules import Schedules
 from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
 
@@ -44,11 +44,11 @@ class SharedSchedules:
     suffix: Schedule
 
     def words(self, shape: PaddedShape) -> int:
-        return TwoSchedules(self.prefix, self.suffix).words(shape)
+        return Schedules((self.prefix, self.suffix)).words(shape)
 
-    def split(self, shape: PaddedShape, words: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, shape: PaddedShape, words: Tensor) -> list[Tensor]:
         """The words of the prefixes and of the suffixes."""
-        return TwoSchedules(self.prefix, self.suffix).split(shape, words)
+        return Schedules((self.prefix, self.suffix)).split(shape, words)
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         prefix, suffix = self.split(bounds.shape, words)

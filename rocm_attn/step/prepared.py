@@ -271,7 +271,8 @@ def works_by_launches(value: Any, method: str, shape: PaddedShape) -> bool:
     """
     if isinstance(value, (KernelByTokens, SchedulesByTokens)):
         value = value.of_shape(shape)
-    parts: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    held: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    parts = [part for each in held for part in (each if isinstance(each, tuple) else (each,))]
     of_parts = (works_by_launches(part, method, shape) for part in parts if hasattr(part, method))
     return does_only_launch(getattr(type(value), method)) and all(of_parts)
 

@@ -31,7 +31,7 @@ from rocm_attn.integrations.vllm import MLA_NAME
 from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, PLAIN_DTYPES, CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
+from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 
 
 class RocmAttnMLABackend(MLACommonBackend):
@@ -116,7 +116,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     def _build_decode(self, **given: Any) -> RocmAttnDecodes:
         """Begins a step of the decodes. given: MLACommonMetadataBuilder's arguments; 0.26 has no max_query_len."""
         common = self._common
-        decodes = DecodesOfStep(
+        decodes = CommonMetadata(
             query_start_loc=given["query_start_loc_device"],
             seq_lens=given["seq_lens_device"],
             num_reqs=given["seq_lens_device"].shape[0],

@@ -20,7 +20,7 @@ from torch import Tensor
 from rocm_attn.errors import Unsupported
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
-from rocm_attn.integrations.vllm.steps import CommonMetadata, DecodesOfStep, ReplayShape, require_causal
+from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, require_causal
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.paging.adopted import CsrSource
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
@@ -133,7 +133,7 @@ class SharedContextGroup:
         shape, seqs = ReplayShape.of(common), common.num_reqs
         starts = common.query_start_loc[: seqs + 1]
         new = starts[1:] - starts[:-1]
-        context = DecodesOfStep(
+        context = CommonMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=self._sharing.kept(common.seq_lens[:seqs] - new),
             num_reqs=seqs,

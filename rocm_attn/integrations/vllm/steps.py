@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,8 +14,11 @@ from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
 GQA_GRAPHS, MLA_GRAPHS = "ALWAYS", "UNIFORM_BATCH"
 
 
-class CommonMetadata(Protocol):
-    """The part that is read of vLLM's CommonAttentionMetadata. Only its numbers are on the host.
+@dataclass(frozen=True, slots=True)
+class CommonMetadata:
+    """The part that is read of vLLM's CommonAttentionMetadata, which stands for this, or of the first of its sequences.
+
+    Only its numbers are on the host.
 
     query_start_loc:    int32 [num_reqs + 1 or more]; the first new token of each request
     seq_lens:           int32 [num_reqs or more]; tokens of each request, new ones included; 0 for padding
@@ -27,30 +29,6 @@ class CommonMetadata(Protocol):
     slot_mapping:       int64 [num_actual_tokens or more]; -1: this token is not stored
     causal:             True, False, or a tensor with one entry per request
     """
-
-    @property
-    def query_start_loc(self) -> Tensor: ...
-    @property
-    def seq_lens(self) -> Tensor: ...
-    @property
-    def num_reqs(self) -> int: ...
-    @property
-    def num_actual_tokens(self) -> int: ...
-    @property
-    def max_query_len(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def block_table_tensor(self) -> Tensor: ...
-    @property
-    def slot_mapping(self) -> Tensor: ...
-    @property
-    def causal(self) -> bool | Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DecodesOfStep:
-    """The first sequences of a step, in the form of CommonMetadata."""
 
     query_start_loc: Tensor
     seq_lens: Tensor

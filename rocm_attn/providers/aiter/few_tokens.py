@@ -20,6 +20,17 @@ from rocm_attn.providers.contract import StepBounds
 
 
 @dataclass(frozen=True, slots=True)
+class RowStarts:
+    """Schedule: where the rows of each sequence begin, int32 [num_seqs + 1]."""
+
+    def words(self, shape: PaddedShape) -> int:
+        return shape.num_seqs + 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        torch.arange(0, len(words) * FEW_TOKENS, FEW_TOKENS, out=words)
+
+
+@dataclass(frozen=True, slots=True)
 class LastRows:
     """Schedule: for each row of each sequence the token that is copied into it, and for each token its row."""
 

@@ -22,8 +22,9 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.few_tokens import LastRows
+from rocm_attn.providers.aiter.few_tokens import LastRows, RowStarts
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
+from rocm_attn.providers.schedules import Schedules
 from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
 
 # Query heads that the kernels are made for, in every release.
@@ -31,6 +32,8 @@ FEW_HEADS, MANY_HEADS = 16, 128
 
 # The most splits that AITER's own choice takes.
 MOST_SPLITS = 16
+
+_LAST_ROWS = LastRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +98,6 @@ class AiterLatentDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsAndSplits:
-    """Schedule of a verify step: where each sequence's rows begin, equal splits of its keys, and its last rows."""
-
-    splits: EqualSplits
-    rows: ClassVar[LastRows] = LastRows()
-
-    def words(self, shape: PaddedShape) -> int:
-        return shape.num_seqs + 1 + self.splits.words(shape) + self.rows.words(shape)
-
-    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        indptr, splits, rows = self.cut(words, bounds.shape)
-        torch.arange(0, len(indptr) * FEW_TOKENS, FEW_TOKENS, out=indptr)
-        self.splits.build(queries, step, bounds, splits)
-        self.rows.build(queries, step, bounds, rows)
-
-    def cut(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor, Tensor]:
-        """The indptr of rows, that of splits, and the words of LastRows."""
-        first = shape.num_seqs + 1
-        end = first + self.splits.words(shape)
-        return words[:first], words[first:end], words[end:]
-
-
-@dataclass(frozen=True, slots=True)
 class AiterLatentVerify:
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows.
 
@@ -131,27 +111,31 @@ class AiterLatentVerify:
         return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) of {FEW_TOKENS} rows each"
 
     @property
-    def schedule(self) -> RowsAndSplits:
-        return RowsAndSplits(EqualSplits(self.compute_units))
+    def schedule(self) -> Schedules:
+        return Schedules((RowStarts(), self._splits, _LAST_ROWS))
+
+    @property
+    def _splits(self) -> EqualSplits:
+        return EqualSplits(self.compute_units)
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        schedule, (q, out) = self.schedule, cut(args.workspace, self._parts(bounds.shape))
-        indptr, splits, rows = schedule.cut(args.schedule, bounds.shape)
+        q, out = cut(args.workspace, self._parts(bounds.shape))
+        indptr, splits, rows = self.schedule.split(bounds.shape, args.schedule)
         decode_latents(
             self.problem,
             args,
             step,
-            q=schedule.rows.spread(args.q, q, rows),
+            q=_LAST_ROWS.spread(args.q, q, rows),
             out=out,
             qo_indptr=indptr,
             max_seqlen_q=FEW_TOKENS,
-            num_kv_splits=schedule.splits.splits(bounds.shape),
+            num_kv_splits=self._splits.splits(bounds.shape),
             num_kv_splits_indptr=splits,
         )
-        schedule.rows.collect(out, args.out, rows)
+        _LAST_ROWS.collect(out, args.out, rows)
 
     def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
         return padded_rows(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)

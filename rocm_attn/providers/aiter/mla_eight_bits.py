@@ -8,16 +8,13 @@ they group heads on gfx950, so only 16 are taken there (faults.py). 16 heads als
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import FEW_TOKENS
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
@@ -26,23 +23,10 @@ from rocm_attn.providers.aiter.few_tokens import LastRows
 from rocm_attn.providers.aiter.mla import FEW_HEADS, decode_latents, padded_rows
 from rocm_attn.providers.aiter.mla_persistent import LatentShares
 from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.schedules import Schedules
 from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for
 
-
-@dataclass(frozen=True, slots=True)
-class SharesAndScale:
-    """A schedule of shares, followed by the scale of q."""
-
-    shares: LatentShares
-    scale_value: ClassVar[ScaleOfOne] = ScaleOfOne()
-
-    def words(self, shape: PaddedShape) -> int:
-        return self.shares.words(shape) + self.scale_value.words(shape)
-
-    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        own = self.shares.words(bounds.shape)
-        self.shares.build(queries, step, bounds, words[:own])
-        self.scale_value.build(queries, step, bounds, words[own : own + 1])
+_LAST_ROWS = LastRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +37,12 @@ class EightBitLatentDecode:
     compute_units: int
 
     @property
-    def schedule(self) -> SharesAndScale:
-        return SharesAndScale(LatentShares(self.compute_units, self._codes, self._num_heads))
+    def schedule(self) -> Schedules:
+        return Schedules((self._shares, ScaleOfOne()))
+
+    @property
+    def _shares(self) -> LatentShares:
+        return LatentShares(self.compute_units, self.problem.page_format.encoding.dtype, self._num_heads)
 
     def describe(self) -> str:
         return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) + aiter.get_mla_metadata_v1"
@@ -64,8 +52,7 @@ class EightBitLatentDecode:
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         *query_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
-        shares = self.schedule.shares
-        own = shares.words(bounds.shape)
+        shares, scale_word = self.schedule.split(bounds.shape, args.schedule)
         out = room_for(args.out, out_rows)
         decode_latents(
             self.problem,
@@ -75,15 +62,11 @@ class EightBitLatentDecode:
             out=out,
             qo_indptr=step.q_indptr,
             max_seqlen_q=1,
-            q_scale=args.schedule[own : own + 1].view(torch.float32),
+            q_scale=scale_word.view(torch.float32),
             kv_scale=args.pages.k_scale,
-            **shares.as_arguments(bounds.shape, args.schedule[:own]),
+            **self._shares.as_arguments(bounds.shape, shares),
         )
         keep_rows(args.out, out)
-
-    @property
-    def _codes(self) -> torch.dtype:
-        return self.problem.page_format.encoding.dtype
 
     @property
     def _num_heads(self) -> int:
@@ -96,31 +79,6 @@ class EightBitLatentDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsAndShares:
-    """Schedule of a verify step: shares, the scale of q, where each sequence's rows begin, and its last rows."""
-
-    shares: LatentShares
-    scale_value: ClassVar[ScaleOfOne] = ScaleOfOne()
-    rows: ClassVar[LastRows] = LastRows()
-
-    def words(self, shape: PaddedShape) -> int:
-        scale_words = self.scale_value.words(shape)
-        return self.shares.words(shape) + scale_words + shape.num_seqs + 1 + self.rows.words(shape)
-
-    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        shares, scale_word, indptr, rows = self.cut(words, bounds.shape)
-        torch.arange(0, len(indptr) * FEW_TOKENS, FEW_TOKENS, out=indptr)
-        self.shares.build_for(indptr, step, bounds, shares)
-        self.scale_value.build(queries, step, bounds, scale_word)
-        self.rows.build(queries, step, bounds, rows)
-
-    def cut(self, words: Tensor, shape: PaddedShape) -> Sequence[Tensor]:
-        """The words of shares, the scale, the indptr of rows, and the words of LastRows."""
-        sizes = self.shares.words(shape), self.scale_value.words(shape), shape.num_seqs + 1, self.rows.words(shape)
-        return torch.split(words[: sum(sizes)], list(sizes))
-
-
-@dataclass(frozen=True, slots=True)
 class EightBitLatentVerify:
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows."""
 
@@ -128,9 +86,12 @@ class EightBitLatentVerify:
     compute_units: int
 
     @property
-    def schedule(self) -> RowsAndShares:
-        codes = self.problem.page_format.encoding.dtype
-        return RowsAndShares(LatentShares(self.compute_units, codes, num_rows=FEW_TOKENS))
+    def schedule(self) -> Schedules:
+        return Schedules((self._shares, ScaleOfOne(), _LAST_ROWS))
+
+    @property
+    def _shares(self) -> LatentShares:
+        return LatentShares(self.compute_units, self.problem.page_format.encoding.dtype, num_rows=FEW_TOKENS)
 
     def describe(self) -> str:
         called = f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) of {FEW_TOKENS} rows each"
@@ -140,21 +101,21 @@ class EightBitLatentVerify:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        schedule, (q, codes, out) = self.schedule, cut(args.workspace, self._parts(bounds.shape))
-        shares, scale_word, indptr, rows = schedule.cut(args.schedule, bounds.shape)
+        q, codes, out = cut(args.workspace, self._parts(bounds.shape))
+        shares, scale_word, rows = self.schedule.split(bounds.shape, args.schedule)
         decode_latents(
             self.problem,
             args,
             step,
-            q=query_codes(schedule.rows.spread(args.q, q, rows), (q, codes)),
+            q=query_codes(_LAST_ROWS.spread(args.q, q, rows), (q, codes)),
             out=out,
-            qo_indptr=indptr,
+            qo_indptr=self._shares.row_starts(bounds.shape, shares),
             max_seqlen_q=FEW_TOKENS,
             q_scale=scale_word.view(torch.float32),
             kv_scale=args.pages.k_scale,
-            **schedule.shares.as_arguments(bounds.shape, shares),
+            **self._shares.as_arguments(bounds.shape, shares),
         )
-        schedule.rows.collect(out, args.out, rows)
+        _LAST_ROWS.collect(out, args.out, rows)
 
     def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
         """Room for rows of q, saturated and in eight bits, and for rows of out."""

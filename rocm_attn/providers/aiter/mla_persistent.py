@@ -17,6 +17,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.few_tokens import RowStarts
 from rocm_attn.providers.aiter.mla import (
     FEW_HEADS,
     MANY_HEADS,
@@ -41,7 +42,7 @@ class LatentShares:
     compute_units: of the device; AITER always makes this number of shares
     dtype:         of q and of the pages
     num_heads:     query heads that are passed to mla_decode_fwd, a multiple of 16
-    num_rows:      new tokens of each sequence
+    num_rows:      new tokens of each sequence; several lie in rows of LastRows, whose beginnings are in the schedule
     """
 
     compute_units: int
@@ -53,13 +54,11 @@ class LatentShares:
         return num_words(self.parts(shape))
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        self.build_for(step.q_indptr, step, bounds, words)
-
-    def build_for(self, qo_indptr: Tensor, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        """Builds the schedule for tokens at the boundaries qo_indptr, int32 [num_seqs + 1]."""
-        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(bounds.shape))
+        addresses, indptr, work, reduce_indptr, final_map, partial_map, starts = cut(words, self.parts(bounds.shape))
+        if self.num_rows > 1:
+            RowStarts().build(queries, step, bounds, starts)
         library.get_mla_metadata_v1()(
-            seqlens_qo_indptr=qo_indptr,
+            seqlens_qo_indptr=starts if self.num_rows > 1 else step.q_indptr,
             seqlens_kv_indptr=step.page_indptr,
             kv_last_page_lens=step.last_page_len,
             num_heads_per_head_k=self.num_heads,
@@ -85,9 +84,9 @@ class LatentShares:
         """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives.
 
         They are: two addresses; shares by compute unit, and the work of each; partial results by sequence, their
-        destinations, and their indices. Heads that no kernel takes unchanged count as further sequences of 16 heads. It
-        depends on the release which those are, and unneeded room stays empty. Up to 128 rows of heads and tokens are
-        one tile, so four tokens of 16 heads take the room of one.
+        destinations, and their indices; last, where rows of several tokens begin. Heads that no kernel takes unchanged
+        count as further sequences of 16 heads. It depends on the release which those are, and unneeded room stays
+        empty. Up to 128 rows of heads and tokens are one tile, so four tokens of 16 heads take the room of one.
         """
         units, tiles = self.compute_units, 1 if self.num_heads == MANY_HEADS else self.num_heads // FEW_HEADS
         num_seqs, shares = shape.num_seqs, (shape.num_seqs + units - 1) * tiles
@@ -98,11 +97,16 @@ class LatentShares:
             ScratchTensor((num_seqs * tiles + 1,), torch.int32),
             ScratchTensor((num_seqs * tiles, 2), torch.int32),
             ScratchTensor((min(shares, 2 * (units - 1) * tiles),), torch.int32),
+            ScratchTensor((num_seqs + 1 if self.num_rows > 1 else 0,), torch.int32),
         )
+
+    def row_starts(self, shape: PaddedShape, words: Tensor) -> Tensor:
+        """Where the rows of each sequence begin, if it has several: int32 [num_seqs + 1]."""
+        return cut(words, self.parts(shape))[-1]
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
         """Arguments of mla_decode_fwd for a schedule that was built into words."""
-        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(shape))
+        addresses, indptr, work, reduce_indptr, final_map, partial_map, _ = cut(words, self.parts(shape))
         return {
             "work_meta_data": addresses,
             "work_indptr": indptr,

@@ -28,13 +28,6 @@ TORCH = EngineOptions(
 )
 
 
-def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:
-    """Returns two layers with heads that AITER has kernels for."""
-    attention = AttentionLayer(4, 2, head_dim, scale=head_dim**-0.5)
-    layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=head_dim))
-    return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
-
-
 def assert_text(loaded: LoadedModel, engine: Engine) -> None:
     """Checks that each token is the likeliest one, or within a few last places of float16. Logits are up to 8."""
     for done in engine.generate(some_requests(5)):
@@ -50,19 +43,6 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
         return GFX942
 
     monkeypatch.setattr(build, "detect_target", detect)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.usefixtures("on_mi300")
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_aiter_generates_the_text_of_the_model(head_dim: int, graphs: bool, aiter: StandIn) -> None:
-    loaded = model(head_dim, torch.float16)
-    options = replace(TORCH, provider="aiter", graphs=graphs)
-    engine = Engine(loaded, options)
-    assert_text(loaded, engine)
-    assert engine.report().provider == "aiter"
-    assert {"paged_attention_ragged", "unified_attention", "flash_attn_varlen_func"} <= set(aiter.calls)
 
 
 def wide_model(dtype: torch.dtype) -> LoadedModel:

@@ -15,7 +15,7 @@ from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
 from tests.amd.guards.test_selections import PAGES, TOKENS
-from tests.amd.guards.ways import PROVIDERS
+from tests.amd.guards.ways import PROVIDERS, both_ways
 from tests.amd.worlds.problems import indexer, latent_layer, layer, providers, small_problem
 from tests.amd.worlds.rotating import LAYER as ROTATED
 from tests.amd.worlds.rotating import Rotating
@@ -79,7 +79,7 @@ KEPT = {
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@both_ways
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("provider", providers())
 def test_sequences_of_every_count_and_length_whatever_pages_hold(
@@ -88,7 +88,7 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
     walk(KEPT[kept], provider, CAP, graphs=graphs, device=device)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@both_ways
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
 @pytest.mark.parametrize("provider", providers())
 def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(

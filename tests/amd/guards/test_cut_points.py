@@ -9,11 +9,12 @@ import torch
 
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import detect_target
+from tests.amd.guards.ways import both_ways
 from tests.amd.runtime.token_stories import ALL_ON, Story, Teller, Told, same_bits
 from tests.amd.worlds.problems import deterministic_providers, small_problem
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@both_ways
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graphs: bool, device: torch.device) -> None:
     # With so few units the longer sequence takes some from the other; a whole GPU has one for every tile of both.

@@ -15,12 +15,11 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
-from tests.amd.guards.ways import DEVICE_FAULT, run_elsewhere
+from tests.amd.guards.ways import DEVICE_FAULT, both_ways, run_elsewhere
 from tests.amd.worlds.drafting import DraftWorld, drafting
 from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request
 
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(3, 2)
 shapes = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
@@ -86,7 +85,7 @@ def split_round(provider: str, graphs: bool, guards: Guards, device: torch.devic
     return world.round_is_right(requests)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@both_ways
 @each_provider
 def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool, device: torch.device) -> None:
     """H16: page lists had room for drafts, and their mask had none: it was written past its end."""

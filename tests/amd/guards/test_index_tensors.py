@@ -22,7 +22,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrSchedule, csr_provider
-from tests.amd.guards.ways import PROVIDERS
+from tests.amd.guards.ways import PROVIDERS, both_ways
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
 
@@ -90,7 +90,7 @@ def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
     assert plan.schedule_of_kind == expected[kind]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_token_without_a_page_sets_the_error_word_of_its_step_alone(
     provider: str, graphs: bool, device: torch.device

@@ -9,12 +9,10 @@ import torch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.oracle.reference import attend_sequence
-from tests.amd.guards.ways import PROVIDERS, each_way, in_each_way
+from tests.amd.guards.ways import PROVIDERS, both_ways, each_way, in_each_way
 from tests.amd.tolerances import assert_same_but_for_rounding
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right, page_zero_is_zero
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def crowd_then_two(serving: World) -> tuple[list[Request], Request]:

@@ -12,12 +12,10 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import GraphStale
 from rocm_attn.guards.registry import Guards
-from tests.amd.guards.ways import in_each_way
+from tests.amd.guards.ways import both_ways, in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple[World, list[Request]]:

@@ -192,6 +192,7 @@ def unsealed(serving: World) -> None:
     serving.runtime.seals.unseal((1, 2))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("second", "keeps_graphs"), [(refused, True), (reopened, True), (unsealed, False)])
 def test_what_another_runner_of_the_runtime_does_makes_no_result_wrong(
     second: Callable[[World], None], keeps_graphs: bool

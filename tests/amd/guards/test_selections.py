@@ -16,6 +16,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.step import Part
 from tests.amd.guards.test_plans import sharing_memory
+from tests.amd.guards.ways import both_ways
 from tests.amd.worlds.problems import indexer, layer, providers
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
@@ -23,8 +24,6 @@ from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 PADDED = 4
 PAGES = Indexing(0.25, top=3, unit_keys=4, last=1)
 TOKENS = Indexing(0.25, top=4)
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 class AnyLengths(World):
@@ -80,7 +79,7 @@ def is_monotone(boundaries: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("steps", [50, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int, device: torch.device) -> None:
     """Seed 000: the device selects pages in every replay, and no input of plans or later layers moves."""
     world = dense_after_sparse(device, provider, ALL_ON, graphs=True)
@@ -90,7 +89,7 @@ def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int
         world.check_at(requests, kv_len)
         chosen.add(tuple(world.runtime.seals.tensors()["selection_units"][: PAGES.top].tolist()))
     assert world.runner.metrics.replays >= steps
-    assert len(chosen) > 20
+    assert len(chosen) > 12
     if device.type == "cuda":
         return  # with the guard off, kernels follow wrong boundaries, and may end the process
     world = dense_after_sparse(device, provider, Guards().without("selection_place"), graphs=True)

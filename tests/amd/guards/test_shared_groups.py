@@ -14,11 +14,11 @@ from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.launches import StepOps
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
+from tests.amd.guards.ways import both_ways
 from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 # Groups of five requests that share 12 tokens in pages of 4; large steps come before small ones.
 GROUPS = (

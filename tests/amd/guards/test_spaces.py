@@ -10,11 +10,9 @@ import torch
 
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.guards.ways import in_each_way
+from tests.amd.guards.ways import both_ways, in_each_way
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right, poison_free_pages
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def windowed(

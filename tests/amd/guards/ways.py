@@ -15,24 +15,17 @@ DEVICE_FAULT = r"an illegal memory access|device-side assert|misaligned address"
 PROVIDERS = [*providers(), "csr"]
 
 
+_WAYS = (("eager", False, [pytest.mark.nightly]), ("graphed", True, []))
+both_ways = pytest.mark.parametrize("graphs", [pytest.param(on, id=way, marks=marks) for way, on, marks in _WAYS])
+
+
 def each_way(*names: str) -> pytest.MarkDecorator:
-    """Parametrizes a test by these providers, eager and in graphs. Days omit only the stand-ins' eager steps.
+    """Parametrizes a test by these providers, eager and in graphs. Days omit eager steps.
 
     A guard may matter only in graphs, so `fast` must not leave out the graphs of any provider.
     """
-    return pytest.mark.parametrize(
-        ("provider", "graphs"),
-        [
-            pytest.param(
-                name,
-                graphs,
-                id=f"{name}-{'graphed' if graphs else 'eager'}",
-                marks=[pytest.mark.nightly] * (name not in providers() and not graphs),
-            )
-            for name in names
-            for graphs in (False, True)
-        ],
-    )
+    ways = [pytest.param(name, on, id=f"{name}-{way}", marks=marks) for name in names for way, on, marks in _WAYS]
+    return pytest.mark.parametrize(("provider", "graphs"), ways)
 
 
 in_each_way = each_way(*PROVIDERS)

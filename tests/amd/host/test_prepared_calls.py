@@ -36,7 +36,7 @@ from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import NO_SCHEDULE, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
-from rocm_attn.providers.schedules import TwoSchedules
+from rocm_attn.providers.schedules import Schedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
@@ -542,11 +542,11 @@ def test_schedules_are_prepared_whose_parts_all_are() -> None:
     selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
     by_name = {kernel.entry.name: kernel.bound.schedule for kernel in selected.values()}
     mixed = by_name["triton.extend+decode"]
-    assert isinstance(mixed, TwoSchedules)
+    assert isinstance(mixed, Schedules)
     assert works_by_launches(by_name["triton.decode"], "build", ANY_SHAPE)
     assert works_by_launches(mixed, "build", ANY_SHAPE)
     assert works_by_launches(NO_SCHEDULE, "build", ANY_SHAPE)
-    assert not works_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second), "build", ANY_SHAPE)
+    assert not works_by_launches(Schedules((_BuiltByOtherWork(), mixed.parts[1])), "build", ANY_SHAPE)
 
 
 class _BuiltByOtherWork:

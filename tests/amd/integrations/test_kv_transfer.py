@@ -428,6 +428,7 @@ def test_codes_are_recoded_a_part_at_a_time(
     test_codes_of_another_gpu_keep_their_worth(Scales.HEAD, provider, device)
 
 
+@pytest.mark.fast(interpreted=0)
 def test_the_rest_of_a_last_page_becomes_zero_but_in_pages_whose_tails_are_kept(
     provider: str, device: torch.device
 ) -> None:

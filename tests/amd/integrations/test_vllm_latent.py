@@ -23,7 +23,7 @@ from rocm_attn.integrations.vllm.group import (
     forget_empty_parts,
 )
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
+from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
@@ -82,11 +82,11 @@ class Rank:
         self.seq_lens[seq] = len(mine)
         return [int(slot) for slot in slots]
 
-    def common(self, num_reqs: int, width: int) -> DecodesOfStep:
+    def common(self, num_reqs: int, width: int) -> CommonMetadata:
         """Returns metadata of decodes of `width` new tokens each."""
         self.query_start_loc.copy_((torch.arange(SEQS + 1) * width).int())
         tokens = num_reqs * width
-        return DecodesOfStep(
+        return CommonMetadata(
             self.query_start_loc[: num_reqs + 1],
             self.seq_lens[:num_reqs],
             num_reqs,
@@ -248,14 +248,14 @@ def test_sparse_layers_read_the_records_that_vllm_stores(
     external = ExternalOptions(provider=provider, page_strides=True)
     sizes, options = GroupSizes(SEQS, 32, MAX_LEN), GroupOptions(external)
     group = KVGroup({"layer": GroupLayer(layer, problem)}, sizes, device, options)
-    draw, lengths = np.random.default_rng(5), (5, 33, 80)
+    draw, lengths = np.random.default_rng(5), (5, 17, 33)
     table = torch.from_numpy(draw.permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8).astype(np.int32))
     q = torch.from_numpy(draw.standard_normal((SEQS, HEADS, 576))).float().to(device)
     out, chosen = torch.empty(SEQS, HEADS, 512, device=device), chosen_for(lengths, draw)
     buffer = torch.full((SEQS, TOP), -1, dtype=torch.int32, device=device)
     kv_len, slots = (torch.zeros(SEQS, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
     starts = torch.arange(SEQS + 1, dtype=torch.int32, device=device)
-    common = DecodesOfStep(starts, kv_len, SEQS, SEQS, 1, MAX_LEN, table.to(device), slots, True)
+    common = CommonMetadata(starts, kv_len, SEQS, SEQS, 1, MAX_LEN, table.to(device), slots, True)
     group.begin(common)
     captured = group.begin_capture(common)
     recording, _ = recorder_for(device).record(lambda: group.attend_chosen("layer", captured, stored, buffer, q, out))

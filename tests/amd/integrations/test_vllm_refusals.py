@@ -14,7 +14,7 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.steps import DecodesOfStep
+from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.integrations.vllm_stand_in import (
     BLOCK,
     CLASSES,
@@ -167,4 +167,4 @@ def test_a_group_has_no_attention_before_its_first_step_and_no_step_before_its_c
     with pytest.raises(WrongState, match="the group has no step yet"):
         group.attention.check_device()
     with pytest.raises(WrongState, match=r"vLLM begins a step before layers\.3 have a KV cache"):
-        group.begin(DecodesOfStep(**vars(step())))
+        group.begin(CommonMetadata(**vars(step())))

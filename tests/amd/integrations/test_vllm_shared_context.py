@@ -16,7 +16,7 @@ from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.shared_context import ContextRanks, ContextSharing, SharedContextGroup
-from rocm_attn.integrations.vllm.steps import DecodesOfStep
+from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.integrations.oracle import Array, Scores, attention
 
 HEADS, DIM, BLOCK, SCALE = 4, 16, 16, 0.3
@@ -122,7 +122,7 @@ class Rank:
         blocks = np.random.default_rng(ranks.rank_in_group).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8]
         self.table = torch.from_numpy(blocks.reshape(SEQS, 8).astype(np.int32)).to(device)
 
-    def common(self, before: Sequence[int], new: Sequence[int]) -> DecodesOfStep:
+    def common(self, before: Sequence[int], new: Sequence[int]) -> CommonMetadata:
         """Returns metadata of a step as vLLM's runner makes it on this rank."""
         ranks, stretch = self.sharing.ranks, self.sharing.stretch
         slots = []
@@ -135,7 +135,7 @@ class Rank:
                 slots.append(block * BLOCK + local % BLOCK if is_mine else -1)
         starts = torch.from_numpy(np.cumsum([0, *new]).astype(np.int32)).to(self.device)
         lengths = torch.tensor([a + b for a, b in zip(before, new, strict=True)], dtype=torch.int32)
-        return DecodesOfStep(
+        return CommonMetadata(
             starts,
             lengths.to(self.device),
             len(new),

@@ -18,7 +18,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
-from rocm_attn.integrations.vllm.steps import DecodesOfStep
+from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.coded import kept
 from tests.amd.integrations.oracle import Array, Scores, attention
 
@@ -183,9 +183,9 @@ class Runner:
 
     def common(
         self, group: int, num_reqs: int, num_tokens: int, max_query_len: int, causal: bool = True
-    ) -> DecodesOfStep:
+    ) -> CommonMetadata:
         """Returns a group's metadata: parts of persistent memory."""
-        return DecodesOfStep(
+        return CommonMetadata(
             self.query_start_loc[: num_reqs + 1],
             self.seq_lens[:num_reqs],
             num_reqs,

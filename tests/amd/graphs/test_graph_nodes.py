@@ -103,14 +103,14 @@ def test_the_nodes_that_are_predicted_are_those_of_the_graphs_that_are_made(
     provider: str, mode: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", KeptGraph)
-    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), **mode)
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), layers=2, **mode)
     model, recorder = OnlyAttention(tiny), Counting(recorder_for(device))
     runner = StepRunner(tiny.runtime, model.forward, recorder, draft=model.draft if "drafts" in mode else None)
     report = runner.capture_all()
     assert not report.skipped
     assert not report.graphs_off
     options = RuntimeOptions(provider=provider, **OPTIONS, **{k: mode[k] for k in mode if k != "custom_mask"})  # type: ignore[arg-type]
-    counter = NodeCounter([tiny.problem] * 2, tiny.runtime.target, options)
+    counter = NodeCounter(tiny.problems, tiny.runtime.target, options)
     made = {bucket.key.shape: nodes for bucket, nodes in zip(report.buckets, recorder.nodes, strict=True)}
     predicted = {shape: counter.nodes(shape) for shape in made}
     assert {shape: nodes.total for shape, nodes in predicted.items()} == made

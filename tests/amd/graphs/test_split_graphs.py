@@ -151,7 +151,7 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
     assert all("bitwise in 3 random batches" in bucket.check for bucket in report.buckets)
     assert any("decode of 6 sequences in two halves" in line for line in report.lines())
     plan = plan_capture(
-        [tiny.problem] * 2,
+        tiny.problems,
         tiny.runtime.target,
         RuntimeOptions(
             max_num_seqs=rows,

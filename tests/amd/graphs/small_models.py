@@ -236,11 +236,24 @@ def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-class Forgetful:
+class WrappedRecorder:
+    """A recorder that is another one, except in the methods of a subclass."""
+
+    def __init__(self, inner: Recorder) -> None:
+        self._inner = inner
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        return self._inner.record(fn)
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+class Forgetful(WrappedRecorder):
     """A recorder whose graphs lack one of the launches around attention; its warm-ups do not."""
 
     def __init__(self, inner: Recorder, runtime: AttentionRuntime, launch: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._runtime = runtime
         self._launch = launch
         self._recorded_run = 2 if runtime.device.type == "cpu" else TorchRecorder.WARM_UPS + 1
@@ -257,9 +270,6 @@ class Forgetful:
         assert runs == self._recorded_run
         return recorded
 
-    def release_memory(self) -> None:
-        self._inner.release_memory()
-
     def _without_launch(self, fn: Callable[[], Any]) -> Any:
         core = self._runtime.core
         ops, launches_alone = core.ops, core.layers._launches_alone
@@ -272,18 +282,12 @@ class Forgetful:
             core.layers._launches_alone = launches_alone
 
 
-class Lazy:
+class Lazy(WrappedRecorder):
     """A recorder whose graphs do nothing after their first replay."""
-
-    def __init__(self, inner: Recorder) -> None:
-        self._inner = inner
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
         recording, outputs = self._inner.record(fn)
         return _OnceOnly(recording), outputs
-
-    def release_memory(self) -> None:
-        self._inner.release_memory()
 
 
 class _OnceOnly:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.core import OpsChange
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.protocols import LayerCalls, WrappedLayers
 from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from rocm_attn.truth.needle_layer import NeedleLayer
 from rocm_attn.truth.wide_pages import wrapping_pages
@@ -271,29 +272,21 @@ def test_a_window_that_is_off_by_one_is_found(by: int, device: torch.device) -> 
     assert {miss.visible for miss in report.misses} == {by < 0}
 
 
-class SelectsOnce:
+class SelectsOnce(WrappedLayers):
     """The calls of a layer whose later steps reuse the selection of the first one."""
 
-    def __init__(self) -> None:
-        self.has_selected = False
+    _layers: LayerCalls
+    has_selected = False
 
     def around(self, layers: LayerCalls) -> LayerCalls:
-        if self.has_selected:
-            layers = _WithoutSelect(layers)
-        self.has_selected = True
-        return layers
-
-
-class _WithoutSelect:
-    def __init__(self, layers: LayerCalls) -> None:
         self._layers = layers
+        return self
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        call: Callable[..., None] = getattr(self._layers, name)
-        return call
-
-    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Does nothing."""
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        if name == "select" and self.has_selected:
+            return
+        self.has_selected |= name == "select"
+        getattr(self._layers, name)(layer, *given, **named)
 
 
 def select_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,8 +219,11 @@ class ExternalAttention:
             causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
             for causality in options.causalities
         }
-        self._runs = ExternalRuns(self.cores, self.tables, bounds.num_seqs, bounds.num_tokens)
         first_core = next(iter(self.cores.values()))
+        selecting = first_core.layers.selecting
+        self._selects = bool(selecting.indexed)
+        self._selections = StepSelections(selecting, guards.step.layers.selection_of)
+        self._runs = ExternalRuns(self.cores, self.tables, self._selections, bounds.num_seqs, bounds.num_tokens)
         self.ops: StepOps = first_core.ops
         self._publisher = EnginePublisher(self.ops, self.device, guards.publishing, options.on_fault)
         self._pages_of_spaces = tuple(self.pages.in_every_layer[table.space] for table in self.tables.spaces)
@@ -228,10 +231,7 @@ class ExternalAttention:
         if options.watches_pages:
             rows = self.tables.most_rows = self.tables.rows.num
             self._watches = tuple(PageWatch.of(rows, self.tables.width, bounds.num_pages, self.device) for _ in tables)
-        selecting = first_core.layers.selecting
-        self._selects = bool(selecting.indexed)
-        self._selections = StepSelections(selecting, guards.step.layers.selection_of)
-        self.layers = ExternalLayers(gate, self._selections)
+        self.layers = ExternalLayers(gate)
         for layer, source in enumerate(layers):
             if source.head_weights != NO_HEAD_WEIGHTS:
                 self.set_head_weights(layer, source.head_weights)

@@ -252,3 +252,22 @@ class StepStores:
         words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
         for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
             self._tokens.left_out[row] = start, words
+
+
+class NoStores(StepStores):
+    """The record of an engine's steps, which is the engine's own: nothing is checked, and nothing is noted."""
+
+    def __init__(self) -> None:
+        """Listens to no table."""
+
+    def before_store(self, child: int, layer: int) -> None:
+        """Checks nothing."""
+
+    def after_store(self, child: int, layer: int) -> None:
+        """Notes nothing."""
+
+    def before_attend(self, child: int, layer: int) -> None:
+        """Checks nothing."""
+
+
+NO_STORES = NoStores()

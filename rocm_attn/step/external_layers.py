@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from threading import get_ident
-
-from torch import Tensor
+from typing import Any
 
 from rocm_attn.errors import WrongState
-from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.step.external_runs import ExternalRun
 from rocm_attn.step.external_step import NO_CELLS, BoolCells, NoCells
 from rocm_attn.step.gate import StepHolder
-from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.step.selections import StepSelections
+from rocm_attn.step.protocols import WrappedLayers
 
 _ANOTHERS = "the running step belongs to another thread; call begin() in this one, or take_over() once that one is done"
 
@@ -93,54 +90,17 @@ def _waits(call: str) -> str:
     return f"{call} is refused unless this thread calls take_over() first"
 
 
-class ExternalLayers(LayerCalls):
+class ExternalLayers(WrappedLayers):
     """LayerCalls of the step that runs: ExternalAttention.layers. May be captured.
 
     Positions are places in the KV, or those of the step's mask. Each call raises BadTensor, and WrongState without a
     step that the current thread has begun and filled.
     """
 
-    __slots__ = ("_gate", "_selections")
+    __slots__ = ("_gate",)
 
-    def __init__(self, gate: ExternalGate, selections: StepSelections) -> None:
-        self._gate, self._selections = gate, selections
+    def __init__(self, gate: ExternalGate) -> None:
+        self._gate = gate
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        run = self._gate.running()
-        run.core.layers.store(run.step, run.plan, layer, k, v)
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        run = self._gate.running()
-        run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
-
-    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        run = self._gate.running()
-        run.core.layers.rope_and_store(run.step, run.plan, layer, Projected(q, k, v, q_out), work)
-
-    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        run = self._gate.running()
-        run.core.layers.rope_queries(run.step, layer, q, q_out, work)
-
-    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        run = self._gate.running()
-        run.core.layers.finish(run.step, layer, out, gate, undo)
-
-    def store_index(self, layer: int, k: Tensor) -> None:
-        run = self._gate.running()
-        run.core.layers.store_index(run.step, layer, k)
-
-    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        run = self._gate.running()
-        run.core.layers.select(run.step, layer, q, weights)
-        self._selections.after_select(0, layer)
-
-    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        run = self._gate.running()
-        run.core.layers.give_selection(run.step, layer, units, counts)
-        self._selections.after_select(0, layer)
-
-    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        run = self._gate.running()
-        run.core.layers.problem(layer)
-        self._selections.before_attend(0, layer)
-        run.core.layers.attend_selected(run.step, layer, q, out, lse)
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        getattr(self._gate.running().layers, name)(layer, *given, **named)

@@ -17,14 +17,18 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, 
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
+from rocm_attn.paging.stored_tokens import NO_STORES
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
 from rocm_attn.step.host_ring import HostRing, RingSlot
+from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, make_plan
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Found, PublishingGuards, StepChain
+from rocm_attn.step.selections import StepSelections
 
 # Number of shapes for which runs of steps that are not captured are kept.
 _MOST_KEPT = 64
@@ -32,11 +36,12 @@ _MOST_KEPT = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalRun:
-    """How steps of one shape run, and in which memory."""
+    """How steps of one shape run, and in which memory. layers: their layer calls, which check no step"""
 
     core: StepCore
     plan: StepPlan
     step: DeviceStep
+    layers: LayerCalls
     to: PublishedLengths
     bounds: LengthBounds
 
@@ -45,13 +50,19 @@ class ExternalRuns:
     """The runs of one ExternalAttention.
 
     cores:    the core that runs the steps of each causality
+    selections: the current selections of the running step
     num_seqs, num_tokens: padded sizes of the largest step
     """
 
     def __init__(
-        self, cores: Mapping[Causality, StepCore], tables: AdoptedTables, num_seqs: int, num_tokens: int
+        self,
+        cores: Mapping[Causality, StepCore],
+        tables: AdoptedTables,
+        selections: StepSelections,
+        num_seqs: int,
+        num_tokens: int,
     ) -> None:
-        self._cores, self._tables = cores, tables
+        self._cores, self._tables, self._selections = cores, tables, selections
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         self._engine_row = torch.zeros(num_seqs, dtype=torch.int32, device=tables.device)
         kernels = [each for core in cores.values() for s in core.selections for each in s.kernels.values()]
@@ -140,7 +151,8 @@ class ExternalRuns:
             pad_q_len=plan.pads.q_len,
             gathered=tables.gathered,
         )
-        return ExternalRun(core, plan, views, to, bounds)
+        layers = StepLayers(core.layers, views, plan, _unchecked, NO_STORES, self._selections, 0)
+        return ExternalRun(core, plan, views, layers, to, bounds)
 
     def _new_views(self, core: StepCore, plan: StepPlan) -> DeviceStep:
         """Views of the memory of steps of a plan. Raises NeverFits."""
@@ -174,6 +186,10 @@ class ExternalRuns:
             raise WrongState("the step has a mask and no layer uses one; build with problems of custom_mask")
         if step.lengths.kv_len.device != self._tables.device:
             raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")
+
+
+def _unchecked() -> None:
+    """Checks nothing: the gate has found the run of the step, which may run."""
 
 
 def _verifies(core: StepCore) -> bool:

@@ -215,11 +215,12 @@ class StepMemory:
             for space, window in zip(self._space_of_kind, windows, strict=True)
         ]
         places = SparseTokens(first.row_of_token, first.position_of_token, first.counts[1:2], *longest)
-        attended = []
+        selections, attended = list[SelectedUnits | None](), []
         for kind, (selection, indexing) in enumerate(
             zip(self._selections, indexings_of(self._selections), strict=True)
         ):
             selected = None if indexing is None else self._selected(plan.shape, view, indexing, first)
+            selections.append(selected)
             tokens = selection.problem.row.tokens
             if tokens > 1:
                 pool = pools[self._pools[kind]]
@@ -239,10 +240,7 @@ class StepMemory:
             queries=plan.bounds.queries(first),
             places=places,
             attended=tuple(attended),
-            selected=tuple(
-                None if indexing is None else self._selected(plan.shape, view, indexing, first)
-                for indexing in indexings_of(self._selections)
-            ),
+            selected=tuple(selections),
             index_slots=tuple(
                 pools[space, tokens].slots if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.plan import StepPlan
@@ -93,6 +92,7 @@ class LayerCalls(Protocol):
         undo: rotates out by the negative angle of its token, for layers whose V is rotated with K (DeepSeek-V4)
         """
 
+    @abstractmethod
     def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
         """Keeps values and gates of the step's new tokens, and makes rows of them, in a layer with rows of several.
 
@@ -108,7 +108,6 @@ class LayerCalls(Protocol):
         rows:          float32 [T, head_dim + row.also], written; any strides but the last
         Raises what store() raises.
         """
-        raise BadTensor(f"layer {layer} has no state here")
 
     @abstractmethod
     def store_index(self, layer: int, k: Tensor) -> None:
@@ -149,6 +148,46 @@ class LayerCalls(Protocol):
         q, out, lse: as in attend()
         Raises what attend() raises, and WrongState if nothing was chosen in this step, or by another layer since.
         """
+
+
+class WrappedLayers(LayerCalls):
+    """The layer calls of a step, each of which goes through _call()."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        """Makes one call of the wrapped layers. name: of the method of LayerCalls, which has the other arguments"""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._call("store", layer, k, v)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        self._call("attend", layer, q, out, lse)
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        self._call("rope_and_store", layer, q, k, v, q_out, work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        self._call("rope_queries", layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        self._call("finish", layer, out, gate=gate, undo=undo)
+
+    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
+        self._call("fold", layer, values, gates, rows)
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        self._call("store_index", layer, k)
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        self._call("select", layer, q, weights)
+
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        self._call("give_selection", layer, units, counts)
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        self._call("attend_selected", layer, q, out, lse)
 
 
 class Flight:

@@ -6,20 +6,17 @@ one range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls, RunsSteps
+from rocm_attn.step.protocols import LayerCalls, RunsSteps, WrappedLayers
 
 
 class Ranges(Protocol):
@@ -65,70 +62,16 @@ class RangedSteps(Generic[Outputs]):
             self._ranges.pop()
 
 
-class RangedLayers(LayerCalls):
+class RangedLayers(WrappedLayers):
     """A step's layer calls, each in a range. A model gets it in place of the step's layers."""
 
     def __init__(self, layers: LayerCalls, ranges: Ranges) -> None:
         self._layers = layers
         self._ranges = ranges
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See `LayerCalls.store`."""
-        with self._range(f"layer {layer}: store"):
-            self._layers.store(layer, k, v)
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """See `LayerCalls.attend`."""
-        with self._range(f"layer {layer}: attend"):
-            self._layers.attend(layer, q, out, lse)
-
-    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """See `LayerCalls.rope_and_store`."""
-        with self._range(f"layer {layer}: rope and store"):
-            self._layers.rope_and_store(layer, q, k, v, q_out, work)
-
-    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """See `LayerCalls.rope_queries`."""
-        with self._range(f"layer {layer}: rope"):
-            self._layers.rope_queries(layer, q, q_out, work)
-
-    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """See `LayerCalls.finish`."""
-        with self._range(f"layer {layer}: finish"):
-            self._layers.finish(layer, out, gate=gate, undo=undo)
-
-    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
-        """See `LayerCalls.fold`."""
-        with self._range(f"layer {layer}: fold"):
-            self._layers.fold(layer, values, gates, rows)
-
-    def store_index(self, layer: int, k: Tensor) -> None:
-        """See `LayerCalls.store_index`."""
-        with self._range(f"layer {layer}: store_index"):
-            self._layers.store_index(layer, k)
-
-    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """See `LayerCalls.select`."""
-        with self._range(f"layer {layer}: select"):
-            self._layers.select(layer, q, weights)
-
-    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """See `LayerCalls.give_selection`."""
-        self._ranges.push(f"layer {layer}: give_selection")
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        self._ranges.push(f"layer {layer}: {name.replace('_', ' ')}")
         try:
-            self._layers.give_selection(layer, units, counts)
-        finally:
-            self._ranges.pop()
-
-    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """See `LayerCalls.attend_selected`."""
-        with self._range(f"layer {layer}: attend_selected"):
-            self._layers.attend_selected(layer, q, out, lse)
-
-    @contextmanager
-    def _range(self, name: str) -> Iterator[None]:
-        self._ranges.push(name)
-        try:
-            yield
+            getattr(self._layers, name)(layer, *given, **named)
         finally:
             self._ranges.pop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -22,17 +22,16 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics, Reason
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.protocols import LayerCalls, WrappedLayers
 from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
 
 
-class LayerTap(LayerCalls):
+class LayerTap(WrappedLayers):
     """Wraps the layers of a step, and copies the inputs and outputs of one layer's attention on request.
 
     around() is called before every step's first layer.
@@ -58,47 +57,12 @@ class LayerTap(LayerCalls):
         taken, self._layer, self._taken = self._taken, -1, None
         return taken
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See `LayerCalls.store`."""
-        self._layers.store(layer, k, v)
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """See `LayerCalls.attend`."""
-        self._layers.attend(layer, q, out, lse)
-        if layer == self._layer:
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        getattr(self._layers, name)(layer, *given, **named)
+        # Attention to a selection is not compared, because the reference attends to all keys.
+        if name == "attend" and layer == self._layer:
+            q, out, _ = given
             self._taken = q.clone(), out.clone()
-
-    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """See `LayerCalls.rope_and_store`."""
-        self._layers.rope_and_store(layer, q, k, v, q_out, work)
-
-    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """See `LayerCalls.rope_queries`."""
-        self._layers.rope_queries(layer, q, q_out, work)
-
-    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """See `LayerCalls.finish`."""
-        self._layers.finish(layer, out, gate=gate, undo=undo)
-
-    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
-        """See `LayerCalls.fold`."""
-        self._layers.fold(layer, values, gates, rows)
-
-    def store_index(self, layer: int, k: Tensor) -> None:
-        """See `LayerCalls.store_index`."""
-        self._layers.store_index(layer, k)
-
-    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """See `LayerCalls.select`."""
-        self._layers.select(layer, q, weights)
-
-    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """See `LayerCalls.give_selection`."""
-        self._layers.give_selection(layer, units, counts)
-
-    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """See `LayerCalls.attend_selected`. It is not compared, because the reference attends to all keys."""
-        self._layers.attend_selected(layer, q, out, lse)
 
 
 class SampledCheck(Generic[Outputs]):

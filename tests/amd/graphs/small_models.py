@@ -32,13 +32,13 @@ VOCABULARY = 50
 
 @dataclass
 class Tiny:
-    """Two layers of attention over random embeddings: every row of the output depends on all of its KV.
+    """Layers of attention over random embeddings: every row of the output depends on all of its KV.
 
     around: a test's wrapper of the layer calls of a step
     """
 
     runtime: AttentionRuntime
-    problem: Problem
+    problems: Sequence[Problem]
     embedding: Tensor
     projections: list[Tensor]
     around: Callable[[LayerCalls], LayerCalls] = lambda layers: layers
@@ -51,6 +51,7 @@ class Tiny:
         sizes: Sequence[int] = (1, 2, 4, 8),
         tokens: Sequence[int] = (1,),
         *,
+        layers: int = 1,
         max_num_seqs: int = 8,
         max_num_rows: int = 0,
         max_kv_len: int = 128,
@@ -65,10 +66,13 @@ class Tiny:
         drafts: Sequence[Drafts] = (),
         mask_keys: int = 1024,
     ) -> Tiny:
-        """Builds the model. window_left: of the second layer, which is in the SWA space if there is one"""
+        """Builds the model. window_left: of a further layer, which is in the SWA space if there is one"""
         problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
+        problems = [problem] * layers
+        if window_left != UNLIMITED_WINDOW:
+            problems.append(replace(problem, window_left=window_left))
         runtime = build_runtime(
-            [problem, replace(problem, window_left=window_left)],
+            problems,
             RuntimeOptions(
                 num_pages=num_pages,
                 swa_pages=swa_pages,
@@ -86,13 +90,18 @@ class Tiny:
             ),
             device=device,
         )
-        for layer in range(2):
+        for layer in range(len(problems)):
             # Not NaN: wrong graphs read this, and Triton's interpreter stops at NaN where a GPU program would continue.
             runtime.pool.layer(layer).k[1:] = 100.0
             runtime.pool.layer(layer).v[1:] = 100.0
         generator = torch.Generator().manual_seed(3)
-        weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in range(2)]
-        return cls(runtime, problem, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
+        weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in problems]
+        return cls(runtime, problems, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
+
+    @property
+    def problem(self) -> Problem:
+        """The first layer's."""
+        return self.problems[0]
 
     def runner(self, *, graphs: bool = True, **more: Any) -> StepRunner[Tensor]:
         """Returns a runner of the model. more: arguments of StepRunner"""
@@ -180,7 +189,7 @@ class Requests:
 
     def stored(self) -> list[Tensor]:
         """Returns K and V of every layer and request, [kv_len, kv_heads, 16]."""
-        layers = [self.runtime.pool.layer(layer) for layer in range(2)]
+        layers = [self.runtime.pool.layer(layer) for layer in range(len(self.runtime.core.layers))]
         return [
             side.read(torch.from_numpy(self.runtime.table.pages_of(row)).to(self.runtime.device)).flatten(0, 1)[:kv_len]
             for row, kv_len in zip(self.rows, self.kv_len, strict=True)
@@ -227,11 +236,24 @@ def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-class Forgetful:
+class WrappedRecorder:
+    """A recorder that is another one, except in the methods of a subclass."""
+
+    def __init__(self, inner: Recorder) -> None:
+        self._inner = inner
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        return self._inner.record(fn)
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+class Forgetful(WrappedRecorder):
     """A recorder whose graphs lack one of the launches around attention; its warm-ups do not."""
 
     def __init__(self, inner: Recorder, runtime: AttentionRuntime, launch: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._runtime = runtime
         self._launch = launch
         self._recorded_run = 2 if runtime.device.type == "cpu" else TorchRecorder.WARM_UPS + 1
@@ -248,9 +270,6 @@ class Forgetful:
         assert runs == self._recorded_run
         return recorded
 
-    def release_memory(self) -> None:
-        self._inner.release_memory()
-
     def _without_launch(self, fn: Callable[[], Any]) -> Any:
         core = self._runtime.core
         ops, launches_alone = core.ops, core.layers._launches_alone
@@ -263,18 +282,12 @@ class Forgetful:
             core.layers._launches_alone = launches_alone
 
 
-class Lazy:
+class Lazy(WrappedRecorder):
     """A recorder whose graphs do nothing after their first replay."""
-
-    def __init__(self, inner: Recorder) -> None:
-        self._inner = inner
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
         recording, outputs = self._inner.record(fn)
         return _OnceOnly(recording), outputs
-
-    def release_memory(self) -> None:
-        self._inner.release_memory()
 
 
 class _OnceOnly:

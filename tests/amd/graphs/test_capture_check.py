@@ -138,7 +138,7 @@ def test_the_kv_of_requests_is_the_same_with_and_without_a_check(
         busy.run(runner, [1, 1])
         assert bool(runner.counters.graphs_off) == (graphs and planted in PLANTED)
         stored.append([kv for requests in (idle, busy) for kv in requests.stored()])
-        assert not any(tiny.runtime.pool.layer(layer).k[RESERVED_PAGE].any() for layer in range(2))
+        assert not any(tiny.runtime.pool.layer(layer).k[RESERVED_PAGE].any() for layer in range(len(tiny.problems)))
     assert same(*stored)
 
 

@@ -39,7 +39,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
     report = tiny.runner().capture_all()
     runtime = tiny.runtime
     plan = plan_capture(
-        [tiny.problem, tiny.problem],
+        tiny.problems,
         runtime.target,
         RuntimeOptions(
             max_num_seqs=8,
@@ -107,7 +107,8 @@ def test_drafts_of_many_branches_take_little_at_long_contexts(
     page_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """512 sequences of 128k tokens, 8 branches, 4 steps: page lists per branch and step would take 17 GB."""
-    arguments = ["--arch", "gfx942", "--max-batch-size", "512", "--page-size", str(page_size), "--drafts", "8x4"]
+    sizes = ["--max-batch-size", "512", "--capture-sizes", "512"]
+    arguments = ["--arch", "gfx942", *sizes, "--page-size", str(page_size), "--drafts", "8x4"]
     assert main(["capture-plan", config_file(tmp_path), *arguments, "--json"]) == DONE
     plan = json.loads(capsys.readouterr().out)
     assert 0 < plan["draft_bytes"] < 100 << 20

@@ -138,14 +138,14 @@ def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.de
     report = runner.capture_all()
     assert (report.skipped, report.graphs_off) == ({}, "")
     options = tiny.runtime.options
-    plan = plan_capture([tiny.problem] * 2, tiny.runtime.target, options)
+    plan = plan_capture(tiny.problems, tiny.runtime.target, options)
     shapes = [bucket.key.shape for bucket in report.buckets]
     assert shapes == [bucket.shape for bucket in plan.buckets]
     drafts = [shape for shape in shapes if shape.drafts == TREE]
     assert drafts == list(draft_shapes(tiny.runtime.padding))
     held = {name: tensor.nbytes for name, tensor in tiny.runtime.core.memory.sealed_tensors().items()}
     assert held == {part.name: part.num_bytes for part in plan.parts if part.name in held}
-    without = plan_capture([tiny.problem] * 2, tiny.runtime.target, replace(options, drafts=()))
+    without = plan_capture(tiny.problems, tiny.runtime.target, replace(options, drafts=()))
     assert plan.draft_bytes == plan.num_bytes - without.num_bytes > 0
     assert without.draft_bytes == 0
 
@@ -173,7 +173,7 @@ def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device:
             for kind, kernel in selection.kernels.items()
         }
         selections.append(replace(selection, kernels=kernels))
-    problems = [tiny.problem] * 2
+    problems = tiny.problems
     kinds = LayerKinds.of(problems, options.spaces(problems), selections)
     runtime = AttentionRuntime(kinds, options, device=device, guards=tiny.runtime.guards)
     tiny = replace(tiny, runtime=runtime)

@@ -16,20 +16,20 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.step import Part
-from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
 
 CPU = torch.device("cpu")
 
 
-class Fails:
+class Fails(WrappedRecorder):
     """A recorder that raises instead of its first recordings, after running the function once."""
 
     def __init__(self, error: BaseException, times: int = 1_000_000) -> None:
-        self._inner: Recorder = recorder_for(CPU)
+        super().__init__(recorder_for(CPU))
         self._error = error
         self._left = times
 
@@ -39,9 +39,6 @@ class Fails:
             fn()
             raise self._error
         return self._inner.record(fn)
-
-    def release_memory(self) -> None:
-        self._inner.release_memory()
 
 
 def long_model() -> Tiny:

@@ -25,7 +25,7 @@ from rocm_attn.machine.target import target_elsewhere
 from rocm_attn.problem import PoolKind
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
-from tests.amd.graphs.small_models import Tiny
+from tests.amd.graphs.small_models import Tiny, WrappedRecorder
 from tests.amd.worlds.problems import providers
 
 OPTIONS = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "capture_sizes": [1, 4], "capture_tokens": [4, 8]}
@@ -55,19 +55,17 @@ def nodes_of(recording: Recording) -> int:
     return count.value
 
 
-class Counting:
+class Counting(WrappedRecorder):
     """A recorder that counts the nodes of what it records."""
 
     def __init__(self, inner: Recorder) -> None:
-        self.inner, self.nodes = inner, list[int]()
+        super().__init__(inner)
+        self.nodes = list[int]()
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
-        recording, outputs = self.inner.record(fn)
+        recording, outputs = self._inner.record(fn)
         self.nodes.append(nodes_of(recording))
         return recording, outputs
-
-    def release_memory(self) -> None:
-        self.inner.release_memory()
 
 
 class OnlyAttention:
@@ -103,14 +101,14 @@ def test_the_nodes_that_are_predicted_are_those_of_the_graphs_that_are_made(
     provider: str, mode: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", KeptGraph)
-    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), **mode)
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), layers=2, **mode)
     model, recorder = OnlyAttention(tiny), Counting(recorder_for(device))
     runner = StepRunner(tiny.runtime, model.forward, recorder, draft=model.draft if "drafts" in mode else None)
     report = runner.capture_all()
     assert not report.skipped
     assert not report.graphs_off
     options = RuntimeOptions(provider=provider, **OPTIONS, **{k: mode[k] for k in mode if k != "custom_mask"})  # type: ignore[arg-type]
-    counter = NodeCounter([tiny.problem] * 2, tiny.runtime.target, options)
+    counter = NodeCounter(tiny.problems, tiny.runtime.target, options)
     made = {bucket.key.shape: nodes for bucket, nodes in zip(report.buckets, recorder.nodes, strict=True)}
     predicted = {shape: counter.nodes(shape) for shape in made}
     assert {shape: nodes.total for shape, nodes in predicted.items()} == made

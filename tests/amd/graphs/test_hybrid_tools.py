@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ STEPS = [[9, 14, 6], [1, 1, 1], [5, 3], [1, 1, 1], [1, 8, 1], [20, 1, 1], [1, 1]
 
 def hybrid(device: torch.device, provider: str) -> tuple[Tiny, list[Problem]]:
     tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16), window_left=WINDOW, swa_pages=60)
-    return tiny, [tiny.problem, replace(tiny.problem, window_left=WINDOW)]
+    return tiny, list(tiny.problems)
 
 
 @each_provider

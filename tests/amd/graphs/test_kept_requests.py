@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def kept_values(runtime: AttentionRuntime, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[torch.Tensor]:
     """Returns copies of K and V of kept pages in every layer."""
     values = []
-    for layer in range(2):
+    for layer in range(len(runtime.core.layers)):
         space = runtime.pool.space_of_layer(layer)
         pages = torch.from_numpy(runtime.table.kept.pages(ids, space)).long().to(runtime.device)
         values += [side[pages].clone() for side in (runtime.pool.layer(layer).k, runtime.pool.layer(layer).v)]

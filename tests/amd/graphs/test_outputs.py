@@ -216,7 +216,7 @@ def test_the_sampled_check_compares_every_leaf(wrong: bool) -> None:
         return tiny.forward(step), PerToken(step.token_ids.float() + float(wrong and runs == 2))
 
     runner = StepRunner(tiny.runtime, forward, None)
-    checked = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
+    checked = SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=1)
     requests = tiny.admitted(2)
     rows, tokens = checked.run(requests.batch([3, 2]))
     assert (rows.shape, tokens.tensor.shape) == ((2, 96), (5,))

@@ -34,7 +34,7 @@ class Timeline:
 def test_a_step_and_its_layers_are_ranges(graphs: bool, provider: str, device: torch.device) -> None:
     outs, timeline = [], Timeline()
     for ranged in (False, True):
-        tiny = Tiny.build(device, provider, [4])
+        tiny = Tiny.build(device, provider, [4], layers=2)
         runner = tiny.runner(graphs=graphs)
         if ranged:
             tiny.around = lambda layers: RangedLayers(layers, timeline)

@@ -40,7 +40,7 @@ class OffByALittle(LayerTap):
 
 def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> SampledCheck:
     """Returns a sampled check of a tiny model."""
-    return SampledCheck(runner, tiny.runtime, [tiny.problem, tiny.problem], tap, every=every)
+    return SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=every)
 
 
 def compared(check: SampledCheck) -> tuple[int, int, int, int, str]:
@@ -92,7 +92,7 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
 
 @pytest.mark.parametrize("wrong_layer", [0, 1])
 def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider)
+    tiny = Tiny.build(device, provider, layers=2)
     wrong, tap = OffByALittle(wrong_layer), LayerTap()
     tiny.around = lambda layers: tap.around(wrong.around(layers))
     check = checked(tiny, tiny.runner(graphs=False), tap)
@@ -141,7 +141,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     reserved: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
     """The first step has the sound state; then forward writes to reserved places."""
-    tiny = Tiny.build(device, provider)
+    tiny = Tiny.build(device, provider, layers=2)
     tap = LayerTap()
     tiny.around = tap.around
     table, pages = tiny.runtime.table.full.entries, tiny.runtime.pool.layer(1)

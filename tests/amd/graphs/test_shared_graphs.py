@@ -20,7 +20,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata
-from tests.amd.graphs.small_models import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny, WrappedRecorder
 from tests.amd.worlds.problems import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -120,11 +120,11 @@ def test_without_room_for_probe_requests_the_steps_own_groups_are_tried(provider
     assert torch.equal(rows, runner.run_eagerly(batch))
 
 
-class _FreezesGroups:
+class _FreezesGroups(WrappedRecorder):
     """A recorder whose graphs keep the previous step's starts of groups."""
 
     def __init__(self, inner: Recorder, patch: pytest.MonkeyPatch) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._patch = patch
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
@@ -138,9 +138,6 @@ class _FreezesGroups:
         with self._patch.context() as patch:
             patch.setattr(metadata, "_write_groups", write_groups)
             return self._inner.record(fn)
-
-    def release_memory(self) -> None:
-        self._inner.release_memory()
 
 
 def test_a_graph_that_freezes_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

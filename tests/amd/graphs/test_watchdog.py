@@ -18,7 +18,7 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, RunsSteps
 from rocm_attn.watch.watched_steps import WatchedSteps
-from tests.amd.graphs.small_models import Tiny, same, serve
+from tests.amd.graphs.small_models import Tiny, WrappedRecorder, same, serve
 from tests.amd.worlds.problems import providers
 
 SECONDS = 0.05
@@ -60,11 +60,11 @@ def reports(tmp_path: Path) -> Iterator[Reports]:
         yield Reports(stream)
 
 
-class Slow:
+class Slow(WrappedRecorder):
     """A recorder that hangs until it has been reported, or does not hang without a watchdog."""
 
     def __init__(self, inner: Recorder, reports: Reports, *, is_watched: bool) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._reports = reports
         self._is_watched = is_watched
 
@@ -72,9 +72,6 @@ class Slow:
         if self._is_watched:
             self._reports.wait_for("and its check has not finished")
         return self._inner.record(fn)
-
-    def release_memory(self) -> None:
-        self._inner.release_memory()
 
 
 class SlowSteps:

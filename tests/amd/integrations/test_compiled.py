@@ -99,7 +99,7 @@ def compilable(model: Tiny, work: QkvWork) -> Callable[[Part], Tensor]:
 def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     backend: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
-    model, work = Tiny.build(device, provider), work_of(device)
+    model, work = Tiny.build(device, provider, layers=2), work_of(device)
     eager = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime, SHORT)
     recorder = recorder_for(device) if graphs else None
     runner = StepRunner(model.runtime, compile_forward(compilable(model, work), backend=backend), recorder)
@@ -109,14 +109,14 @@ def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
 
 @pytest.mark.fast(interpreted=0)
 def test_the_operations_by_themselves_give_the_bits_of_the_layers(provider: str, device: torch.device) -> None:
-    model, work = Tiny.build(device, provider), work_of(device)
+    model, work = Tiny.build(device, provider, layers=2), work_of(device)
     layers = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime)
     assert same(layers, serve(StepRunner(model.runtime, compilable(model, work), None), model.runtime))
 
 
 @pytest.mark.nightly
 def test_both_halves_of_a_split_step_find_their_own_tokens(provider: str, device: torch.device) -> None:
-    model, work = Tiny.build(device, provider, split_steps=True), work_of(device)
+    model, work = Tiny.build(device, provider, layers=2, split_steps=True), work_of(device)
     outs = []
     for forward in (eager_forward(model, work), compile_forward(compilable(model, work), backend="aot_eager")):
         requests = Requests(model.runtime)
@@ -156,7 +156,7 @@ def rows(step: Part, heads: int) -> Tensor:
 
 def test_a_part_of_a_table_is_not_taken_for_all_of_it(provider: str, device: torch.device) -> None:
     """Both begin at one address."""
-    model, work = Tiny.build(device, provider), work_of(device)
+    model, work = Tiny.build(device, provider, layers=2), work_of(device)
     step, calls = running(model)
     q, whole = rows(step, 6), work.rope
     assert whole is not None
@@ -168,7 +168,7 @@ def test_a_part_of_a_table_is_not_taken_for_all_of_it(provider: str, device: tor
 
 
 def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device: torch.device) -> None:
-    model, work = Tiny.build(device, provider), work_of(device)
+    model, work = Tiny.build(device, provider, layers=2), work_of(device)
     step, _ = running(model)
     found = operations_of(compilable(model, work), step)
     assert found == ["store", "attend", "rope_and_store", "attend", "finish"]
@@ -177,7 +177,7 @@ def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device:
 @pytest.mark.fast(interpreted=0)
 def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) -> None:
     """This includes compiled code, which could otherwise read the tokens of the previous step."""
-    model = Tiny.build(device, provider)
+    model = Tiny.build(device, provider, layers=2)
     requests, calls = Requests(model.runtime), compiled_layers(model.runtime)
     requests.admit(2)
 
@@ -204,7 +204,7 @@ def checked(operation: Any, *args: Any) -> None:
 
 @pytest.mark.fast(interpreted=0)
 def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
-    model = Tiny.build(device, provider)
+    model = Tiny.build(device, provider, layers=2)
     step, calls = running(model)
     q, k, v, out = rows(step, 6), rows(step, 2), rows(step, 2) * 2, torch.zeros_like(rows(step, 6))
     lse, end = torch.zeros_like(q[..., 0]), (calls.number, 0, 1)
@@ -227,7 +227,7 @@ def test_graphs_are_cut_at_every_operation_that_there_is() -> None:
 @pytest.mark.fast(interpreted=0)
 def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, device: torch.device) -> None:
     """Cut as engines cut it, the pieces equal the whole."""
-    model, work = Tiny.build(device, provider), work_of(device)
+    model, work = Tiny.build(device, provider, layers=2), work_of(device)
     step, _ = running(model)
     want = eager_forward(model, work)(step)
     kinds: list[bool] = []
@@ -257,7 +257,7 @@ def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, 
 
 @pytest.mark.fast(interpreted=0)  # left out under the interpreter by day: the shared part is torch's code
 def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
-    models, work = [Tiny.build(device, provider) for _ in range(2)], work_of(device)
+    models, work = [Tiny.build(device, provider, layers=2) for _ in range(2)], work_of(device)
     models[1].projections[0] *= 2
     want = [
         serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime, SHORT) for model in models
@@ -276,7 +276,7 @@ def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider:
 
 
 def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: str, device: torch.device) -> None:
-    model = Tiny.build(device, provider)
+    model = Tiny.build(device, provider, layers=2)
     step, calls = running(model)
     forward = compile_forward(lambda k: calls.store(0, k, k), backend="eager")
     k = rows(step, 2)
@@ -290,7 +290,7 @@ def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: st
 
 
 def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, device: torch.device) -> None:
-    model = Tiny.build(device, provider)
+    model = Tiny.build(device, provider, layers=2)
     step, calls = running(model)
     q, k = rows(step, 6), rows(step, 2)
     with pytest.raises(BadTensor, match="layer 2 does not exist"):
@@ -305,7 +305,7 @@ def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, de
 
 
 def test_a_table_of_angles_that_grows_where_it_lies_is_read_whole(device: torch.device) -> None:
-    model, work = Tiny.build(device, "torch"), work_of(device)
+    model, work = Tiny.build(device, "torch", layers=2), work_of(device)
     assert work.rope is not None
     called = compiled._called[compiled_layers(model.runtime).number]
     norms, (cos_sin, *of_table) = compiled._flat(work), compiled._flat_rope(work.rope)

@@ -30,7 +30,7 @@ from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from rocm_lab.bench.machine import commit
 from tests.amd.random_calls.__main__ import prepare
-from tests.amd.random_calls.pairs import run_triples
+from tests.amd.random_calls.pairs import is_found
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
@@ -89,7 +89,7 @@ def found_by_drivers(guard: str, seeds: int, seconds: float, device: torch.devic
     for seed in range(seeds):
         if time.monotonic() - started > seconds:
             break
-        if run_triples(seed, device, guards).findings and not alone(_finds, seed, device):
+        if is_found(seed, device, guards) and not alone(_finds, seed, device):
             return seed
     return None
 
@@ -97,7 +97,7 @@ def found_by_drivers(guard: str, seeds: int, seconds: float, device: torch.devic
 def _finds(seed: int, device: torch.device) -> bool:
     """True if the tester has findings with all safeguards on."""
     prepare(device)
-    return bool(run_triples(seed, device, Guards()).findings)
+    return is_found(seed, device, Guards())
 
 
 def alone(function: Callable[..., _T], *arguments: object) -> _T:

@@ -22,7 +22,7 @@ from tests.amd.random_calls.verbs import VERBS, clear, prefill, settle
 
 LAST_CALLS = 10
 # Every run has one part of the pairs, in which each call comes first and second; the night has the others.
-PARTS = 10
+PARTS = 20
 SEQUENCES_OF_A_SEED = 12
 # A new scene then undoes what verbs leave for good, such as a seal.
 SEQUENCES_OF_A_SCENE = 60
@@ -87,25 +87,46 @@ def drive(
 
     guards: not given, those of the environment
     """
-    findings: list[str] = []
     counts = {"sequences": 0}
+    return Outcome(tuple(findings_of(side, kind, sequences, seed, device, guards, counts)), counts)
+
+
+def findings_of(
+    side: Side,
+    kind: str,
+    sequences: Sequence[Sequence_],
+    seed: int,
+    device: torch.device,
+    guards: Guards | None,
+    counts: dict[str, int],
+) -> Iterator[str]:
+    """Does the same as `drive`, and yields each finding when it is made. counts: is added to"""
     for scene, its in _scenes(side, kind, sequences, seed, device, guards):
         for verbs in its:
             counts["sequences"] += 1
             finding = _run(side, scene, verbs)
             if finding:
                 calls = "; ".join(scene.log[-LAST_CALLS:])
-                findings.append(f"{kind}, {' > '.join(verbs)}: {finding} | after: {calls}")
+                yield f"{kind}, {' > '.join(verbs)}: {finding} | after: {calls}"
                 break
         for what, count in scene.counts.items():
             counts[f"calls {what}"] = counts.get(f"calls {what}", 0) + count
-    return Outcome(tuple(findings), counts)
 
 
 def run_triples(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
     """The sequences of a seed: every third one's are an engine's."""
+    counts = {"sequences": 0}
+    return Outcome(tuple(findings_of(*_of_seed(seed), seed, device, guards, counts)), counts)
+
+
+def is_found(seed: int, device: torch.device, guards: Guards) -> bool:
+    """True if the sequences of a seed have a finding; the first one ends them."""
+    return any(findings_of(*_of_seed(seed), seed, device, guards, {"sequences": 0}))
+
+
+def _of_seed(seed: int) -> tuple[Side, str, list[Sequence_]]:
     side, number = (ENGINE, seed // 3) if seed % 3 == 2 else (SERVER, seed - seed // 3)
-    return drive(side, side.kinds[number % len(side.kinds)], side.triples(seed), seed, device, guards)
+    return side, side.kinds[number % len(side.kinds)], side.triples(seed)
 
 
 def _scenes(

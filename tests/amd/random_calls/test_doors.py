@@ -34,11 +34,11 @@ NOT_DRIVEN: dict[str, str] = {
     **dict.fromkeys(("HybridKVPool", "LayerPages", "DeviceStep", "ExternalGate", "AdoptedTables.note_copies"), _GATE),
     **{
         f"{layers}.{name}": _SELECTS
-        for layers in ("StepLayers", "CompiledLayers", "ExternalLayers")
+        for layers in ("StepLayers", "CompiledLayers", "WrappedLayers")
         for name in ("select", "store_index", "give_selection", "attend_selected")
     },
     "AdoptedPages.index": _SELECTS,
-    **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "LayerCalls.fold", "AdoptedPages.state"), _FOLDS),
+    **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
     **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states"), _VALUES),
     "load_model": _SERVER,

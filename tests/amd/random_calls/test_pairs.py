@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.random_calls.pairs import ENGINE, PARTS, SERVER, Side, drive, run_triples
+from tests.amd.random_calls.pairs import ENGINE, PARTS, SERVER, Side, drive, is_found, run_triples
 from tests.amd.random_calls.setting import DRAWN
 
 PAIRS = [*((SERVER, kind) for kind in SERVER.kinds), *((ENGINE, kind) for kind in ENGINE.kinds)]
@@ -62,4 +62,4 @@ ENGINES = {
 def test_a_safeguard_that_is_off_is_found_within_sixty_seeds(guard: str, finds: int, device: torch.device) -> None:
     """finds: a seed that has found it before, and is tried first; every third one's calls are those of an engine"""
     guards, seeds = Guards().without(guard), range(2, 60, 3) if guard in ENGINES else range(60)
-    assert any(run_triples(seed, device, guards).findings for seed in (finds, *seeds))
+    assert any(is_found(seed, device, guards) for seed in (finds, *seeds))

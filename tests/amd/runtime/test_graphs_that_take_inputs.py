@@ -36,7 +36,7 @@ from tests.amd.worlds.world import Request, World, is_right
 pytestmark = pytest.mark.fast(interpreted=0)
 
 CPU = torch.device("cpu")
-NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 4096
+NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 1024
 
 
 class Going:
@@ -51,17 +51,17 @@ class Going:
         self.problem = small_problem(window_left=window)
         # One bucket of lengths.
         options = RuntimeOptions(
-            num_pages=4096,
+            num_pages=1024,
             max_num_seqs=PADDED,
             max_kv_len=MAX_KV_LEN,
             provider="torch",
             capture_sizes=sizes,
-            swa_pages=0 if window == UNLIMITED_WINDOW else 4096,
+            swa_pages=0 if window == UNLIMITED_WINDOW else 1024,
         )
         self.runtime = build_runtime([self.problem], options, device=CPU)
         self.runner = StepRunner(self.runtime, self._forward, recorder_for(CPU), check=NO_CHECK, flight=flight)
         self.rows = np.array([self.runtime.table.admit() for _ in range(NUM_SEQS)], np.int32)
-        self.kv_len = np.array([2060, 2050, 2070], np.int32)
+        self.kv_len = np.array([524, 514, 534], np.int32)
         self.runtime.table.reserve_all(self.rows, self.kv_len)
         self.runtime.table.mark_stored(self.rows, self.kv_len)
         self.number = 0
@@ -149,7 +149,7 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: l
     ran.clear()
     ones = np.ones(NUM_SEQS, np.int32)
     with pytest.raises(BadBatch, match=r"but row \d+ has room for \d+ tokens; call reserve"):
-        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, ones, NO_TOKEN_IDS))
+        served.runner.run(StepBatch(served.rows, served.kv_len + 200, ones, NO_TOKEN_IDS))
     assert not ran  # it has raised
     batch = served.batch()
     served.runtime.step(batch)

@@ -106,7 +106,7 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
         tap = LayerTap()
         tiny.around = tap.around
         runner = tiny.runner()
-        check = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
+        check = SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=1)
         results.append(serve(check, tiny.runtime, SERVED))
         counters = check.counters
         assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), (

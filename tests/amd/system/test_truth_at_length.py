@@ -6,7 +6,6 @@ Sequences of 2k, 6k, 10k, 40k and 84k tokens, in chunks of more than 8,192, over
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,13 +16,10 @@ from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
+from rocm_attn.truth.check import TruthPlan, TruthReport
 from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
-from tests.amd.system.test_truth import offsets_wrap_at, reading, select_once
+from tests.amd.system.test_truth import coded, offsets_wrap_at, reading, select_once, truth, wide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,28 +41,9 @@ LAYERS = {
 }
 
 
-def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN, scales: Scales = Scales.TOKEN) -> Problem:
-    """Returns the layer with K and V and index keys in eight bits; those have a scale per key."""
-    indexer = problem.indexer
-    if isinstance(indexer, Indexer):
-        indexer = replace(indexer, key_encoding=encoding, key_scales=Scales.TOKEN)
-    return replace(problem, kv_encoding=encoding, kv_scales=scales, indexer=indexer)
-
-
-def over_large_pages(problem: Problem, plan: TruthPlan) -> TruthPlan:
-    """Returns the plan over K pages of 4.5 GiB."""
-    form = problem.page_format
-    page_bytes = max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize
-    return replace(plan, num_pages=(9 << 29) // page_bytes)
-
-
 def found(problem: Problem, device: torch.device, plan: TruthPlan = PLAN, guards: Guards | None = None) -> TruthReport:
-    """Returns the report on the needles of a layer."""
-
-    def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
-        return build_runtime(layers, options, device=device, guards=guards)
-
-    report = NeedleCheck([problem], over_large_pages(problem, plan), build).run()
+    """Returns the report on the needles of a layer over large pages."""
+    report = truth([problem], device, wide(problem, plan), guards)
     assert report.pool_bytes > 4 << 30
     return report
 
@@ -166,7 +143,7 @@ def test_a_stale_selection_shows_at_every_length(device: torch.device, monkeypat
 
 
 def test_offsets_of_32_bits_show_at_every_length(device: torch.device) -> None:
-    wraps_at = wrapping_pages([DENSE], over_large_pages(DENSE, PLAN).num_pages)[-1]
+    wraps_at = wrapping_pages([DENSE], wide(DENSE, PLAN).num_pages)[-1]
     guards = offsets_wrap_at(wraps_at, page_size=DENSE.page_size)
     report = found(DENSE, device, replace(PLAN, graphs=False), guards)
     assert_missed_at_every_length(report)

@@ -113,7 +113,12 @@ def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None
 
 def test_launches_of_a_call_come_in_their_order() -> None:
     q, kernel = rows(), Kernel(("q",))
-    calls, call = calls_after(lambda: [launch(kernel, (programs,), q) for programs in (1, 2, 3)], q)
+
+    def launches() -> None:
+        for programs in (1, 2, 3):
+            launch(kernel, (programs,), q)
+
+    calls, call = calls_after(launches, q)
     assert made_again(calls, call)
     assert [ran[0] for ran in kernel.ran] == [1, 2, 3]
 

@@ -11,9 +11,8 @@ def torch_failure(error: BaseException) -> str:
         return "torch is not installed; install the build for your GPU, or for CPUs, and run rocm-attn doctor"
     if not isinstance(error, ImportError | OSError | RuntimeError | AttributeError):
         return ""
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    importing = [number for number, name in enumerate(modules) if name == "importlib._bootstrap"]
-    if not importing or not any(name == "torch" or name.startswith("torch.") for name in modules[importing[0] :]):
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
+    if "torch" not in {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}:
         return ""
     return f"torch cannot be imported ({first_line(error)}); rocm-attn doctor says what is wrong with it"
 

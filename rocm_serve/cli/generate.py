@@ -38,7 +38,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
-from rocm_serve.speculation.engines import require_drafter
+from rocm_serve.speculation.methods import require_drafter
 
 _HEADER_COLUMNS = 76
 

@@ -18,14 +18,11 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import load_model
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import ONE_RANK
-from rocm_serve.speculation.engines import require_drafter
 
 
 @contextmanager
 def ready_engine(start: EngineStart) -> Iterator[Engine | RankedEngine]:
     """Yields an engine that has its graphs. Raises RocmAttnError."""
-    # Wrong words are refused before weights are read, which takes a minute.
-    require_drafter(start.options.speculative)
     device = device_named(start.device)
     if start.num_ranks > 1 and device.index is not None:
         raise BadSetting(

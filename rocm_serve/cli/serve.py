@@ -27,6 +27,7 @@ from rocm_serve.server.address import bind
 from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.traces import otlp_traces
+from rocm_serve.speculation.methods import require_drafter
 
 
 def run(options: argparse.Namespace) -> None:
@@ -37,6 +38,7 @@ def run(options: argparse.Namespace) -> None:
     traces = [otlp_traces(name)] if settings.traces else []
     template = _template(settings)
     engine_options = EngineOptions(**{name: getattr(options, name) for name in ON_SERVE})
+    require_drafter(engine_options.speculative)
     with bind(settings) as bound:
         place = str(find_model(options.model))
         start = EngineStart(options.model, place, engine_options, options.device, options.dtype, options.tp)

@@ -48,13 +48,6 @@ class NoWeights:
 Drafting = NoWeights | LoadedModel | EagleWeights
 
 
-def require_drafter(speculative: str) -> None:
-    """Raises BadModel if the option names a model that is not there. Reads no weights."""
-    kind, colon, path = speculative.partition(":")
-    if colon and (kind + colon, path) not in ((EAGLE, SEEDED), (EAGLE, SEEDED3)):
-        find_model(path)
-
-
 def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     """Reads the weights of the drafter, before the model's pool is sized. Raises BadModel, BadSetting."""
     if options.speculative in (OFF, NGRAM):

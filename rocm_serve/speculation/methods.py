@@ -1,8 +1,9 @@
-"""Speculation methods, as options name them. Only the standard library is imported: --help does not wait for torch."""
+"""Speculation methods, as options name them. No torch is imported: --help does not wait for it."""
 
 from __future__ import annotations
 
 from rocm_attn.errors import BadSetting
+from rocm_serve.models.places import find_model
 
 OFF = "off"
 NGRAM = "ngram"
@@ -23,3 +24,10 @@ def require_method(name: str) -> None:
             f"has the same tokens (a directory, a .gguf file or a name), {EAGLE}HEAD with the directory of an "
             f"EAGLE head, {EAGLE}{SEEDED} or {EAGLE}{SEEDED3}"
         )
+
+
+def require_drafter(speculative: str) -> None:
+    """Raises BadModel if the option names a model that is not there. Reads no weights."""
+    kind, colon, path = speculative.partition(":")
+    if colon and (kind + colon, path) not in ((EAGLE, SEEDED), (EAGLE, SEEDED3)):
+        find_model(path)

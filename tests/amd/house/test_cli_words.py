@@ -69,14 +69,18 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
         ("--model", "/nowhere", "--dtype", "float32"),
     ],
 )
-@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize(("command", "reads"), [("generate", "load_model"), ("serve", "EngineProcess")])
 def test_words_are_checked_before_weights_are_read(
-    command: str, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    reads: str,
+    wrong: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def loads(*given: object, **options: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(f"rocm_serve.cli.{command}.load_model", loads)
+    monkeypatch.setattr(f"rocm_serve.cli.{command}.{reads}", loads)
     prompts, port = (["x"], []) if command == "generate" else ([], ["--port", "0"])
     assert main([command, *wrong, *port, *prompts]) == BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
@@ -145,9 +149,10 @@ def with_torch(state: str, folder: Path, *arguments: str) -> subprocess.Complete
 
 
 @pytest.mark.parametrize("state", list(TORCHES))
-@pytest.mark.parametrize("command", ["explain", "kernels"])
+@pytest.mark.parametrize("command", ["explain", "kernels", "serve"])
 def test_without_torch_a_command_answers_with_one_sentence(state: str, command: str, tmp_path: Path) -> None:
-    words = (config_file(tmp_path, LLAMA), "--arch", "gfx942") if command == "explain" else ()
+    explained = (config_file(tmp_path, LLAMA), "--arch", "gfx942")
+    words = {"explain": explained, "serve": ("--model", str(tmp_path), "--port", "0")}.get(command, ())
     done = with_torch(state, tmp_path, command, *words)
     assert (done.returncode, done.stdout) == (FAILED, "")
     (line,) = done.stderr.splitlines()

@@ -130,6 +130,18 @@ class LayerCalls(Protocol):
         Raises BadBatch if index keys are needed that were never stored.
         """
 
+    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Chooses once more, by other queries, among the blocks that the layer's select() has left in this step.
+
+        The blocks are those of Indexing.candidate_blocks. The selection takes the place of the one before; the blocks
+        stay for further choices. DeepSeek-V4.1's layers 24, 28, 32 and 36 choose this way among the rows of layer 20.
+
+        q, weights: as in select()
+        Raises what select() raises, BadTensor for a layer that leaves no blocks, and WrongState if it has left none in
+        this step, or another layer has since.
+        """
+        raise BadTensor(f"layer {layer} leaves no blocks to choose among here")
+
     @abstractmethod
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         """Replaces select(): copies units that the caller has chosen, for a layer that has an indexer.
@@ -182,6 +194,9 @@ class WrappedLayers(LayerCalls):
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         self._call("select", layer, q, weights)
+
+    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        self._call("select_among", layer, q, weights)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         self._call("give_selection", layer, units, counts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
@@ -30,6 +31,7 @@ from tests.amd.worlds.compressed import (
     SPARSE,
     WINDOW,
     CompressedWorld,
+    Drawn,
     batch_of,
     layers,
 )
@@ -54,6 +56,34 @@ def test_a_window_and_rows_share_one_softmax_and_one_sink(
         world.step([first, second], [1, 1])
     world.step([second], [13])
     assert not graphs or world.runner.counters.replays > 0
+
+
+def bits_of(world: CompressedWorld, story: Drawn, chunks: list[int], neighbours: list[int]) -> list[Tensor]:
+    """The outputs of a story's tokens in both layers, computed in chunks beside a request of as many other tokens."""
+    request, other = world.admit(), world.admit()
+    found: list[list[Tensor]] = [[], []]
+    first = 0
+    for new, beside in zip(chunks, neighbours, strict=True):
+        others = [(other, Drawn.of(beside, world.generator))] if beside else []
+        both = [*others, (request, story.part(first, first + new))]
+        world.step([each for each, _ in both], [len(drawn.q) for _, drawn in both], [drawn for _, drawn in both])
+        for of_layer, layer in zip(found, (SPARSE, ALL), strict=True):
+            of_layer.append(world.out[layer][beside : beside + new].cpu().clone())
+        first += new
+    return [torch.cat(of_layer) for of_layer in found]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("triton" not in providers(), reason="only Triton's kernels attend to rows deterministically")
+def test_the_bits_of_a_deterministic_token_depend_on_nothing_but_its_sequence(device: torch.device) -> None:
+    """A prompt of 13 tokens at once, and in chunks that end within rows, beside another request."""
+    story = Drawn.of(13, torch.Generator().manual_seed(3))
+    whole, cut = (
+        bits_of(CompressedWorld.build(device, "triton", deterministic=True), story, chunks, neighbours)
+        for chunks, neighbours in (([13], [0]), ([11, 2], [2, 0]))
+    )
+    for one, other in zip(whole, cut, strict=True):
+        assert one.equal(other)
 
 
 @both_ways
@@ -216,6 +246,16 @@ def test_kernels_of_single_tokens_refuse_rows_of_several() -> None:
     with pytest.raises(Unsupported) as refusal:
         select(replace(layers()[ALL], row=Row()), known_target("gfx942"), "triton")
     assert "decode: triton.rows: it reads rows of several tokens, not of 1" in refusal.value.reasons
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+def test_rows_of_several_tokens_have_deterministic_kernels(arch: str) -> None:
+    for problem in layers(128, torch.bfloat16)[1:]:
+        of_v4 = replace(problem, num_q_heads=64, head_dim=512, v_head_dim=512)
+        chosen = select(of_v4, known_target(arch), "triton", deterministic=True)
+        assert {kernel.entry.name for kernel in chosen.kernels.values()} == {"triton.row_segments"}
+        of_choice = ("triton.selected_segments", "triton.indexer")
+        assert (chosen.sparse.entries if chosen.sparse else ()) == (of_choice if problem.row == CHOSEN else ())
 
 
 def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:

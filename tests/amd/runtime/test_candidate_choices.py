@@ -105,7 +105,8 @@ class Choosing:
         best = sorted(kept, key=lambda unit: (-mine[unit], unit))[: INDEXING.top]
         keys = k[best, 0]
         weights = (self.q[choice][token].double().cpu() @ keys.T * DIM**-0.5).softmax(1)
-        return weights @ keys
+        attended: Tensor = weights @ keys
+        return attended
 
 
 @pytest.mark.fast(interpreted=0)

@@ -318,7 +318,7 @@ class ZeroInputs:
 
     def of_fold(self, state: PageFormat, columns: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The values, or gates, and the rows that Layers.fold() takes for a layer with that state."""
-        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), torch.float32)
+        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), state.encoding.dtype)
         return of_tokens, self._zeros("rows", (num_tokens, columns), torch.float32)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -212,7 +212,7 @@ class Layers:
         num_tokens = state.slot_of_token.shape[0]
         pages, places = self.state(layer), (state.row_of_token, state.position_of_token, state.counts)
         for name, given in (("values", values), ("gates", gates)):
-            self._check(name, given, (num_tokens, pages.format.head_dim), torch.float32)
+            self._check(name, given, (num_tokens, pages.format.head_dim), problem.row.state_dtype)
         self._check("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
         null_page, row = state.terms.null_page, problem.row
         with on_device(self._device):

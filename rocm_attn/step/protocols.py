@@ -103,8 +103,8 @@ class LayerCalls(Protocol):
         a sequence have no weight. This is DeepSeek-V4's compressor without norm and rotation, which come before
         store(), and before store_index().
 
-        values, gates: float32 [T, columns], columns = rows' columns, or twice as many if rows overlap; any strides but
-                       the last
+        values, gates: [T, columns] of row.state_dtype, columns = rows' columns, or twice as many if rows overlap; any
+                       strides but the last
         rows:          float32 [T, head_dim + row.also], written; any strides but the last
         Raises what store() raises.
         """

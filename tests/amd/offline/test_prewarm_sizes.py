@@ -84,6 +84,10 @@ def noted_variants(found: set[Variant]) -> Iterator[None]:
         yield
 
 
+def _run(launch: Thunk) -> None:
+    launch()
+
+
 def target_of(arch: str | Target) -> Target:
     return known_target(arch) if isinstance(arch, str) else arch
 
@@ -117,11 +121,7 @@ class Served:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """While active, launches are recorded."""
-
-        def run(launch: Thunk) -> None:
-            launch()
-
-        with noted_variants(self.found), offline(self.target.arch), observe_launches(run):
+        with noted_variants(self.found), offline(self.target.arch), observe_launches(_run):
             yield
 
     def assert_prewarmed(self) -> None:
@@ -236,7 +236,7 @@ def test_a_layer_that_reuses_a_choice_is_compiled_after_the_one_that_makes_it() 
     runtime = build_runtime(
         layers, SIZES, device=CPU, target=known_target("gfx942"), guards=Guards().without("echo_check")
     )
-    with noted_variants(found), offline("gfx942"), observe_launches(lambda launch: launch()):
+    with noted_variants(found), offline("gfx942"), observe_launches(_run):
         run_every_kernel(runtime, 4)
     kernels = {"_index_scores_kernel", "_choose_kernel", "_leave_out_kernel", "_selected_attention_kernel"}
     assert kernels <= {name for name, _ in found}

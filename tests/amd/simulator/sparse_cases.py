@@ -172,7 +172,7 @@ def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Sim
 
 
 def run_rows(arch: str) -> Simulation:
-    """Runs folds of rows of 4 tokens that overlap, and of 3, then attention to all rows, in both modes."""
+    """Runs folds of rows of 4 tokens that overlap, and of 3 from bfloat16, then attention in both modes."""
     dense, exact = build_selected(ROWS, CPU), build_selected(ROWS, CPU)
     given = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
     tiles = selected_tiles(arch, gqa_ratio=16, head_dim=64, v_head_dim=64, dtype=BF16, is_coded=False)
@@ -184,7 +184,7 @@ def run_rows(arch: str) -> Simulation:
     with simulated(arch) as simulation:
         folds = [
             folded_by(launch_fold_rows, row, 150, [4, 9, 12, 3], [4, 3, 8, 1], page_size, CPU)
-            for row, page_size in ((Row(4, overlaps=True), 8), (Row(3), 6))
+            for row, page_size in ((Row(4, overlaps=True), 8), (Row(3, state_dtype=torch.bfloat16), 6))
         ]
         launch_selected_attention(given._replace(workspace=workspace), scale=dense.scale, tiles=tiles, programs=60)
         launch_selected_segments(segments, scale=exact.scale, tiles=exact_tiles, by_pairs=by_pairs)

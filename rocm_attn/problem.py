@@ -157,6 +157,8 @@ class Row:
     overlaps: whether a row is folded from the tokens before it too, as many as its own; a token then has two halves of
               values and gates, the first for the row after its own
     also:     columns that are folded beside a row's, such as those of an index key
+    state_dtype: of the values and gates that are kept: float32, or bfloat16, which takes half as many bytes and adds
+              an error that kernels/cache/fold_rows.py bounds
 
     Raises BadProblem.
     """
@@ -164,6 +166,7 @@ class Row:
     tokens: int = 1
     overlaps: bool = False
     also: int = 0
+    state_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         for name in ("tokens", "also"):
@@ -173,6 +176,8 @@ class Row:
                 f"a row of {self.tokens} tokens with overlaps={self.overlaps} and also={self.also}; give 1 token or "
                 "more, and False and 0 with 1 token, which nothing is folded of"
             )
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise BadProblem(f"state_dtype of a row is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
 
     @property
     def span(self) -> int:
@@ -393,8 +398,8 @@ class Problem:
 
     @property
     def state_format(self) -> PageFormat | None:
-        """The format of the pages of the layer's state; None if it has none. K holds values, and V gates, float32."""
+        """The format of the pages of the layer's state; None if it has none. K holds values, and V gates."""
         if not self.fold_columns:
             return None
         columns = self.fold_columns * (1 + self.row.overlaps)
-        return PageFormat(Encoding.of(torch.float32), PoolKind.SPLIT, self.page_size, 1, columns, columns)
+        return PageFormat(Encoding.of(self.row.state_dtype), PoolKind.SPLIT, self.page_size, 1, columns, columns)

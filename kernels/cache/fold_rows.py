@@ -4,7 +4,11 @@
 
 p is the place of token t, which ends a row if TOKENS divides p + 1; other tokens get 0, and so do pads. SPAN is TOKENS,
 or twice as many if rows overlap: then column c of the first TOKENS places is column c of their tokens, and that of the
-others column COLUMNS + c. Places before 0 have no weight. Values and gates are the K and V of pages, in float32.
+others column COLUMNS + c. Places before 0 have no weight. Values and gates are the K and V of pages, in float32 or
+bfloat16; they are summed in float32. With V and G the largest magnitudes of a column's values and gates, bfloat16 adds
+an error of at most
+
+    V * (2**-8 + expm1(2 * D)),   D = 2**-8 * G
 
 The sum is DeepSeek-V4's compressor (transformers, modeling_deepseek_v4.py: DeepseekV4CSACompressor, whose rows overlap,
 and DeepseekV4HCACompressor), without norm and rotation. Its order depends on nothing but the row.
@@ -75,7 +79,8 @@ def _fold_rows_kernel(
             mask = is_there[:, None] & is_column[None, :]
             gate = tl.load(gates + (page * gates_page + offset * gates_token)[:, None] + at, mask=mask, other=0.0)
             value = tl.load(values + (page * values_page + offset * values_token)[:, None] + at, mask=mask, other=0.0)
-            gate = tl.where(mask, gate, float("-inf"))
+            gate = tl.where(mask, gate.to(tl.float32), float("-inf"))
+            value = value.to(tl.float32)
             new_maximum = tl.maximum(maximum, tl.max(gate, 0))
             # All of these places may be before the sequence; the subtractions below must not be inf - inf.
             base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -103,7 +108,7 @@ def launch_fold_rows(
 ) -> None:
     """Writes rows of tokens that end one, and 0 for others and for pads.
 
-    pages:    float32, K and V of one head, [pages, page_size, 1, columns]: values and gates, new ones included
+    pages:    float32 or bfloat16, K and V of one head, [pages, page_size, 1, columns]: values and gates, with new ones
     table:    int32 [rows, width]: row, page_no -> page
     row_of_token, position_of_token: int32 [T]
     counts:   int32 [4], the step's; the second is the number of tokens
@@ -113,7 +118,9 @@ def launch_fold_rows(
     """
     num_tokens, columns = rows.shape
     span = tokens * (1 + overlaps)
-    assert rows.dtype == pages.k.dtype == torch.float32
+    assert rows.dtype == torch.float32
+    assert pages.k.dtype == pages.v.dtype
+    assert pages.k.dtype in (torch.float32, torch.bfloat16)
     assert pages.k.shape[3] == pages.v.shape[3] == columns * (1 + overlaps)
     assert rows.stride(1) == pages.k.stride(3) == pages.v.stride(3) == 1
     assert len(row_of_token) == len(position_of_token) == num_tokens

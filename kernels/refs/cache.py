@@ -64,7 +64,7 @@ def fold_rows(
     page = table.long()[row_of_token.long()[:, None], page_no.clamp(max=table.shape[1] - 1)]
     half = (place >= tokens)[None, :, None] if overlaps else torch.zeros_like(is_there[:1])
     values, gates = (
-        torch.where(half, side[page, offset, 0, -columns:], side[page, offset, 0, :columns])
+        torch.where(half, side[page, offset, 0, -columns:], side[page, offset, 0, :columns]).float()
         for side in (pages.k, pages.v)
     )
     weights = gates.masked_fill(~is_there, float("-inf")).softmax(1)

@@ -49,8 +49,24 @@ def select(args: IndexArgs, selection: SelectedKeys, *, indexing: Indexing) -> N
         scores = args.q.new_empty(end - first, indexing.sets, max_units, dtype=_compute(args.q))
         for first_unit, end_unit in _parts(max_units, units_at_once):
             index_scores(part, scores[:, :, first_unit:end_unit], indexing=indexing, first_unit=first_unit)
-        mine = selection._replace(units=selection.units[first:end], counts=selection.counts[first:end])
+        if args.among is not None:
+            scores.masked_fill_(_left_out(_part(args.among, first, end), max_units), float("nan"))
+        mine = _part(selection, first, end)
         top_k(scores, part.tokens, mine, indexing=indexing)
+
+
+def _part(selection: SelectedKeys, first: int, end: int) -> SelectedKeys:
+    return selection._replace(units=selection.units[first:end], counts=selection.counts[first:end])
+
+
+def _left_out(among: SelectedKeys, max_units: int) -> Tensor:
+    """bool [T, sets, max_units]: units that are in no block. Twin of launch_leave_out."""
+    num_blocks = -(-max_units // among.unit_tokens)
+    is_block = torch.arange(among.width, device=among.units.device) < among.counts[:, :, None]
+    # Entries past the count go to a column of their own.
+    at = torch.where(is_block, among.units, num_blocks).long()
+    kept = at.new_zeros(*at.shape[:2], num_blocks + 1, dtype=torch.bool).scatter_(2, at, True)
+    return ~kept[:, :, :num_blocks].repeat_interleave(among.unit_tokens, 2)[:, :, :max_units]
 
 
 def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing, first_unit: int = 0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,9 @@ class Indexing:
     pooling:     of unit_keys scores; with one key it has no effect
     first, last: candidates at the beginning and at the end of a token's keys that are chosen whatever their scores
     last_unit:   see LastUnit; if key_tokens is more than 1, an incomplete unit cannot be scored
+    candidate_blocks: blocks of keys that are left for a later choice; 0: none. They are those with the largest scores
+                 of single keys, and the last one that the token sees
+    block_keys:  keys of such a block, a power of two
     """
 
     scale: float
@@ -75,6 +78,8 @@ class Indexing:
     first: int = 0
     last: int = 0
     last_unit: LastUnit = LastUnit.SCORED
+    candidate_blocks: int = 0
+    block_keys: int = 1
 
     @property
     def refusal(self) -> str:
@@ -94,7 +99,29 @@ class Indexing:
                 f"an index key of {self.key_tokens} tokens exists once all of them are stored, so an incomplete "
                 "unit has no score; set last_unit to ADDED or LEFT_OUT"
             )
+        blocks, size = self.candidate_blocks, self.block_keys
+        has_blocks = blocks >= 0 and size >= 1 and size & (size - 1) == 0
+        if not has_blocks or (blocks and (self.unit_tokens, self.first, self.last) != (1, 0, 0)):
+            return (
+                f"an indexer leaves {blocks} blocks of {size} keys, chooses units of {self.unit_tokens} tokens, and "
+                f"forces {self.first} first and {self.last} last ones; blocks of a power of two of keys are left only "
+                "where units are single tokens and none is forced"
+            )
         return ""
+
+    @property
+    def of_blocks(self) -> Indexing:
+        """The way that the blocks which are left for a later choice are chosen."""
+        return replace(
+            self,
+            top=self.candidate_blocks,
+            unit_keys=self.block_keys,
+            pooling=Pooling.MAX,
+            last=1,
+            last_unit=LastUnit.SCORED,
+            candidate_blocks=0,
+            block_keys=1,
+        )
 
     @property
     def unit_tokens(self) -> int:
@@ -205,6 +232,7 @@ class IndexArgs(NamedTuple):
     pages:   the index keys
     table:   int32 [rows, width]: row, page_no -> page, of the layer's own pages
     tokens:  the step's tokens
+    among:   the blocks of keys that each token chooses from, as Indexing.of_blocks has chosen them; None: all
     """
 
     q: Tensor
@@ -212,6 +240,7 @@ class IndexArgs(NamedTuple):
     pages: IndexPages
     table: Tensor
     tokens: SparseTokens
+    among: SelectedKeys | None = None
 
     def check(self, indexing: Indexing) -> None:
         """Asserts, cheaply and on the host, that launches read no other memory and give no wrong scores."""

@@ -26,6 +26,7 @@ from rocm_attn.kernels.cache.codes import decoded
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastUnit, Pooling, SelectedKeys
+from rocm_attn.kernels.sparse.candidates import launch_leave_out
 from rocm_attn.kernels.sparse.cuts import index_splits, select_chunk, select_words, top_k_cut
 from rocm_attn.kernels.sparse.places import candidate_units, visible_tokens
 from rocm_attn.kernels.sparse.top_k import launch_top_k
@@ -357,6 +358,8 @@ def launch_select(
         scores = workspace[:score_words].view(*lines, cut.stride)
         scratch = workspace[score_words:].view(torch.int32)
         launch_index_scores(args, scores, indexing=indexing, tiles=tiles, programs=programs, first_token=first)
+        if args.among is not None:
+            launch_leave_out(scores, args.tokens, args.among, indexing=indexing, first_token=first)
         launch_top_k(scores, scratch, args.tokens, selection, indexing=indexing, cut=cut, first_token=first)
 
 

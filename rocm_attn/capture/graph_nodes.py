@@ -124,10 +124,9 @@ class NodeCounter:
             return
         yield partial(layers.store, layer, k, v)
         if isinstance(indexer, Indexer):
-            index_k = torch.zeros(num_tokens, indexer.head_dim, dtype=problem.dtype)
-            index_q = torch.zeros(num_tokens, indexer.num_heads, indexer.head_dim, dtype=problem.dtype)
+            index_k, index_q, of_heads = self._inputs.of_index(indexer, problem.dtype, num_tokens)
             yield partial(layers.store_index, layer, index_k)
-            yield partial(layers.select, layer, index_q, torch.zeros(num_tokens, indexer.num_heads))
+            yield partial(layers.select, layer, index_q, of_heads)
         yield partial(layers.attend_selected, layer, q, out)
 
 

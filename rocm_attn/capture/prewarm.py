@@ -34,7 +34,7 @@ from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
@@ -306,9 +306,19 @@ class ZeroInputs:
         v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
         return q, k, v, out
 
+    def of_lse(self, problem: Problem, num_tokens: int) -> Tensor:
+        """The log-sum-exp of a layer's tokens."""
+        return self._zeros("lse", (num_tokens, problem.num_q_heads), torch.float32)
+
+    def of_index(self, indexer: Indexer, dtype: torch.dtype, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Index keys, index queries and the weights of their heads, for a layer of dtype."""
+        k = self._zeros("index k", (num_tokens, indexer.head_dim), dtype)
+        q = self._zeros("index q", (num_tokens, indexer.num_heads, indexer.head_dim), dtype)
+        return k, q, self._zeros("weights", (num_tokens, indexer.num_heads), torch.float32)
+
     def of_fold(self, state: PageFormat, columns: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The values, or gates, and the rows that Layers.fold() takes for a layer with that state."""
-        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), torch.float32)
+        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), state.encoding.dtype)
         return of_tokens, self._zeros("rows", (num_tokens, columns), torch.float32)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -325,7 +335,8 @@ class _Attend:
     def __init__(self, runtime: AttentionRuntime) -> None:
         of_layer = runtime.kinds.of_layer
         self._layers = {of_layer.index(kind): each.problem for kind, each in enumerate(runtime.selections)}
-        self._inputs = ZeroInputs(runtime.device)
+        self._problems = runtime.kinds.problems
+        self._inputs, self._chooser = ZeroInputs(runtime.device), runtime.core.layers.selecting.source
 
     def __call__(self, part: Part) -> None:
         for layer, problem in self._layers.items():
@@ -336,7 +347,28 @@ class _Attend:
             # A kernel may store in its own launch, which is another variant.
             part.layers.store_and_attend(layer, q, k, v, out)
             part.layers.store(layer, k, v)
-            part.layers.attend(layer, q, out)
+            lse = self._inputs.of_lse(problem, len(part.token_ids))
+            # With and without the log-sum-exp, if the layer may be asked for it.
+            for wanted in (None, lse)[: 1 + problem.wants_lse]:
+                part.layers.attend(layer, q, out, wanted)
+            if isinstance(problem.indexer, AllKeys):
+                continue
+            self._select(part, self._chooser[layer])
+            for wanted in (None, lse)[: 1 + problem.wants_lse]:
+                part.layers.attend_selected(layer, q, out, wanted)
+
+    def _select(self, part: Part, layer: int) -> None:
+        """Stores index keys of a layer and chooses among them, with weights of the index heads and without."""
+        problem = self._problems[layer]
+        assert isinstance(problem.indexer, Indexer)
+        k, q, weights = self._inputs.of_index(problem.indexer, problem.dtype, len(part.token_ids))
+        part.layers.store_index(layer, k)
+        coded = problem.indexer.key_encoding.over(problem.dtype)
+        for index_q in (q, q.to(coded.dtype))[: 1 + coded.is_fp8]:
+            part.layers.select(layer, index_q)
+            part.layers.select(layer, index_q, weights)
+            if problem.indexer.indexing.candidate_blocks:
+                part.layers.select_among(layer, index_q, weights)
 
 
 @contextmanager

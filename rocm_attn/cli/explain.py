@@ -23,7 +23,7 @@ from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
 from rocm_attn.models.cut import cost_of_heads
-from rocm_attn.models.geometry import EVERY_ROW, AttentionGeometry, CompressedRows
+from rocm_attn.models.geometry import AttentionGeometry, CompressedRows
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
@@ -83,15 +83,7 @@ class Explained:
         """Why a kind of layer is not served; "" if all are."""
         if refused := [kind for kind in self.kinds if not kind.is_served]:
             return f"{len(refused)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}"
-        few = [kind for kind in self.kinds if any(rows.candidates != EVERY_ROW for rows in kind.compressed)]
-        if not few:
-            return ""
-        layers = tuple(sorted(layer for kind in few for layer in kind.layers))
-        rows = few[0].compressed[0]
-        return (
-            f"kernels serve every layer, but {count_of(layers)} only up to {rows.candidates * rows.tokens:,} tokens: "
-            "no indexer chooses among the rows that an earlier layer leaves"
-        )
+        return ""
 
     @property
     def no_server(self) -> str:
@@ -307,21 +299,12 @@ def _row_lines(kind: LayerKind) -> list[str]:
             if state is not None:
                 held = f"{state.page_bytes // state.page_size:,} bytes for each token of its window"
                 lines.append(f"  and a state of {held}, float32")
-        if rows.candidates != EVERY_ROW:
-            lines.append(f"  {_restricted(rows)}")
         if isinstance(outcome, Unsupported):
             lines += [f"  rows: not served: {reason}" for reason in outcome.reasons]
         else:
             lines += [f"  rows: {line}" for line in outcome.lines() if ": not " not in line]
         lines.append("  the window:")
     return lines
-
-
-def _restricted(rows: CompressedRows) -> str:
-    return (
-        f"not served: a choice among the {rows.candidates:,} rows that an earlier layer leaves; select() chooses among "
-        f"all, which is the same up to {rows.candidates * rows.tokens:,} tokens, and give_selection() takes any choice"
-    )
 
 
 def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:

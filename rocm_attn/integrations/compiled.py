@@ -160,6 +160,10 @@ class CompiledLayers(LayerCalls):
         """Does the same as LayerCalls.select."""
         torch.ops.rocm_attn.select(self.state, q, weights, self.number, self.part, layer)
 
+    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Does the same as LayerCalls.select_among."""
+        torch.ops.rocm_attn.select_among(self.state, q, weights, self.number, self.part, layer)
+
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         """Does the same as LayerCalls.give_selection."""
         torch.ops.rocm_attn.give_selection(self.state, units, counts, self.number, self.part, layer)
@@ -297,6 +301,7 @@ _OPERATIONS: Mapping[str, tuple[str, Callable[..., None]]] = {
     "fold": ("Tensor values, Tensor gates, Tensor(b!) rows", _plain("fold")),
     "store_index": ("Tensor k", _plain("store_index")),
     "select": ("Tensor q, Tensor? weights", _plain("select")),
+    "select_among": ("Tensor q, Tensor? weights", _plain("select_among")),
     "give_selection": ("Tensor units, Tensor counts", _plain("give_selection")),
     "attend_selected": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _plain("attend_selected")),
 }

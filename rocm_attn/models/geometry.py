@@ -38,7 +38,7 @@ class CompressedRows:
     own_rows, own_choice: whether the layer makes the rows, and chooses, or the nearest earlier layer that does
     overlaps, folds_index: as of Row: whether rows are folded from the tokens before theirs too, and index keys beside
                            rows; if not, the model projects an index key from a row
-    candidates: rows that an earlier layer leaves to choose from; EVERY_ROW: all
+    blocks, block_rows: blocks of rows that the layer which makes them leaves for later choices, and rows of each
     """
 
     tokens: int
@@ -50,13 +50,21 @@ class CompressedRows:
     own_choice: bool = True
     overlaps: bool = False
     folds_index: bool = False
-    candidates: int = EVERY_ROW
+    blocks: int = 0
+    block_rows: int = 1
 
     def problem(self, window: Problem) -> Problem:
         """The rows as a layer of the attention runtime. window: the layer that attends to them. Raises BadProblem."""
         indexer: AllKeys | Indexer = ALL_KEYS
         if self.top != EVERY_ROW:
-            indexing = Indexing(self.index_dim**-0.5, self.top, key_tokens=self.tokens, last_unit=LastUnit.LEFT_OUT)
+            indexing = Indexing(
+                self.index_dim**-0.5,
+                self.top,
+                key_tokens=self.tokens,
+                last_unit=LastUnit.LEFT_OUT,
+                candidate_blocks=self.blocks,
+                block_keys=self.block_rows,
+            )
             indexer = Indexer(self.index_heads, self.index_dim, indexing)
         row = Row(self.tokens, self.overlaps, self.index_dim if self.folds_index else 0)
         return replace(window, window_left=UNLIMITED_WINDOW, has_sinks=False, indexer=indexer, row=row)
@@ -69,6 +77,9 @@ class CompressedRows:
         if self.top == EVERY_ROW:
             return f"all {rows}"
         by = f"its own indexer of {self.index_heads} x {self.index_dim}" if self.own_choice else "an earlier layer"
+        blocks = f"{self.blocks:,} blocks of {self.block_rows} rows"
+        if self.blocks and self.own_choice:
+            by += f", which leaves {blocks}" if self.own_rows else f" among {blocks} that an earlier layer left"
         return f"{self.top} {rows}, chosen by {by}"
 
 

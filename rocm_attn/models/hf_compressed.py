@@ -23,7 +23,8 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
     DeepseekV4HCACompressor; vLLM: get_compressed_slot_mapping). In V4.1 the layers of kv_source_layer_ids make rows,
     those of index_source_layer_ids choose, and other layers use what the nearest earlier one did. Its rows do not
     overlap, and index keys are projections of rows. Layers that choose after candidate_source_layer_id do so among the
-    blocks of rows that it leaves (NVIDIA-NeMo/Automodel: deepseek_v41/attention.py).
+    blocks of rows that it leaves: candidate_topk_blocks with the largest scores of single rows, the last one that a
+    token sees among them (NVIDIA-NeMo/Automodel: deepseek_v41/attention.py, _select_candidate_blocks).
     """
     dim, heads = fields.count("head_dim"), fields.count("num_attention_heads")
     before = window_left(fields.count("sliding_window"))
@@ -31,9 +32,17 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
     indexer = fields.count("index_topk"), fields.count("index_n_heads"), fields.count("index_head_dim")
     makers, choosers = fields.ids("kv_source_layer_ids"), fields.ids("index_source_layer_ids")
     candidate_source = fields.whole("candidate_source_layer_id", -1)
-    left = fields.count("candidate_topk_blocks", 1) * fields.count("candidate_block_size", 1)
-    layers = []
-    for number, (tokens, is_chosen) in enumerate(_compressions(fields)):
+    left = fields.count("candidate_topk_blocks", 1), fields.count("candidate_block_size", 1)
+    compressions, layers = _compressions(fields), []
+    if candidate_source >= 0:
+        is_one = candidate_source < len(compressions) and compressions[candidate_source][0] == 1
+        if candidate_source != max(makers, default=-1) or candidate_source not in choosers or not is_one:
+            raise Unsupported(
+                f"candidate_source_layer_id {candidate_source} is not served: it must be the last of "
+                f"kv_source_layer_ids {shown(makers)}, among index_source_layer_ids {shown(choosers)}, and its rows "
+                "must stand for one token each"
+            )
+    for number, (tokens, is_chosen) in enumerate(compressions):
         if tokens and any(ids and min(ids) > number for ids in (makers, choosers)):
             raise BadModel(
                 f"config.json: layer {number} has compressed rows, and the first of kv_source_layer_ids or "
@@ -42,9 +51,8 @@ def compressed_layers(fields: Fields) -> AttentionGeometry:
         own_rows, own_choice = not makers or number in makers, not choosers or number in choosers
         top = indexer if is_chosen else (EVERY_ROW, 0, 0)
         is_v4 = is_chosen and not makers
-        chooser = max((each for each in choosers if each <= number), default=number)
-        candidates = left if 0 <= candidate_source < chooser else EVERY_ROW
-        rows = CompressedRows(tokens, dim, *top, own_rows, own_choice, is_v4, is_v4, candidates)
+        blocks = left if 0 <= candidate_source <= number else (0, 1)
+        rows = CompressedRows(tokens, dim, *top, own_rows, own_choice, is_v4, is_v4, *blocks)
         layers.append(replace(plain, compressed=(rows,)) if tokens else plain)
     return AttentionGeometry.of(layers)
 

@@ -140,6 +140,7 @@ class SparseKernels:
 
     selected: attention over a selection
     indexer:  selects the keys; None if an earlier layer's selection is used
+    blocks:   selects the blocks of keys that are left for a later choice; None if none are
     entries:  names of both rows
     bakes:    of both
     batch_invariant: of both
@@ -149,6 +150,7 @@ class SparseKernels:
 
     selected: BoundSelected
     indexer: BoundIndexer | None
+    blocks: BoundIndexer | None
     entries: tuple[str, ...]
     bakes: frozenset[Baked]
     batch_invariant: bool
@@ -179,21 +181,19 @@ class BesideSparse:
 
     def describe(self) -> str:
         """The descriptions of all kernels."""
-        parts = [self.dense.describe(), self.sparse.selected.describe()]
-        if self.sparse.indexer is not None:
-            parts.append(self.sparse.indexer.describe())
-        return " beside ".join(parts)
+        return " beside ".join(each.describe() for each in self._kernels())
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """The most words of any kernel, because they run one after the other."""
-        words = [self.dense.workspace_words(shape), self.sparse.selected.workspace_words(shape)]
-        if self.sparse.indexer is not None:
-            words.append(self.sparse.indexer.workspace_words(shape))
-        return max(words)
+        return max(each.workspace_words(shape) for each in self._kernels())
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         """Attends to all keys."""
         self.dense.attend(args, step, bounds)
+
+    def _kernels(self) -> list[BoundKernel | BoundSelected | BoundIndexer]:
+        indexers = [each for each in (self.sparse.indexer, self.sparse.blocks) if each is not None]
+        return [self.dense, self.sparse.selected, *indexers]
 
 
 class NoSparseKernel(LookupError):
@@ -230,7 +230,7 @@ def choose_sparse(
         reasons.extend(f"{entry.name}: {reason}" for reason in (*found, *also))
         return bool(found or also)
 
-    indexer = None
+    indexer = blocks = None
     names: list[str] = []
     bakes, invariant = frozenset[Baked](), True
     if isinstance(problem.indexer, Indexer):
@@ -239,6 +239,9 @@ def choose_sparse(
                 continue
             try:
                 indexer = indexer_entry.bind(problem.indexer, problem, target, pool)
+                if indexing.candidate_blocks:
+                    of_blocks = replace(problem.indexer, indexing=indexing.of_blocks)
+                    blocks = indexer_entry.bind(of_blocks, problem, target, pool)
             except LookupError as miss:
                 reasons.append(f"{indexer_entry.name}: {miss.args[0]}")
                 continue
@@ -258,6 +261,7 @@ def choose_sparse(
         return SparseKernels(
             selected,
             indexer,
+            blocks,
             (entry.name, *names),
             bakes | entry.bakes,
             invariant and entry.batch_invariant,

@@ -109,7 +109,7 @@ class TritonEveryRow:
     """
 
     name: str
-    selected: TritonSelected
+    selected: TritonSelected | TritonSelectedSegments
     schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
@@ -166,9 +166,17 @@ def _bind_rows(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryR
     return _every_row("triton.rows", problem, target, pool)
 
 
+def _bind_row_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
+    return TritonEveryRow("triton.row_segments", _segments(problem, target, _most_rows(problem, pool)))
+
+
 def _every_row(name: str, problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
-    rows = round_up(pool.max_kv_len, problem.page_size) // problem.row.tokens
-    return TritonEveryRow(name, _selected(problem, target, rows))
+    return TritonEveryRow(name, _selected(problem, target, _most_rows(problem, pool)))
+
+
+def _most_rows(problem: Problem, pool: PoolSize) -> int:
+    """Rows of the longest sequence."""
+    return round_up(pool.max_kv_len, problem.page_size) // problem.row.tokens
 
 
 def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
@@ -189,6 +197,10 @@ def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
 
 
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
+    return _segments(problem, target, _keys(problem))
+
+
+def _segments(problem: Problem, target: Target, keys: int) -> TritonSelectedSegments:
     tiles, by_pairs = selected_segment_tiles(
         target.arch,
         dims=(problem.head_dim, problem.v_head_dim),
@@ -196,7 +208,7 @@ def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
         codes=codes_of(problem),
         is_latent=problem.pool is PoolKind.LATENT,
     )
-    return TritonSelectedSegments(problem, _keys(problem), tiles, by_pairs)
+    return TritonSelectedSegments(problem, keys, tiles, by_pairs)
 
 
 def _keys(problem: Problem) -> int:
@@ -278,10 +290,11 @@ _ROW_LIMITS = replace(
 
 # Attention to all records, and to all rows of several tokens, which no other kernels of dense steps read.
 EVERY_ROW_ENTRIES = tuple(
-    triton_entry(name, kind, bind, limits=of_rows)
-    for name, bind, of_rows in (
-        ("triton.records", _bind_records, _RECORD_LIMITS),
-        ("triton.rows", _bind_rows, _ROW_LIMITS),
+    triton_entry(name, kind, bind, limits=of_rows, batch_invariant=is_exact)
+    for name, bind, of_rows, is_exact in (
+        ("triton.records", _bind_records, _RECORD_LIMITS, False),
+        ("triton.rows", _bind_rows, _ROW_LIMITS, False),
+        ("triton.row_segments", _bind_row_segments, _ROW_LIMITS, True),
     )
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 )

@@ -212,7 +212,7 @@ class Layers:
         num_tokens = state.slot_of_token.shape[0]
         pages, places = self.state(layer), (state.row_of_token, state.position_of_token, state.counts)
         for name, given in (("values", values), ("gates", gates)):
-            self._check(name, given, (num_tokens, pages.format.head_dim), torch.float32)
+            self._check(name, given, (num_tokens, pages.format.head_dim), problem.row.state_dtype)
         self._check("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
         null_page, row = state.terms.null_page, problem.row
         with on_device(self._device):
@@ -229,6 +229,21 @@ class Layers:
         return self._pool.state(layer)
 
     def select(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
+        """Selects, and leaves blocks for a later choice if the layer's indexing says so."""
+        args = self._select(step, layer, q, weights, among=None)
+        kind = self._kind_of_layer[layer]
+        left, sparse = step.left[kind], self._selections[kind].sparse
+        if left is not None and sparse is not None and sparse.blocks is not None:
+            with on_device(self._device):
+                sparse.blocks.select(args, left, step.workspace)
+
+    def select_among(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
+        """Selects among the blocks that the layer's last select() has left."""
+        self._select(step, layer, q, weights, among=step.left[self._kind_of(layer)])
+
+    def _select(
+        self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None, among: SelectedKeys | None
+    ) -> IndexArgs:
         problem, indexer = self._indexer(layer)
         kind = self._kind_of_layer[layer]
         tensors, selected, sparse = step.of_kind[kind], step.selected[kind], self._selections[kind].sparse
@@ -244,11 +259,12 @@ class Layers:
         self._check("index q", q, shape, q.dtype if coded else problem.dtype)
         if weights is not None:
             self._check("weights of index heads", weights, shape[:2], torch.float32)
-        args = IndexArgs(q, weights, IndexPages(pages.k[:, :, 0], scale), tensors.table, step.places)
+        args = IndexArgs(q, weights, IndexPages(pages.k[:, :, 0], scale), tensors.table, step.places, among)
         with on_device(self._device):
             sparse.indexer.select(args, selected, step.workspace)
             if self._checks_selections:
                 self._check_selection(step, selected, tensors)
+        return args
 
     def give_selection(self, step: DeviceStep, layer: int, units: Tensor, counts: Tensor) -> None:
         self._indexer(layer)
@@ -553,6 +569,13 @@ class StepLayers(LayerCalls):
         self._stores.before_attend(self._part, self._index_of(layer))
         self._layers.select(self._step, layer, q, weights)
         self._selections.after_select(self._part, layer)
+
+    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        self._require_running()
+        self._stores.before_attend(self._part, self._index_of(layer))
+        self._selections.before_select_among(self._part, layer)
+        self._layers.select_among(self._step, layer, q, weights)
+        self._selections.after_select_among(self._part, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         self._require_running()

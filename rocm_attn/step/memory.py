@@ -75,6 +75,7 @@ class DeviceStep:
     queries:   the sequences that attend, which are the same in every space
     places:    the places of the tokens, the same in every space, for attention over a selection
     selected:  per kind of layer, the place of its selection; None if it attends to all keys
+    left:      per kind of layer, the place of the blocks that select() leaves; None if it leaves none
     attended:  per kind of layer, places and selection as its kernel reads them: in its rows
     index_slots: per kind of layer, int32 [T], the slots of its index keys; if it has none, those of tokens
     pools:     places that are derived from those of tokens, for each space and number of tokens that a slot stands for
@@ -92,6 +93,7 @@ class DeviceStep:
     queries: Queries
     places: SparseTokens
     selected: tuple[SelectedUnits | None, ...]
+    left: tuple[SelectedUnits | None, ...]
     attended: tuple[SelectedPlaces, ...]
     index_slots: tuple[Tensor, ...]
     pools: tuple[PoolPlaces, ...]
@@ -241,6 +243,7 @@ class StepMemory:
             places=places,
             attended=tuple(attended),
             selected=tuple(selections),
+            left=tuple(_left(plan.shape, view, indexing) for indexing in indexings_of(self._selections)),
             index_slots=tuple(
                 pools[space, tokens].slots if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools
@@ -289,6 +292,9 @@ class StepMemory:
             units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
             specs.append(of_tokens(SELECTION_UNITS, units, NO_UNIT, of_round=True))
             specs.append(of_tokens(SELECTION_COUNTS, sets, of_round=True))
+            left, counts = (max(sizes) for sizes in zip(*map(_words_left, indexings), strict=True))
+            specs += [of_tokens(LEFT_BLOCKS, left, NO_UNIT, of_round=True)] if left else []
+            specs += [of_tokens(LEFT_COUNTS, counts, of_round=True)] if left else []
         pools = dict.fromkeys((space, tokens) for space, tokens in self._pools if tokens > 1)
         specs += [of_tokens(_pool_slots_name(*pool)) for pool in pools]
         rows = (s.problem.row.tokens > 1 for s in self._selections)
@@ -342,6 +348,22 @@ def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int
 
 _PARENTS = "draft_parents"  # for each draft of a round, its parent
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
+LEFT_BLOCKS, LEFT_COUNTS = "left_blocks", "left_block_counts"
+
+
+def _words_left(indexing: Indexing) -> tuple[int, int]:
+    """Of a token: the words of the blocks that select() leaves for a later choice, and of their counts."""
+    has_blocks = indexing.candidate_blocks > 0
+    return indexing.sets * indexing.candidate_blocks, indexing.sets * has_blocks
+
+
+def _left(shape: PaddedShape, view: Callable[[str], Tensor], indexing: Indexing | None) -> SelectedUnits | None:
+    """The place of the blocks that select() leaves. All indexers use the same place."""
+    if indexing is None or not indexing.candidate_blocks:
+        return None
+    num_tokens, sets, blocks = shape.child.num_tokens, indexing.sets, indexing.candidate_blocks
+    units, counts = view(LEFT_BLOCKS)[: num_tokens * sets * blocks], view(LEFT_COUNTS)[: num_tokens * sets]
+    return SelectedUnits(units.view(num_tokens, sets, blocks), counts.view(num_tokens, sets), indexing.block_keys)
 
 
 def _parents_of_drafts(shape: PaddedShape) -> int:

@@ -103,8 +103,8 @@ class LayerCalls(Protocol):
         a sequence have no weight. This is DeepSeek-V4's compressor without norm and rotation, which come before
         store(), and before store_index().
 
-        values, gates: float32 [T, columns], columns = rows' columns, or twice as many if rows overlap; any strides but
-                       the last
+        values, gates: [T, columns] of row.state_dtype, columns = rows' columns, or twice as many if rows overlap; any
+                       strides but the last
         rows:          float32 [T, head_dim + row.also], written; any strides but the last
         Raises what store() raises.
         """
@@ -129,6 +129,18 @@ class LayerCalls(Protocol):
         weights: float32 [T, index heads], any strides but the last: scales of each index head's scores; default: 1
         Raises BadBatch if index keys are needed that were never stored.
         """
+
+    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Chooses once more, by other queries, among the blocks that the layer's select() has left in this step.
+
+        The blocks are those of Indexing.candidate_blocks. The selection takes the place of the one before; the blocks
+        stay for further choices. DeepSeek-V4.1's layers 24, 28, 32 and 36 choose this way among the rows of layer 20.
+
+        q, weights: as in select()
+        Raises what select() raises, BadTensor for a layer that leaves no blocks, and WrongState if it has left none in
+        this step, or another layer has since.
+        """
+        raise BadTensor(f"layer {layer} leaves no blocks to choose among here")
 
     @abstractmethod
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
@@ -182,6 +194,9 @@ class WrappedLayers(LayerCalls):
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         self._call("select", layer, q, weights)
+
+    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        self._call("select_among", layer, q, weights)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         self._call("give_selection", layer, units, counts)

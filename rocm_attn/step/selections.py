@@ -34,10 +34,12 @@ class SelectingLayers:
 
     indexed: layers that have an indexer, ascending
     source:  layer -> the layer whose selection it attends to; NOTHING if it attends to all keys
+    leaving: layers whose indexer leaves blocks for a later choice
     """
 
     indexed: tuple[int, ...]
     source: tuple[int, ...]
+    leaving: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> SelectingLayers:
@@ -61,7 +63,9 @@ class SelectingLayers:
                     )
             source.append(latest if isinstance(indexer, (Indexer, EarlierSelection)) else NOTHING)
         indexed = tuple(layer for layer, problem in enumerate(problems) if isinstance(problem.indexer, Indexer))
-        return cls(indexed, tuple(source))
+        indexings = [(layer, problems[layer].indexer) for layer in indexed]
+        leaving = (at for at, it in indexings if isinstance(it, Indexer) and it.indexing.candidate_blocks)
+        return cls(indexed, tuple(source), tuple(leaving))
 
     def place_of(self, layer: int) -> int:
         """The number of layers with an indexer before this one. Raises BadTensor for a layer that has none."""
@@ -74,17 +78,29 @@ class SelectingLayers:
 class StepSelections:
     """The current selections of the running step, in each of its halves."""
 
-    __slots__ = ("_found", "_layers", "_require")
+    __slots__ = ("_found", "_layers", "_left", "_require")
 
     def __init__(self, layers: SelectingLayers, require: Require) -> None:
-        self._layers, self._require, self._found = layers, require, [NOTHING]
+        self._layers, self._require, self._found, self._left = layers, require, [NOTHING], [NOTHING]
 
     def begin(self, num_children: int) -> None:
         """Starts a step: selections in its memory belong to an earlier one."""
-        self._found = [NOTHING] * num_children
+        self._found, self._left = [NOTHING] * num_children, [NOTHING] * num_children
 
     def after_select(self, child: int, layer: int) -> None:
         """Notes that a layer's indexer has selected."""
+        self._found[child] = layer
+        if layer in self._layers.leaving:
+            self._left[child] = layer
+
+    def before_select_among(self, child: int, layer: int) -> None:
+        """Raises BadTensor for a layer that leaves no blocks, and WrongState for blocks that another one has left."""
+        if layer not in self._layers.leaving:
+            raise BadTensor(f"layer {layer} leaves no blocks to choose among: its indexing has candidate_blocks=0")
+        self._require(layer, layer, self._left[child])
+
+    def after_select_among(self, child: int, layer: int) -> None:
+        """Notes that a layer's indexer has selected again, among the blocks that it left before."""
         self._found[child] = layer
 
     def before_attend(self, child: int, layer: int) -> None:

@@ -295,6 +295,7 @@ def problem_as_json(problem: Problem) -> dict[str, Any]:
         "dtype": str(problem.dtype).removeprefix("torch."),
         **{name: getattr(problem, name).name for name in _NAMED},
         "indexer": indexer_as_json(problem.indexer),
+        "row": {**dataclasses.asdict(problem.row), "state_dtype": str(problem.row.state_dtype).removeprefix("torch.")},
     }
 
 
@@ -302,9 +303,8 @@ def problem_from_json(fields: Mapping[str, Any]) -> Problem:
     """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
     named = {name: getattr(kind, fields[name]) for name, kind in _NAMED.items()}
     indexer = indexer_from_json(fields["indexer"])
-    return Problem(
-        **{**fields, **named, "dtype": getattr(torch, fields["dtype"]), "indexer": indexer, "row": Row(**fields["row"])}
-    )
+    row = Row(**{**fields["row"], "state_dtype": getattr(torch, fields["row"]["state_dtype"])})
+    return Problem(**{**fields, **named, "dtype": getattr(torch, fields["dtype"]), "indexer": indexer, "row": row})
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

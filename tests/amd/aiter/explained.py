@@ -99,9 +99,8 @@ def _rows(model: str) -> list[str]:
         what = _what(kinds[0]["problem"])
         for rows in kinds[0]["compressed_rows"]:
             of = f"of {rows['tokens']} tokens" if rows["tokens"] > 1 else "of a token"
-            what += f"; and {rows['top'] or 'all'} rows {of}" + " among candidates, **not served**" * bool(
-                rows["candidates"]
-            )
+            is_among = bool(rows["blocks"]) and rows["own_choice"] and not rows["own_rows"]
+            what += f"; and {rows['top'] or 'all'} rows {of}" + " among candidates" * is_among
         steps = [
             _on_each([", ".join(dict.fromkeys(_kernels(kind, step))) for kind in kinds])
             for step in ("decode", "extend")

@@ -27,7 +27,7 @@ def folded_by(
     generator, width = torch.Generator().manual_seed(0), columns * (1 + row.overlaps)
     widest = -(-max(kv_len) // page_size)
     num_pages = 1 + len(kv_len) * widest
-    pages = [torch.full((num_pages, page_size, 1, width), NAN) for _ in range(2)]
+    pages = [torch.full((num_pages, page_size, 1, width), NAN, dtype=row.state_dtype) for _ in range(2)]
     table = torch.randperm(num_pages - 1, generator=generator).int().view(len(kv_len), widest) + 1
     rows_of, positions, sides = list[int](), list[int](), list[tuple[Tensor, Tensor]]()
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
@@ -58,7 +58,8 @@ def folded_by(
         ends = [at for at in range(new) if (length - new + at + 1) % row.tokens == 0]
         assert not mine[[at for at in range(new) if at not in ends]].any(), "a token that ends no row got one"
         found.append(mine[ends])
-        rows = folded(values, gates, row)
+        # Of what is stored: rounding the values and gates is another test's matter.
+        rows = folded(values.to(row.state_dtype), gates.to(row.state_dtype), row)
         wanted.append(torch.stack(rows[len(rows) - len(ends) :]) if ends else torch.zeros(0, columns).double())
         first += new
     return found, wanted

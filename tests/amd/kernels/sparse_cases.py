@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -139,8 +139,51 @@ class IndexProblem:
         assert_units(self.selection, self.expected)
 
 
-def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
-    """Returns whole numbers for q and keys. Keys of no token, those of incomplete pools, and their scales are NaN."""
+def candidates_of(scores: list[float], indexing: Indexing) -> set[int]:
+    """The units that DeepSeek-V4.1's layer 20 leaves of all these, as its public source says.
+
+    NVIDIA-NeMo/Automodel, deepseek_v41/attention.py: a block has the score of its best unit, and the last block that a
+    token sees is always among those with the best scores.
+    """
+    size = indexing.block_keys
+    blocks = [scores[first : first + size] for first in range(0, len(scores), size)]
+    best = sorted(range(len(blocks)), key=lambda block: (block != len(blocks) - 1, -max(blocks[block]), block))
+    kept = best[: indexing.candidate_blocks]
+    return {block * size + unit for block in kept for unit in range(len(blocks[block]))}
+
+
+@dataclass(frozen=True)
+class TwoChoices:
+    """A choice of blocks, and a choice by other queries among them, over the same keys."""
+
+    of_blocks: IndexProblem
+    later: IndexProblem
+
+    @classmethod
+    def build(cls, case: IndexCase, device: torch.device) -> TwoChoices:
+        first, later = build_index(case, device), build_index(case, device, queries=1)
+        of_blocks = case.indexing.of_blocks
+        left = empty_selection(case.step.num_tokens, of_blocks, device)
+        first = replace(first, case=replace(case, indexing=of_blocks), selection=left)
+        return cls(first, replace(later, args=later.args._replace(among=left)))
+
+    def assert_chosen(self) -> None:
+        indexing = self.later.case.indexing
+        expected: list[list[list[int]]] = []
+        for of_blocks, later in zip(self.of_blocks.scores, self.later.scores, strict=True):
+            expected.append([])
+            for first, scores in zip(of_blocks.tolist(), later.tolist(), strict=True):
+                kept = candidates_of(first, indexing)
+                among = [score if unit in kept else math.nan for unit, score in enumerate(scores)]
+                expected[-1].append(best_units(among, len(among), indexing))
+        assert_units(self.later.selection, expected)
+
+
+def build_index(case: IndexCase, device: torch.device, *, queries: int = 0) -> IndexProblem:
+    """Returns whole numbers for q and keys. Keys of no token, those of incomplete pools, and their scales are NaN.
+
+    queries: other numbers give other q over the same keys
+    """
     step, indexing = case.step, case.indexing
     generator = torch.Generator().manual_seed(step.seed + 1)
 
@@ -149,6 +192,8 @@ def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
 
     q = whole(step.num_tokens, case.heads, case.dim)
     weights = whole(step.num_tokens, case.heads, most=3) / 4
+    if queries:
+        q = torch.randint(-2, 3, q.shape, generator=torch.Generator().manual_seed(-queries)).float()
     page_keys = step.page_size // indexing.key_tokens
     keys = torch.full((step.num_pages, page_keys, case.dim), float("nan"))
     scale_values = torch.full((step.num_pages, page_keys), float("nan"))

@@ -10,6 +10,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.cache import fold_rows
 from rocm_attn.problem import Row
 from tests.amd.kernels.fold_cases import Fold, assert_folded, folded_by, int32
+from tests.amd.worlds.compressed import folded
 
 both = pytest.mark.parametrize("fold", [launch_fold_rows, fold_rows], ids=["kernel", "twin"])
 
@@ -24,6 +25,7 @@ both = pytest.mark.parametrize("fold", [launch_fold_rows, fold_rows], ids=["kern
         (Row(128), 16, 128),
         (Row(3, overlaps=True), 8, 6),
         (Row(16), 8, 32),
+        (Row(4, overlaps=True, state_dtype=torch.bfloat16), 24, 8),
     ],
     ids=str,
 )
@@ -36,6 +38,24 @@ def test_a_row_is_the_mean_of_its_tokens_by_the_softmax_of_their_gates(
     found, wanted = folded_by(fold, row, columns, kv_len, [tokens, 3, 2 * tokens, 1, 1], page_size, kernel_device)
     assert [len(rows) for rows in found] == [1, 1 if tokens > 1 else 3, 2, 0, 1]
     assert_folded(found, wanted)
+
+
+@both
+@pytest.mark.parametrize("size", [0.1, 3.0, 20.0])
+def test_a_state_in_bfloat16_adds_no_larger_error_than_its_bound(
+    size: float, fold: Fold, kernel_device: torch.device
+) -> None:
+    """The bound holds in each column, and no bound of a fiftieth does."""
+    generator, columns = torch.Generator().manual_seed(0), 64
+    values, gates = (torch.randn(4, columns, generator=generator) * each for each in (1.0, size))
+    pages = LayerPages.plain(*(each.bfloat16()[None, :, None].to(kernel_device) for each in (values, gates)))
+    at = (int32([[0]], kernel_device), int32([0], kernel_device), int32([3], kernel_device))
+    rows = torch.empty(1, columns, device=kernel_device)
+    fold(pages, *at, int32([1, 1, 0, 0], kernel_device), rows, tokens=4, overlaps=False)
+    error = (rows[0].cpu().double() - folded(values, gates, Row(4))[0]).abs()
+    bound = values.abs().amax(0).double() * (2**-8 + torch.expm1(2 * 2**-8 * gates.abs().amax(0).double()))
+    assert (error <= bound).all()
+    assert (error > bound / 50).any()
 
 
 @pytest.mark.fast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.amd.kernels.sparse_cases import (
     IndexCase,
     IndexProblem,
     Step,
+    TwoChoices,
     arch_of,
     assert_units,
     best_units,
@@ -115,6 +117,45 @@ def tokens_at(positions: list[int], device: torch.device) -> SparseTokens:
     )
 
 
+LEAVING = {
+    "V4.1": Indexing(0.125, 5, candidate_blocks=3, block_keys=8),
+    "sets": Indexing(0.25, 4, sets=2, rectified=False, candidate_blocks=5, block_keys=4),
+    "fewer than the choice": Indexing(0.125, 7, candidate_blocks=2, block_keys=2),
+    "all of them": Indexing(0.125, 7, candidate_blocks=40, block_keys=2),
+}
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("indexing", LEAVING.values(), ids=LEAVING)
+@pytest.mark.parametrize("is_kernel", [True, False], ids=["kernel", "twin"])
+def test_a_later_choice_is_made_among_the_blocks_that_were_left(
+    indexing: Indexing, is_kernel: bool, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scratch has room for a few tokens at a time, so that blocks are those of the right tokens."""
+    monkeypatch.setattr(cuts, "_MOST_WORDS", 150)
+    monkeypatch.setattr(sparse, "_MOST_WORDS", 1 << 10)
+    both = TwoChoices.build(IndexCase(STEP, indexing), kernel_device)
+    for problem in (both.of_blocks, both.later):
+        if is_kernel:
+            launched(problem)
+        else:
+            select(problem.args, problem.selection, indexing=problem.case.indexing)
+    both.assert_chosen()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"candidate_blocks": -1},
+        {"candidate_blocks": 2, "block_keys": 3},
+        {"candidate_blocks": 2, "last": 1},
+        {"candidate_blocks": 2, "key_tokens": 2, "last_unit": LastUnit.LEFT_OUT},
+    ],
+)
+def test_blocks_that_cannot_be_left_are_refused(wrong: dict[str, Any]) -> None:
+    assert "blocks of a power of two of keys are left only where units are single" in Indexing(1.0, 4, **wrong).refusal
+
+
 NAN, INF = float("nan"), float("inf")
 RANDOM = torch.randn(70, generator=torch.Generator().manual_seed(0)).tolist()
 LINES = {
@@ -162,7 +203,12 @@ def test_units_that_no_token_may_have_are_not_even_counted(kernel_device: torch.
 
 
 def selected(problem: IndexProblem, programs: int = 5) -> None:
-    """Runs launch_select, with the tiles of the device."""
+    """Runs launch_select, with the tiles of the device, and checks what it has chosen."""
+    launched(problem, programs)
+    problem.assert_selected()
+
+
+def launched(problem: IndexProblem, programs: int = 5) -> None:
     args, indexing = problem.args, problem.case.indexing
     heads, dim = args.q.shape[1:]
     key_dtype, coded_q = args.pages.keys.dtype, args.q.dtype.itemsize == 1
@@ -170,7 +216,6 @@ def selected(problem: IndexProblem, programs: int = 5) -> None:
     words = select_words(len(args.q), args.tokens.max_kv_len, indexing)
     workspace = torch.empty(words, device=args.q.device)
     launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)
-    problem.assert_selected()
 
 
 @pytest.mark.fast(2)

@@ -84,6 +84,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "sampling/likeliest.py": sampling_checks.likeliest,
     "sampling/shape_rows.py": sampling_checks.shape_rows,
     "sparse/attention.py": sparse_checks.selected_attention,
+    "sparse/candidates.py": sparse_checks.candidates,
     "sparse/check.py": sparse_checks.check_selection,
     "sparse/index_scores.py": sparse_checks.index_scores,
     "sparse/merge_parts.py": sparse_checks.selected_attention,

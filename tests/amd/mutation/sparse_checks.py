@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.sparse.arguments import NOT_ASCENDING, Indexing, IndexPages, SelectedKeys, SparseTokens
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, NOT_ASCENDING, Indexing, IndexPages, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
+from rocm_attn.kernels.sparse.candidates import launch_leave_out
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import selected_cut, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_index_scores
@@ -105,6 +107,23 @@ def top_k(memory: Memory) -> None:
                 [[best_units(lines[token][0], visible, indexing)] for token, visible in enumerate(seen)],
             )
             memory.assert_surroundings_untouched()
+
+
+def candidates(memory: Memory) -> None:
+    """Lines of 33, 1 and 39 units; three blocks of four units are left of each, or as many as it has."""
+    indexing = Indexing(1.0, 5, candidate_blocks=3, block_keys=4)
+    left = [[1, 4, 8], [0], [0, 2, 9]]
+    units = torch.tensor([[each + [NO_UNIT] * (3 - len(each))] for each in [*left, []]], dtype=torch.int32)
+    counts = torch.tensor([[len(each)] for each in [*left, []]], dtype=torch.int32)
+    position = torch.tensor([32, 0, 38, 0], dtype=torch.int32)
+    tokens = placed_tokens(memory, SparseTokens(position, position, torch.tensor([3], dtype=torch.int32), 1, 40))
+    among = placed_selection(memory, SelectedKeys(units, counts, 4))
+    scores = memory.put(torch.zeros(4, 1, 40))
+    launch_leave_out(scores, tokens, among, indexing=indexing)
+    for line, (blocks, seen) in enumerate(zip([*left, []], [33, 1, 39, 0], strict=True)):
+        for unit, score in enumerate(scores[line, 0].tolist()):
+            assert math.isnan(score) == (unit < seen and unit // 4 not in blocks)
+    memory.assert_surroundings_untouched()
 
 
 def placed_scratch(memory: Memory, words: int) -> Tensor:

@@ -486,11 +486,11 @@ def _launch_record_stores(row: Row) -> None:
 
 
 def _launch_fold_rows(row: Row) -> None:
-    """Launches what makes DeepSeek-V4's rows of 4 tokens, with their index keys, and of 128."""
-    for tokens, columns in ((4, 512 + 128), (128, 512)):
+    """Launches what makes DeepSeek-V4's rows of 4 tokens, with their index keys, and of 128, also from bfloat16."""
+    for tokens, columns, dtype in ((4, 640, torch.float32), (128, 512, torch.float32), (4, 640, torch.bfloat16)):
         width = columns * (1 + (tokens == 4))
-        num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // (128 * width * 4) + 1
-        state = LayerPages.plain(*(torch.empty(num_pages, 128, 1, width) for _ in range(2)))
+        num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // (128 * width * dtype.itemsize) + 1
+        state = LayerPages.plain(*(torch.empty(num_pages, 128, 1, width, dtype=dtype) for _ in range(2)))
         of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
         table, rows = torch.empty(16, 64, dtype=torch.int32), torch.empty(16, columns)
         at = table, of_token, of_token, counts

@@ -64,7 +64,7 @@ class IndexRow:
         return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
 
     def launch(self) -> None:
-        """Launches scores, top-k, and the check of a selection."""
+        """Launches scores, top-k, and the check of a selection; among blocks if the indexing leaves some."""
         indexing, page_size, dim = self.indexing, 64, 128
         key_dtype = own_encoding(self.arch).dtype if self.coded_keys else self.dtype
         page_keys = page_size // indexing.key_tokens
@@ -82,6 +82,8 @@ class IndexRow:
         )
         selection = _selection(indexing.sets, indexing.width, indexing.unit_tokens)
         tiles = index_tiles(self.arch, heads=self.heads, dim=dim, key_dtype=key_dtype, coded_q=self.coded_q)
+        if blocks := indexing.candidate_blocks:
+            args = args._replace(among=_selection(indexing.sets, blocks, indexing.block_keys))
         launch_select(
             args,
             selection,
@@ -207,6 +209,7 @@ TOKENS = Indexing(128**-0.5, 2048)
 POOLED = Indexing(128**-0.5, 512, key_tokens=4, last_unit=LastUnit.ADDED)
 BLOCKS = Indexing(128**-0.5, 16, sets=4, rectified=False, unit_keys=128, last=1)
 MEANS = Indexing(128**-0.5, 64, unit_keys=64, pooling=Pooling.MEAN, first=1, last=2)
+LEAVES = Indexing(128**-0.5, 512, candidate_blocks=2048, block_keys=8)
 _INDEXERS: tuple[Callable[[str], IndexRow], ...] = (
     lambda arch: IndexRow(arch, "64_heads", TOKENS, 64),
     lambda arch: IndexRow(arch, "coded_queries", TOKENS, 64, coded_q=True, on_oldest=arch == _OLDEST_ARCH),
@@ -214,6 +217,7 @@ _INDEXERS: tuple[Callable[[str], IndexRow], ...] = (
     lambda arch: IndexRow(arch, "pools", POOLED, 32),
     lambda arch: IndexRow(arch, "blocks", BLOCKS, 4, coded_keys=False),
     lambda arch: IndexRow(arch, "means", MEANS, 8),
+    lambda arch: IndexRow(arch, "candidates", LEAVES, 32),
     lambda arch: IndexRow(arch, "float32", TOKENS, 16, dtype=FP32, coded_keys=False),
     lambda arch: IndexRow(arch, "64_heads", TOKENS, 64, is_large=True),
 )
@@ -230,6 +234,7 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "chosen_rows", (8, 1), (512, 512), _LATENT, width=512),
     lambda arch: LayerRow(arch, "all_rows", (8, 1), (512, 512), _LATENT, is_dense=True),
     lambda arch: LayerRow(arch, "all_rows_64", (64, 1), (512, 512), _LATENT, is_dense=True),
+    lambda arch: LayerRow(arch, "segments_all_rows", (64, 1), (512, 512), _LATENT, exact=True, is_dense=True),
     lambda arch: LayerRow(arch, "attended_blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
     lambda arch: LayerRow(
         arch, "blocks_codes", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, scales=Scales.TOKEN

@@ -23,14 +23,14 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps, prewarm
+from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps, prewarm, run_every_kernel
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import EarlierSelection, Indexer, Indexing, PoolKind, Problem
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -46,6 +46,8 @@ GEMMA = Problem(16, 4, 256, torch.bfloat16, 16, v_head_dim=256, scale=256**-0.5)
 GPTOSS = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, window_left=1023, has_sinks=True)
 LATENT = Problem(16, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT)
 MASKED = replace(LLAMA, custom_mask=True)
+CHOICE = Indexing(128**-0.5, 512, candidate_blocks=64, block_keys=8)
+SPARSE = replace(LATENT, wants_lse=True, indexer=Indexer(32, 128, CHOICE))
 
 # With the Triton that Hopper's own kernels run with.
 HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
@@ -82,6 +84,10 @@ def noted_variants(found: set[Variant]) -> Iterator[None]:
         yield
 
 
+def _run(launch: Thunk) -> None:
+    launch()
+
+
 def target_of(arch: str | Target) -> Target:
     return known_target(arch) if isinstance(arch, str) else arch
 
@@ -115,11 +121,7 @@ class Served:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """While active, launches are recorded."""
-
-        def run(launch: Thunk) -> None:
-            launch()
-
-        with noted_variants(self.found), offline(self.target.arch), observe_launches(run):
+        with noted_variants(self.found), offline(self.target.arch), observe_launches(_run):
             yield
 
     def assert_prewarmed(self) -> None:
@@ -154,6 +156,13 @@ class Served:
         step.layers.store_and_attend(0, q, k, v, out)
         step.layers.store(0, k, v)
         step.layers.attend(0, q, out)
+        if isinstance(problem.indexer, Indexer):
+            heads, dim = problem.indexer.num_heads, problem.indexer.head_dim
+            step.layers.store_index(0, torch.empty(num_tokens, dim, dtype=problem.dtype))
+            index_q = torch.empty(num_tokens, heads, dim, dtype=problem.dtype)
+            step.layers.select(0, index_q, torch.empty(num_tokens, heads))
+            step.layers.select_among(0, index_q, torch.empty(num_tokens, heads))
+            step.layers.attend_selected(0, q, out, torch.empty(num_tokens, problem.num_q_heads))
 
 
 def lengths_of(num_seqs: int) -> Iterator[list[int]]:
@@ -207,6 +216,7 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(GPTOSS, "sm_90", replace(SIZES, max_num_seqs=70), id="window-sm_90", marks=pytest.mark.nightly),
         pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments", marks=pytest.mark.nightly),
         pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True, max_num_seqs=5), id="few-segments"),
+        pytest.param(SPARSE, "gfx942", replace(SIZES, max_num_seqs=3), id="sparse"),
         pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
     ],
 )
@@ -216,6 +226,20 @@ def test_every_number_of_sequences_finds_its_variants(
     served = served_at_all_sizes(problem, sizes, arch)
     assert len(served.found) >= 9
     served.assert_prewarmed()
+
+
+def test_a_layer_that_reuses_a_choice_is_compiled_after_the_one_that_makes_it() -> None:
+    """The nearest earlier layer with an indexer is not the first one of its kind."""
+    other = replace(SPARSE, indexer=Indexer(16, 128, CHOICE))
+    layers = [SPARSE, other, SPARSE, replace(SPARSE, indexer=EarlierSelection(CHOICE))]
+    found = set[Variant]()
+    runtime = build_runtime(
+        layers, SIZES, device=CPU, target=known_target("gfx942"), guards=Guards().without("echo_check")
+    )
+    with noted_variants(found), offline("gfx942"), observe_launches(_run):
+        run_every_kernel(runtime, 4)
+    kernels = {"_index_scores_kernel", "_choose_kernel", "_leave_out_kernel", "_selected_attention_kernel"}
+    assert kernels <= {name for name, _ in found}
 
 
 # Prompts of three sequences. Gluon's kernel is not compiled here: it is left out, and the kernels compiled next to it

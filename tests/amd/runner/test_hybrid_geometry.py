@@ -199,12 +199,29 @@ def test_layers_of_deepseek_v4_1_share_rows_and_choices() -> None:
     assert [number for number in rows if rows[number].own_choice] == [2, 8, 14, 20, 24, 28, 32, 36]
     assert [rows[number].tokens for number in rows] == [2] * 18 + [1] * 20
     assert {each.top for each in rows.values()} == {512}
-    assert {number for number in rows if rows[number].candidates} == set(range(24, 40))
-    assert {each.candidates for each in rows.values()} == {0, 2048 * 8}
+    assert {number for number in rows if rows[number].blocks} == set(range(20, 40))
+    assert {(each.blocks, each.block_rows) for each in rows.values()} == {(0, 1), (2048, 8)}
     assert not any(each.overlaps or each.folds_index for each in rows.values())
     problems = geometry.problems(dtype=torch.bfloat16, page_size=16)
     assert [each.row for each in problems[40:]] == [Row(2)] * 3 + [Row()]
+    indexers = [each.indexer for each in problems[40:]]
+    assert [isinstance(each, Indexer) and each.indexing.candidate_blocks for each in indexers] == [0, 0, 0, 2048]
     assert [geometry.rows_of(number) for number in (2, 7, 8, 19, 20, 39)] == [40, 40, 41, 42, 43, 43]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"candidate_source_layer_id": 14},
+        {"candidate_source_layer_id": 24},
+        {"index_source_layer_ids": [2, 8, 14, 24]},
+        {"compress_ratios": [0, 0, *[2] * 38]},
+    ],
+)
+def test_candidates_that_no_public_source_describes_are_refused(change: dict[str, Any]) -> None:
+    published = json.loads((CONFIGS / "deepseek-v4.1-flash.json").read_text())
+    with pytest.raises(Unsupported, match=r"candidate_source_layer_id \d+ is not served: it must be the last of kv_so"):
+        attention_geometry({**published, "text_config": {**published["text_config"], **change}})
 
 
 def test_gemma_4_gives_single_layers_the_sizes_that_transformers_gives_them() -> None:

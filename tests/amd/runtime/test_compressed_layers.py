@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
@@ -19,18 +21,22 @@ from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, LastUnit, PoolKind, Row
 from rocm_attn.providers.select import select
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import problem_as_json, problem_from_json
 from tests.amd.worlds.compressed import (
     ALL,
     CHOSEN,
     DIM,
+    HEAVY,
     INDEX_DIM,
     INDEXING,
     SPARSE,
     WINDOW,
     CompressedWorld,
+    Drawn,
     batch_of,
+    folded,
     layers,
 )
 from tests.amd.worlds.problems import providers
@@ -54,6 +60,34 @@ def test_a_window_and_rows_share_one_softmax_and_one_sink(
         world.step([first, second], [1, 1])
     world.step([second], [13])
     assert not graphs or world.runner.counters.replays > 0
+
+
+def bits_of(world: CompressedWorld, story: Drawn, chunks: list[int], neighbours: list[int]) -> list[Tensor]:
+    """The outputs of a story's tokens in both layers, computed in chunks beside a request of as many other tokens."""
+    request, other = world.admit(), world.admit()
+    found: list[list[Tensor]] = [[], []]
+    first = 0
+    for new, beside in zip(chunks, neighbours, strict=True):
+        others = [(other, Drawn.of(beside, world.generator))] if beside else []
+        both = [*others, (request, story.part(first, first + new))]
+        world.step([each for each, _ in both], [len(drawn.q) for _, drawn in both], [drawn for _, drawn in both])
+        for of_layer, layer in zip(found, (SPARSE, ALL), strict=True):
+            of_layer.append(world.out[layer][beside : beside + new].cpu().clone())
+        first += new
+    return [torch.cat(of_layer) for of_layer in found]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("triton" not in providers(), reason="only Triton's kernels attend to rows deterministically")
+def test_the_bits_of_a_deterministic_token_depend_on_nothing_but_its_sequence(device: torch.device) -> None:
+    """A prompt of 13 tokens at once, and in chunks that end within rows, beside another request."""
+    story = Drawn.of(13, torch.Generator().manual_seed(3))
+    whole, cut = (
+        bits_of(CompressedWorld.build(device, "triton", deterministic=True), story, chunks, neighbours)
+        for chunks, neighbours in (([13], [0]), ([11, 2], [2, 0]))
+    )
+    for one, other in zip(whole, cut, strict=True):
+        assert one.equal(other)
 
 
 @both_ways
@@ -218,9 +252,47 @@ def test_kernels_of_single_tokens_refuse_rows_of_several() -> None:
     assert "decode: triton.rows: it reads rows of several tokens, not of 1" in refusal.value.reasons
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+def test_rows_of_several_tokens_have_deterministic_kernels(arch: str) -> None:
+    for problem in layers(128, torch.bfloat16)[1:]:
+        of_v4 = replace(problem, num_q_heads=64, head_dim=512, v_head_dim=512)
+        chosen = select(of_v4, known_target(arch), "triton", deterministic=True)
+        assert {kernel.entry.name for kernel in chosen.kernels.values()} == {"triton.row_segments"}
+        of_choice = ("triton.selected_segments", "triton.indexer")
+        assert (chosen.sparse.entries if chosen.sparse else ()) == (of_choice if problem.row == CHOSEN else ())
+
+
 def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
-    for problem in layers():
+    halved = replace(layers()[ALL], row=replace(HEAVY, state_dtype=torch.bfloat16))
+    for problem in (*layers(), halved):
         assert problem_from_json(json.loads(json.dumps(problem_as_json(problem)))) == problem
+
+
+def test_a_state_in_bfloat16_takes_half_the_bytes_and_takes_values_of_its_dtype(device: torch.device) -> None:
+    halved = [replace(each, row=replace(each.row, state_dtype=torch.bfloat16)) for each in layers()[1:]]
+    assert 2 * state_bytes(halved) == state_bytes(layers())
+    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=64, provider="torch")
+    runtime = build_runtime([halved[1]], options, device=device)
+    request = runtime.table.admit()
+    generator = torch.Generator().manual_seed(0)
+    values, gates = (torch.randn(16, DIM, generator=generator).to(device) for _ in range(2))
+    for first, end in ((0, 11), (11, 16)):  # the second row begins in one step and ends in another
+        runtime.table.reserve(request, end)
+        step = runtime.step(StepBatch([request], [end], [end - first], NO_TOKEN_IDS)).parts[0]
+        at = torch.arange(first, first + len(step.token_ids), device=device).clamp(max=15)
+        rows, k = torch.empty(len(at), DIM, device=device), torch.zeros(len(at), 1, DIM, device=device)
+        with pytest.raises(BadTensor, match=r"values is torch\.float32; the layer works in torch\.bfloat16"):
+            step.layers.fold(0, values[at], gates[at], rows)
+        step.layers.fold(0, values[at].bfloat16(), gates[at].bfloat16(), rows)
+        step.layers.store(0, k, k)
+        runtime.end_step()
+    want = folded(values.cpu().bfloat16(), gates.cpu().bfloat16(), HEAVY)[1]
+    torch.testing.assert_close(rows[4].cpu().double(), want, atol=1e-6, rtol=1e-6)
+
+
+def test_a_state_has_a_dtype_that_is_kept() -> None:
+    with pytest.raises(BadProblem, match=r"state_dtype of a row is torch\.float16; it must be torch\.float32 or"):
+        Row(4, state_dtype=torch.float16)
 
 
 def test_a_transfer_refuses_rows_of_several_tokens(device: torch.device) -> None:

@@ -20,12 +20,13 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
-from rocm_attn.kernels.sparse.attention import launch_selected_attention
+from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
-from rocm_attn.kernels.sparse.cuts import select_words, selected_cut, top_k_cut
+from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
-from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_tiles, selected_tiles
+from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.problem import Row
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 from rocm_lab.simulator.launcher import Simulation, simulated
@@ -34,6 +35,7 @@ from tests.amd.kernels.sparse_cases import (
     IndexCase,
     SelectedCase,
     Step,
+    TwoChoices,
     assert_units,
     best_units,
     build_index,
@@ -47,6 +49,7 @@ STEP = Step([70, 1, 35], [2, 1, 1], page_size=16, tail=1)
 TOKENS = IndexCase(STEP, Indexing(0.125, 7), 16, 64, dtype=BF16, key_dtype=BF16)
 BLOCKS = replace(TOKENS, indexing=Indexing(0.25, 3, sets=4, rectified=False, unit_keys=8, last=1), weighted=False)
 POOLS = replace(TOKENS, indexing=Indexing(0.25, 3, key_tokens=4, last_unit=LastUnit.ADDED), scales=Scales.TOKEN)
+LEAVING = Indexing(0.125, 5, candidate_blocks=3, block_keys=8)
 LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16, sinks=True)
 RECORDS = SelectedCase(STEP, (16, 1), (304, 256), latent=True, width=40, dtype=BF16, scales=Scales.GROUP, sinks=True)
 ROWS = SelectedCase(STEP, (16, 1), (64, 64), latent=True, width=70, dense=True, dtype=BF16)
@@ -88,6 +91,19 @@ def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = F
     with simulated(arch) as simulation:
         launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
     problem.assert_selected()
+    return simulation
+
+
+def run_candidates(arch: str) -> Simulation:
+    """Runs a choice of blocks, and a choice by other queries among them."""
+    both = TwoChoices.build(replace(TOKENS, indexing=LEAVING), CPU)
+    tiles = index_tiles(arch, heads=TOKENS.heads, dim=TOKENS.dim, key_dtype=BF16, coded_q=False)
+    with simulated(arch) as simulation:
+        for problem in (both.of_blocks, both.later):
+            args, indexing = problem.args, problem.case.indexing
+            workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
+            launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
+    both.assert_chosen()
     return simulation
 
 
@@ -156,21 +172,26 @@ def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Sim
 
 
 def run_rows(arch: str) -> Simulation:
-    """Runs folds of rows of 4 tokens that overlap, and of 3, then attention to all rows that tokens see."""
-    dense = build_selected(ROWS, CPU)
+    """Runs folds of rows of 4 tokens that overlap, and of 3 from bfloat16, then attention in both modes."""
+    dense, exact = build_selected(ROWS, CPU), build_selected(ROWS, CPU)
     given = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
     tiles = selected_tiles(arch, gqa_ratio=16, head_dim=64, v_head_dim=64, dtype=BF16, is_coded=False)
     cut = selected_cut(len(given.q), given.selection.width, heads=given.heads, tiles=tiles, programs=60)
     workspace = torch.full((cut.words(len(given.q), 64),), float("nan"))
+    exact_tiles, by_pairs = selected_segment_tiles(arch, dims=(64, 64), dtype=BF16, codes=CodeKind.NONE, is_latent=True)
+    words = segment_cut(given.selection.width, heads=given.heads, tiles=exact_tiles).words(len(given.q), 64)
+    segments = exact.args._replace(selection=given.selection, workspace=torch.full((words,), float("nan")))
     with simulated(arch) as simulation:
         folds = [
             folded_by(launch_fold_rows, row, 150, [4, 9, 12, 3], [4, 3, 8, 1], page_size, CPU)
-            for row, page_size in ((Row(4, overlaps=True), 8), (Row(3), 6))
+            for row, page_size in ((Row(4, overlaps=True), 8), (Row(3, state_dtype=torch.bfloat16), 6))
         ]
         launch_selected_attention(given._replace(workspace=workspace), scale=dense.scale, tiles=tiles, programs=60)
+        launch_selected_segments(segments, scale=exact.scale, tiles=exact_tiles, by_pairs=by_pairs)
     for found, wanted in folds:
         assert_folded(found, wanted)
     dense.assert_served()
+    exact.assert_served()
     return simulation
 
 
@@ -178,6 +199,7 @@ def sparse_cases(arch: str) -> list[KernelCase]:
     """Every kernel of sparse attention, over codes and above 4 GiB."""
     runs = {
         "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
+        "candidates": partial(run_candidates, arch),
         "long_lines": partial(run_long_lines, arch),
         "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
         "records": partial(run_records, arch, own_encoding(arch)),

@@ -76,7 +76,10 @@ class Drawn:
         return [self.q, self.k, *self.values.values(), *self.gates.values(), self.index_q, self.weights]
 
     def first(self, count: int) -> Drawn:
-        return self.like([part[:count] for part in self.parts()])
+        return self.part(0, count)
+
+    def part(self, first: int, end: int) -> Drawn:
+        return self.like([part[first:end] for part in self.parts()])
 
     def and_then(self, other: Drawn) -> Drawn:
         return self.like([torch.cat(pair) for pair in zip(self.parts(), other.parts(), strict=True)])
@@ -220,12 +223,13 @@ class CompressedWorld:
         self.runtime.table.truncate(request.row, kv_len)
         self.take_back(request, kv_len)
 
-    def step(self, requests: Sequence[Served], q_len: Sequence[int]) -> None:
-        """Runs a step of new tokens and checks every output."""
-        for request, new in zip(requests, q_len, strict=True):
+    def step(self, requests: Sequence[Served], q_len: Sequence[int], drawn: Sequence[Drawn] = ()) -> None:
+        """Runs a step of new tokens and checks every output. drawn: of each request's new tokens; else random ones"""
+        drawn = drawn or [Drawn.of(new, self.generator) for new in q_len]
+        for request, new in zip(requests, drawn, strict=True):
             if len(self.runtime.table.spaces) > 1:
                 self.runtime.table.evict([request.row], [request.kv_len])
-            request.drawn = request.drawn.and_then(Drawn.of(new, self.generator))
+            request.drawn = request.drawn.and_then(new)
             self.runtime.table.reserve(request.row, request.kv_len)
         news = [
             torch.cat(parts)

@@ -20,12 +20,11 @@ from rocm_attn.truth.live import LiveTruth
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_serve.engine_runtime import model_over, runtime_for
-from rocm_serve.events import Events, NewTokens, without
 from rocm_serve.limits import RequestLimits
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.output import Output
-from rocm_serve.pending import PendingStep, ReadSpeculativeSteps, ReadStep, with_pending_tokens
+from rocm_serve.pending import PendingStep, ReadStep, with_pending_tokens
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
@@ -35,7 +34,7 @@ from rocm_serve.prompt_logprobs import (
     PromptPart,
     with_hidden,
 )
-from rocm_serve.recent_steps import RecentSteps
+from rocm_serve.recent_steps import NO_ROUND, RecentSteps
 from rocm_serve.report import Report, report_of
 from rocm_serve.request import (
     Completion,
@@ -54,7 +53,13 @@ from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
 from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.scheduler import Scheduler
 from rocm_serve.serving import serve_all
-from rocm_serve.speculation.device_steps import FOLLOWING, DeviceSpeculation, why_no_speculative_steps
+from rocm_serve.speculation.device_steps import (
+    FOLLOWING,
+    MOST_AHEAD,
+    DeviceSpeculation,
+    Pace,
+    why_no_speculative_steps,
+)
 from rocm_serve.speculation.engines import (
     beside,
     drafter_of,
@@ -63,7 +68,6 @@ from rocm_serve.speculation.engines import (
     served,
 )
 from rocm_serve.speculation.last_rows import forward_of
-from rocm_serve.speculation.reading import MOST_AHEAD, Pace
 from rocm_serve.speculation.speculation import Speculation, StepPicks
 from rocm_serve.speculation.speculative_steps import SpeculativeSteps
 from rocm_serve.step_sizes import StepSizes
@@ -153,13 +157,12 @@ class Engine:
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
-        self._events: list[Event | NewTokens] = []  # not yet returned by step()
+        self._events: list[Event] = []  # not yet returned by step()
         self._must_check = False  # whether a step has run since the host last waited for the device
         self._recent, self._pace = RecentSteps(), Pace()
         self._pending: list[PendingStep] = []  # oldest first
         self._is_launching = False  # whether a step is being launched that is not in _unread yet
-        self._read: list[ReadStep | ReadSpeculativeSteps] = []  # steps whose tokens are to be published, oldest first
-        self._speculative_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
+        self._read: list[ReadStep] = []  # steps whose tokens are to be published, oldest first
         self._compared = RankComparison(self.runtime.faults.meetings, has_ranks=loaded.ranks.shard.num_ranks > 1)
         self._num_submitted = 0
         self._is_in_step = False  # afterwards too, if an interrupt has ended the step
@@ -251,7 +254,6 @@ class Engine:
             raise BadRequest(
                 f"there is no request {number}; submit() has returned the numbers below {self._num_submitted}"
             )
-        self._enter_speculative_steps()
         output = self._outputs.get(number)
         if output is not None:
             self._scheduler.drop(output.sequence)
@@ -275,7 +277,6 @@ class Engine:
         while self._pending:
             self._read_oldest()
             self._publish_read()
-        self._enter_speculative_steps()
 
     def cancel(self, number: int) -> None:
         """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event.
@@ -284,7 +285,6 @@ class Engine:
         """
         if self._is_in_step:
             return
-        self._enter_speculative_steps()
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
@@ -292,7 +292,7 @@ class Engine:
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
         self._done.pop(number, None)
-        self._events = without(self._events, number)
+        self._events = [event for event in self._events if event.request != number]
 
     def check(self, request: Request) -> None:
         """Raises BadRequest for a request that this engine can never serve."""
@@ -327,7 +327,7 @@ class Engine:
             raise BadRequest("the model has no tokenizer, which constraints need")
         self._matching.prepare()
 
-    def step(self) -> Events:
+    def step(self) -> list[Event]:
         """Runs one step; returns its events. There must be work.
 
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
@@ -355,7 +355,7 @@ class Engine:
             raise
         self._is_in_step = False
         events, self._events = self._events, []
-        return Events(events)
+        return events
 
     def probe_truth(self, seed: int) -> TruthVerdict:
         """Sends needles through the layers, between two steps and in a row that no request has; see truth/live.py.
@@ -414,14 +414,15 @@ class Engine:
         if self.options.speculates:  # drafts need the tokens before; they are published while the next step runs
             # A text may end its request when it is published, and a later round then has tokens of it.
             while len(self._pending) > 1:
-                self._read_speculative_steps(len(self._pending) - 1)
+                self._read_oldest()
+                self._publish_read()
             if self._speculative_steps.goes_on(
                 self._scheduler
             ):  # there had been no room for the most tokens of all rounds
                 self._go_on()
                 return
-            self._enter_speculative_steps()
-            self._read_all()
+            while self._pending:
+                self._read_oldest()
             if self._speculative_steps.end():
                 self._publish_read()
                 self._check_device()
@@ -464,56 +465,11 @@ class Engine:
         if len(self._pending) == 1:
             self._scheduler.launched_again(step)
         while len(self._pending) > self._pace.num_ahead * self._steps_ahead:
-            self._read_speculative_steps(self._pace.num_together)
-
-    def _read_speculative_steps(self, most: int) -> None:
-        """Waits for the `most` oldest rounds and publishes their tokens: together, if nothing ends or fails in them."""
-        pending = self._pending
-        with self._watch.watch(f"{len(pending)} launched rounds ({pending[0].step.num_picks} sequences)"):
-            together = self._speculative_steps.read_together([each.picks for each in pending], most, self._scheduler)
-        if together is None:
             self._read_oldest()
             self._publish_read()
-            return
-        num = together.num_speculative_steps
-        self._read.append(ReadSpeculativeSteps(pending[:num], together, time.perf_counter()))
-        del pending[:num]
-        self._publish_read()
-
-    def _publish_speculative_steps(self, read: ReadSpeculativeSteps) -> None:
-        """Makes sequences take the tokens of rounds that were read together, and notes their events."""
-        speculative_steps, together, read_at = read
-        step = self._speculative_to_enter = speculative_steps[0].step
-        self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._pending)
-        self._speculative_steps.took(together)
-        sequences = step.picking
-        outputs = [self._outputs[sequence.number] for sequence in sequences]
-        if all(output.tokenizer is None for output in outputs):  # no text can end a request
-            for output in outputs:
-                output.num_tokens = output.sequence.num_read
-            self._events.append(NewTokens([sequence.number for sequence in sequences], together.token_ids))
-            self.metrics.new_tokens += together.num_tokens
-        else:
-            for sequence, token_ids in zip(sequences, together.token_ids, strict=True):
-                self._publish(self._outputs[sequence.number], tuple(token_ids), None, (), speculative_steps[-1])
-        self._speculation.count_speculative_steps(step, together)
-        times = [sequence.times for sequence in sequences]
-        seconds = self._times.note(speculative_steps, times, together.num_tokens, read_at)
-        self._pace.note(seconds, len(speculative_steps))
-
-    def _enter_speculative_steps(self) -> None:
-        """Lets prompts find pages stored by rounds that were read together."""
-        step, self._speculative_to_enter = self._speculative_to_enter, None
-        if step is not None:
-            self._scheduler.enter_speculative_steps(step)
-
-    def _read_all(self) -> None:
-        while self._pending:
-            self._read_oldest()
 
     def _read_oldest(self) -> None:
         """Waits for the tokens of the oldest unread step; they are to be published."""
-        self._enter_speculative_steps()
         pending = self._pending[0]
         step, batch = pending.step, pending.step.batch
         with self._watch.watch(f"a launched step ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
@@ -529,14 +485,10 @@ class Engine:
     def _publish_read(self) -> None:
         """Notes the events of steps that were read."""
         while self._read:
-            read = self._read.pop(0)
-            if isinstance(read, ReadSpeculativeSteps):
-                self._publish_speculative_steps(read)
-            else:
-                self._publish_step(read)
+            self._publish_step(self._read.pop(0))
 
     def _publish_step(self, read: ReadStep) -> None:
-        """Notes the events of a step that was read by itself."""
+        """Notes the events of a step that was read."""
         pending, picks, appended, read_at, emitted, prompts = read
         for part in prompts:
             self._take_prompt_part(part, pending)
@@ -554,7 +506,9 @@ class Engine:
             elif reason == "error" and isinstance(pick, BadLogits):
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
                 self._fail(sequence.number, str(pick))
-        self._times.note((pending,), got, num_tokens, read_at)
+        seconds = self._times.note(pending, got, num_tokens, read_at)
+        if pending.picks.speculative_step_number != NO_ROUND:
+            self._pace.note(seconds)
 
     def _take_prompt_part(self, part: PromptPart, pending: PendingStep) -> None:
         """Notes logprobs of a prompt. Its request fails if a token has none."""
@@ -614,7 +568,6 @@ class Engine:
         self._compared.note(token_ids)
         if output.reason is not None:
             if reason is None:  # only its text ends it
-                self._enter_speculative_steps()
                 self._scheduler.drop(output.sequence)
             self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
             self._end(output)

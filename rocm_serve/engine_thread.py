@@ -18,7 +18,6 @@ from typing import Concatenate, ParamSpec, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError
 from rocm_attn.truth.verdict import TruthVerdict
-from rocm_serve.events import Events, NewTokens
 from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, FinishReason, Request, TokenEvent
@@ -256,12 +255,7 @@ class EngineThread:
         """The results of a step. A failure may follow a request's last token."""
         output, ended = StepOutput(), dict[int, None]()
         token_ids, ticket_of = output.token_ids, self._ticket_of
-        for event in events.parts if isinstance(events, Events) else events:
-            if isinstance(event, NewTokens):
-                for number, new in zip(event.requests, event.token_ids, strict=True):
-                    if number in ticket_of:
-                        token_ids.setdefault(ticket_of[number], []).extend(new)
-                continue
+        for event in events:
             number = event.request
             if number not in ticket_of:
                 continue  # a request that another caller has submitted

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-from rocm_serve.events import NewTokens
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.request_text import RequestText
@@ -43,7 +42,7 @@ class Output:
         token_ids: Many[int],
         reason: FinishReason | None,
         logprobs: Many[TokenLogprobs],
-        events: list[Event | NewTokens],
+        events: list[Event],
     ) -> int:
         """Takes in the tokens of a step, at least one, adds their events to a list, and returns their number.
 
@@ -52,10 +51,9 @@ class Output:
         logprobs: of each of them, or none
         """
         if self.tokenizer is None and not logprobs:
-            *first, last = token_ids
-            if first:
-                events.append(NewTokens([self.sequence.number], [first]))
-            events.append(TokenEvent(self.sequence.number, last, "", reason))
+            number, (*first, last) = self.sequence.number, token_ids
+            events += [TokenEvent(number, token, "", None) for token in first]
+            events.append(TokenEvent(number, last, "", reason))
             self.num_tokens, self.reason = self.num_tokens + len(token_ids), reason
             return len(token_ids)
         new, self.reason = self._with_text(token_ids, reason, logprobs)
@@ -65,7 +63,7 @@ class Output:
         events += new
         return len(new)
 
-    def end_early(self, reason: FinishReason, error: str, events: list[Event | NewTokens]) -> None:
+    def end_early(self, reason: FinishReason, error: str, events: list[Event]) -> None:
         """Ends it with the tokens published so far, and adds the event of that to a list.
 
         error: why it has failed; empty if it was aborted

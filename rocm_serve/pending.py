@@ -16,7 +16,6 @@ from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, PromptPart
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.scheduled_step import ScheduledStep
-from rocm_serve.speculation.reading import Together
 from rocm_serve.speculation.speculation import StepPicks
 
 
@@ -55,17 +54,6 @@ class ReadStep(NamedTuple):
     read_at: float
     logprobs: Mapping[int, Many[TokenLogprobs]]
     prompts: Many[PromptPart]
-
-
-class ReadSpeculativeSteps(NamedTuple):
-    """Rounds that were read together, oldest first: sequences take their tokens when these are published.
-
-    read_at: see ReadStep
-    """
-
-    speculative_steps: Many[PendingStep]
-    together: Together
-    read_at: float
 
 
 def with_pending_tokens(forward: Forward[Outputs], picked: Tensor) -> Forward[Outputs]:

@@ -45,22 +45,20 @@ class StepTimes:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._last_read = metrics, 0.0
 
-    def note(self, steps: Sequence[Launched], got: Sequence[RequestTimes], num_tokens: int, now: float) -> float:
-        """Records that some steps were read together; returns the seconds that they took.
+    def note(self, step: Launched, got: Sequence[RequestTimes], num_tokens: int, now: float) -> float:
+        """Records that a step was read; returns the seconds that it took.
 
-        The device was not waited for at their launch. Steps that overlap are not counted twice.
-        steps:      oldest first
-        got:        of requests that have got tokens from them
+        The device was not waited for at its launch. Steps that overlap are not counted twice.
+        got:        of requests that have got tokens from it
         num_tokens: of all these
         now:        in seconds of time.perf_counter()
         """
-        metrics, num = self._metrics, len(steps)
-        seconds = now - max(steps[0].started, self._last_read)
+        metrics = self._metrics
+        seconds = now - max(step.started, self._last_read)
         self._last_read = now
         metrics.seconds += seconds
-        metrics.step_seconds.note(seconds / num, num)
-        for each in steps:
-            metrics.host_seconds.note(each.launched - each.started)
+        metrics.step_seconds.note(seconds)
+        metrics.host_seconds.note(step.launched - step.started)
         self._note_tokens(got, now)
         if num_tokens > len(got):
             metrics.token_gap_seconds.note(0.0, num_tokens - len(got))

@@ -271,28 +271,6 @@ class Scheduler:
         self._count_cached_pages()
         return appended
 
-    def take_together(
-        self, step: ScheduledStep, first: Many[int], token_ids: Many[list[int]], *, all_read: bool
-    ) -> None:
-        """Like finish_step() for all rounds that were read together, and then launched_again() for the others.
-
-        first, token_ids: per sequence of step.picking; see Together. None of them ends with these, or has ended before
-        all_read:         whether no unread round is left
-        """
-        for sequence, place, tokens in zip(step.picking, first, token_ids, strict=True):
-            sequence.token_ids[place:] = tokens
-            sequence.num_stored = len(sequence.token_ids) - all_read
-            if all_read:
-                sequence.pending_at = ALL_READ
-        self._num_pending = int(not all_read)
-
-    def enter_speculative_steps(self, step: ScheduledStep) -> None:
-        """Makes pages available to prompts that were completed by rounds read together."""
-        living = [(each, len(each.token_ids) - 1) for each in step.picking if each.row != RESERVED_ROW]
-        if living and self._cache.has_rows:
-            self._table.mark_stored([each.row for each, _ in living], [num for _, num in living])
-            self._cache.enter((each.cached_row, each.row, each.token_ids, num) for each, num in living)
-
     def suspect(self, sequence: Sequence) -> None:
         """Computes a sequence again, alone, from the known tokens. Its stored K and V are given up."""
         if not sequence.is_suspect:

@@ -23,7 +23,6 @@ from pathlib import Path
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_serve.engine_process import EngineProcess
-from rocm_serve.events import Events, NewTokens
 from rocm_serve.limits import RequestLimits
 from rocm_serve.models.loading import open_model
 from rocm_serve.models.places import find_model
@@ -77,24 +76,19 @@ class FreeEngine:
         self._requests[self._num] = request, []
         return self._num
 
-    def step(self) -> Events:
+    def step(self) -> list[Event]:
         """Like Engine.step."""
         if self._pace:
             self._next_at = max(self._next_at + len(self._requests) / self._pace, time.perf_counter() - 0.1)
             time.sleep(max(0.0, self._next_at - time.perf_counter()))
         else:
             self._next_at = 1.0
-        parts: list[Event | NewTokens] = []
-        going: list[int] = []
-        new: list[list[int]] = []
+        events: list[Event] = []
         for number, (request, said) in self._requests.items():
             said.append(self._tokens[len(said) % len(self._tokens)])
-            if len(said) == request.max_new_tokens:
-                parts.append(TokenEvent(number, said[-1], "", "length"))
-            else:
-                going.append(number)
-                new.append(said[-1:])
-        return Events([NewTokens(going, new), *parts])
+            reason: FinishReason | None = "length" if len(said) == request.max_new_tokens else None
+            events.append(TokenEvent(number, said[-1], "", reason))
+        return events
 
     def completion(self, number: int) -> Completion:
         """Like Engine.completion."""

@@ -8,10 +8,9 @@ whose weights are random. A small model that drafts has one layer of the model's
 of the steps after the first ones:
 
 launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: the wait
-        of a GPU that has nothing else to do. A step that reads tokens first reads them in it. Rounds are
-        read several at a time, so the median is of a step that reads none; the mean includes those that read
+        of a GPU that has nothing else to do. A step that reads tokens first reads them in it
 whole:  all time in Engine.step() less the waits for the device, including reading, booking and handing out tokens.
-        Means of eight steps, while no text has ended; events are built outside of it, on iteration
+        Means of eight steps, while no text has ended
 idle:   the GPU's, by events around the launches of each step, in a separate run: the events cost the host time
 """
 
@@ -177,7 +176,7 @@ def measure(engine: Engine, num_seqs: int) -> dict[str, float | int]:
 
 
 def by_step(us: list[float]) -> list[float]:
-    """Means of TOGETHER steps each: several rounds are read at a time, so most steps read none."""
+    """Means of TOGETHER steps each: some steps read no round, and some read several."""
     return [statistics.mean(us[first : first + TOGETHER]) for first in range(0, len(us) - TOGETHER + 1, TOGETHER)]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,6 @@ from rocm_serve.speculation.device_launches import (
     result_words,
 )
 from rocm_serve.speculation.methods import NGRAM
-from rocm_serve.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_serve.speculation.speculation import StepPicks
 from rocm_serve.speculation.speculative_steps import SpeculativeSteps
 
@@ -53,6 +51,23 @@ _TOKENS_AHEAD = 256
 # Rounds after which the host plans a step again: then faults of the steps before the series are reported, and prompts
 # find pages that were filled in it.
 _MOST_SPECULATIVE_STEPS = 64
+
+# Rounds that are launched before the oldest is read: as many as the device runs in this time, within these bounds.
+# Tokens wait about as long to be returned, and new requests to begin.
+AHEAD_SECONDS = 0.001
+FEWEST_AHEAD, MOST_AHEAD = 2, 6
+
+
+class Pace:
+    """Chooses how many rounds are launched before the oldest is read."""
+
+    def __init__(self) -> None:
+        self.num_ahead = FEWEST_AHEAD
+
+    def note(self, seconds: float) -> None:
+        """Notes that a round was read in that time."""
+        wanted = int(AHEAD_SECONDS / seconds) if seconds > 0 else MOST_AHEAD
+        self.num_ahead = min(max(wanted, FEWEST_AHEAD), MOST_AHEAD)
 
 
 def speculative_bytes(options: EngineOptions, max_kv_len: int) -> int:
@@ -99,7 +114,7 @@ class _Series:
     kv_len:      int32 [n], of the oldest round that was not read
     limit:       int32 [n], upper bounds of kv_len
     room:        least number of tokens of any sequence from kv_len up to its limit
-    ends:        of its sequences
+    ends_at:     int64 [n]; a sequence whose round reaches this length, its drafts included, may be at its end
     launches:    of its rounds after the step's graph
     on_host:     results of its rounds, by memory
     number:      the runtime's step number, of all of them
@@ -116,7 +131,7 @@ class _Series:
     rows: Int32Array
     kv_len: Int32Array
     limit: Int32Array
-    ends: Ends
+    ends_at: npt.NDArray[np.int64]
     launches: SpeculativeLaunches
     on_host: Many[StepResultsOnHost]
     room: int
@@ -138,14 +153,11 @@ class _Series:
         """Number of rounds that were launched and not read."""
         return self.num_launched - self.num_read
 
-    def note(self, number: int, num_speculative_steps: int, kv_len: Int32Array, emitted: Int32Array) -> None:
-        """Notes that rounds were read, after which the sequences have these lengths.
-
-        number:  of the first one
-        emitted: by the last one
-        """
-        self.kv_len, self.num_read = kv_len, number + num_speculative_steps
-        self.room = fewest(self.limit - kv_len)
+    def note(self, appended: Int32Array, emitted: Int32Array) -> None:
+        """Notes that the oldest round was read, which has brought these numbers of tokens. emitted: by it"""
+        number, self.num_read = self.num_read, self.num_read + 1
+        self.kv_len = self.kv_len + appended
+        self.room = fewest(self.limit - self.kv_len)
         drafted = np.count_nonzero(emitted[:, 1])
         if emitted[:, 2].any():
             self.first_fault = min(self.first_fault, number)
@@ -165,17 +177,13 @@ class SpeculativePicks(StepPicks):
     def read(self) -> Picks:
         """Like StepPicks.read."""
         self.done.synchronize()
-        series, emitted, found = self._series, self.emitted, self.found
-        ids = found.token_ids
-        appended, num_seqs = emitted[:, 0], len(emitted)
-        lines = ids.reshape(num_seqs, -1).tolist()
-        picks: Picks = [line[:num] for line, num in zip(lines, appended.tolist(), strict=True)]
-        if series.cut or not are_picked(found):
-            picked, width = PickedTokens(found, NoFence()).read(), len(ids) // num_seqs
-            picks = [
-                self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(appended.tolist())
-            ]
-        series.note(self.speculative_step_number, 1, series.kv_len + appended, emitted)
+        series, emitted = self._series, self.emitted
+        picked, appended = PickedTokens(self.found, NoFence()).read(), emitted[:, 0]
+        width = len(picked) // len(emitted)
+        picks: Picks = [picked[seq * width : seq * width + num] for seq, num in enumerate(appended.tolist())]
+        if series.cut or set(map(type, picked)) != {int}:
+            picks = [self._right(seq, pick) for seq, pick in enumerate(picks)]
+        series.note(appended, emitted)
         return picks
 
     def _right(self, place: int, pick: Many[int | BadLogits]) -> Many[int] | BadLogits:
@@ -235,8 +243,8 @@ class DeviceSpeculation(SpeculativeSteps):
         picked = picks.tokens
         if picked is None or step.with_parameters:
             return picks
-        ends = Ends(step.sequences, width)
-        limit = self._reserved(step, ends, batch.kv_len + np.int32(width), scheduler)
+        ends_at = np.array([each.most_tokens for each in step.sequences], np.int64) + (width - 1)
+        limit = self._reserved(step, ends_at, batch.kv_len + np.int32(width), scheduler)
         if limit is None:
             return picks
         self._send_texts(step)
@@ -248,7 +256,7 @@ class DeviceSpeculation(SpeculativeSteps):
             batch.rows,
             batch.kv_len.copy(),
             limit,
-            ends,
+            ends_at,
             self._launches_after(last),
             [StepResultsOnHost(memory, batch.num_seqs, width) for memory in self._memory],
             fewest(limit - batch.kv_len),
@@ -275,7 +283,7 @@ class DeviceSpeculation(SpeculativeSteps):
         if num_needed > series.room:
             needed = series.kv_len + np.int32(num_needed)
             # Without room now, there may be room after more rounds are read: they bring fewer tokens than they could.
-            limit = self._reserved(series.step, series.ends, needed, scheduler)
+            limit = self._reserved(series.step, series.ends_at, needed, scheduler)
             if limit is None:
                 return False
             series.limit, series.room = limit, fewest(limit - series.kv_len)
@@ -294,41 +302,6 @@ class DeviceSpeculation(SpeculativeSteps):
         found = self._emitted(series, series.on_host[self._next].found)
         series.is_launched = True
         return series.step, found
-
-    def read_together(self, pending: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """Like SpeculativeSteps.read_together."""
-        series = self._series
-        if series is None or not pending or series.cut or series.num_changes != scheduler.num_changes:
-            return None
-        speculative_steps = [each for each in pending if isinstance(each, SpeculativePicks)]
-        num = min(most, len(speculative_steps))
-        speculative_steps[num - 1].done.synchronize()
-        while num < len(speculative_steps) and speculative_steps[num].done.query():
-            num += 1
-        each_found = ((each.emitted, each.found) for each in speculative_steps[:num])
-        found = list(takewhile(lambda each: is_clean(*each), each_found))
-        if not found:
-            return None
-        speculative_steps, appended = speculative_steps[: len(found)], [emitted[:, 0] for emitted, _ in found]
-        flat, token_ids = put_together([ids.reshape(-1, self._width) for _, (ids, _) in found], appended)
-        kv_len: Int32Array = series.kv_len + sum(appended)
-        if not series.ends.none_in(flat, kv_len):
-            return None
-        first = (series.kv_len - np.int32(self._width - 1)).tolist()
-        return Together(
-            speculative_steps[0].speculative_step_number,
-            len(speculative_steps),
-            first,
-            token_ids,
-            len(flat),
-            kv_len,
-            speculative_steps[-1].emitted,
-        )
-
-    def took(self, together: Together) -> None:
-        """Like SpeculativeSteps.took."""
-        if self._series is not None:
-            self._series.note(together.number, together.num_speculative_steps, together.kv_len, together.emitted)
 
     def end(self) -> bool:
         """Like SpeculativeSteps.end."""
@@ -378,7 +351,9 @@ class DeviceSpeculation(SpeculativeSteps):
         )
         return SpeculativeLaunches(self._picker, self._runtime.core.ops.next_step, self._stream, given, to)
 
-    def _reserved(self, step: ScheduledStep, ends: Ends, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
+    def _reserved(
+        self, step: ScheduledStep, ends_at: npt.NDArray[np.int64], needed: Int32Array, scheduler: Scheduler
+    ) -> Int32Array | None:
         """The limits of sequences that need pages for `needed` tokens, with some to spare if there are pages.
 
         A limit is at most that of the step's plan and the table, and, apart from `needed`, the sequence's greatest
@@ -392,7 +367,7 @@ class DeviceSpeculation(SpeculativeSteps):
             return None
         # Including tokens that rounds may store which are launched before its end is known.
         beyond = self._width * (len(self._memory) + 1)
-        most_of_each = np.minimum(np.maximum(needed, ends.kv_len + beyond), most).astype(np.int32)
+        most_of_each = np.minimum(np.maximum(needed, ends_at + beyond), most).astype(np.int32)
         whole = max(_TOKENS_AHEAD, _MOST_SPECULATIVE_STEPS * self._width)
         for ahead in dict.fromkeys((whole, _TOKENS_AHEAD, 0)):
             wanted: Int32Array = np.minimum(needed + np.int32(ahead), most_of_each)

@@ -39,7 +39,6 @@ from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
-from rocm_serve.speculation.reading import Together
 
 # The logprobs of steps in which no request asks for any.
 NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
@@ -187,14 +186,6 @@ class Speculation:
         metrics.verifications += verified
         metrics.drafts += num_drafts
         metrics.accepted_drafts += num_appended - verified
-
-    def count_speculative_steps(self, step: ScheduledStep, together: Together) -> None:
-        """Like follow(), for rounds that were read together. The drafter needs no call for them."""
-        verified = together.num_speculative_steps * step.num_picks
-        metrics = self._metrics
-        metrics.verifications += verified
-        metrics.drafts += verified * self._num_drafts
-        metrics.accepted_drafts += together.num_tokens - verified
 
 
 class _Verified(StepPicks):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
-
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.scheduler import Scheduler
-from rocm_serve.speculation.reading import Together
 from rocm_serve.speculation.speculation import StepPicks
 
 
@@ -24,17 +21,6 @@ class SpeculativeSteps:
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
         """Launches a round. Its sequences are those of the step."""
         raise AssertionError("no round goes on")
-
-    def read_together(self, pending: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """Waits for the `most` oldest rounds and reads them, if none of their sequences ends or fails.
-
-        It also reads further rounds that the device has finished. None: the oldest step is to be read by itself.
-        pending: all that were launched and not read, oldest first
-        """
-        return None
-
-    def took(self, together: Together) -> None:
-        """Notes that the sequences have taken the tokens that were read together."""
 
     def end(self) -> bool:
         """Ends the series, after all its rounds were read and before another step. True if a round had a fault."""

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rocm_serve.engine import Engine
-from rocm_serve.events import Events
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Completion, Event, Request
 from rocm_serve.request_stream import RequestStream
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.serving import all_pages_are_free, engine
@@ -73,7 +72,7 @@ class Gated:
         self._step, self._gate, self._begun = served.step, threading.Semaphore(0), threading.Semaphore(0)
         served.step = self.step  # type: ignore[method-assign]
 
-    def step(self) -> Events:
+    def step(self) -> list[Event]:
         self._begun.release()
         self._gate.acquire()
         return self._step()

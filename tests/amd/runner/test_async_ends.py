@@ -8,9 +8,8 @@ import pytest
 
 from rocm_serve.async_engine import AsyncEngine, EngineEnded
 from rocm_serve.engine import Engine
-from rocm_serve.events import Events
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request import Completion
+from rocm_serve.request import Completion, Event
 from rocm_serve.request_stream import RequestStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
 from tests.amd.runner.small_tokenizers import sentencepiece
@@ -25,7 +24,7 @@ def loaded() -> LoadedModel:
 def breaks_in_step(served: Engine, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, numbers = served.step, iter(range(number))
 
-    def breaking() -> Events:
+    def breaking() -> list[Event]:
         if next(numbers, None) is None:
             raise Broken("the bus has fallen off")
         return step()

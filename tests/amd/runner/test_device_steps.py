@@ -17,10 +17,18 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUN
 from rocm_attn.step.host_ring import Fence
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request import Completion, Event, Request
+from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation import device_steps as rounds_module
-from rocm_serve.speculation.device_steps import DeviceSpeculation, why_no_speculative_steps
+from rocm_serve.speculation.device_steps import (
+    AHEAD_SECONDS,
+    FEWEST_AHEAD,
+    MOST_AHEAD,
+    DeviceSpeculation,
+    Pace,
+    SpeculativePicks,
+    why_no_speculative_steps,
+)
 from tests.amd.runner.round_texts import CIRCLE, OPTIONS, launched, round_model
 from tests.amd.runner.serving import served_to_the_end, until_done
 from tests.amd.runner.tiny_model import CONFIG
@@ -77,14 +85,9 @@ class Late:
 def at_pace(num_ahead: int, engine: Engine) -> Engine:
     """The engine, which waits for the oldest rounds when num_ahead are launched, however long they take."""
     engine._pace.num_ahead = num_ahead
-    engine._pace.note = lambda seconds, num_speculative_steps: None  # type: ignore[method-assign]
+    engine._pace.note = lambda seconds: None  # type: ignore[method-assign]
     for memory in rounds_of(engine)._memory:
         memory.done = Late(memory.done)
-    return engine
-
-
-def one_by_one(engine: Engine) -> Engine:
-    rounds_of(engine).read_together = lambda *arguments: None  # type: ignore[method-assign]
     return engine
 
 
@@ -99,6 +102,47 @@ def until_unread(engine: Engine, num: int = 2) -> DeviceSpeculation:
 def steps(engine: Engine) -> Iterator[Many[Event]]:
     while engine.has_work:
         yield engine.step()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """Its texts repeat every 16 tokens.
+
+    With two draft tokens a round brings three: as many rounds as there are memories do not end where they began, so
+    losing or swapping some changes the text.
+    """
+    return round_model(DEVICE, circle=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *(pytest.param(changes, marks=pytest.mark.nightly) for changes in ({"graphs": True}, {"steps_ahead": 0})),
+    ],
+)
+@pytest.mark.parametrize("num_ahead", [2, pytest.param(6, marks=pytest.mark.nightly)])
+def test_the_texts_are_those_of_plain_decoding(num_ahead: int, changes: dict[str, Any], loaded: LoadedModel) -> None:
+    """Some end by a token, others by their length, within rounds and between them."""
+    requests = [a_request(seed, 50 + 7 * seed) for seed in range(4)]
+    texts = [done.token_ids for done in plainly(requests, loaded)]
+    requests[1] = replace(requests[1], stop_token_ids=(texts[1][33],))
+    requests[2] = replace(requests[2], stop_token_ids=(texts[2][41],))
+    engine = at_pace(num_ahead, Engine(loaded, replace(OPTIONS, draft_tokens=2, **changes)))
+    rounds, emitted = launched(engine), dict[int, list[int]]()
+
+    def note(event: Event) -> None:
+        assert isinstance(event, TokenEvent)
+        emitted.setdefault(event.request, []).append(event.token_id)
+
+    done = engine.generate(requests, note)
+    assert done == plainly(requests, loaded)
+    assert list(emitted.values()) == [list(each.token_ids) for each in done]
+    metrics = engine.report().metrics
+    assert rounds
+    assert 0 < metrics.accepted_drafts < metrics.drafts
+    assert (metrics.step_seconds.count, metrics.host_seconds.count) == (metrics.steps, metrics.steps)
+    assert metrics.token_gap_seconds.count == metrics.new_tokens - len(requests)
 
 
 @pytest.mark.fast
@@ -369,3 +413,76 @@ def test_an_engine_says_why_the_host_plans_every_round() -> None:
         "planned by the host: check_every, hang_after, profiler_ranges or flight_record is set, and needs each step on "
         "the host"
     )
+
+
+@pytest.mark.parametrize("has_ended", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(has_ended: bool, loaded: LoadedModel) -> None:
+    """All of these rounds have the number of one step, by which the fault is reported.
+
+    has_ended: whether the first request has its last token by then, in a round that was not read
+    """
+    requests = [a_request(1, 30), a_request(6, 120)]
+    wanted = plainly(requests, loaded)
+    engine = at_pace(6, Engine(loaded, replace(OPTIONS, draft_tokens=2)))
+    numbers = [engine.submit(request) for request in requests]
+
+    def num_launched() -> int:
+        unread = [each.picks for each in engine._pending]
+        found = sum(int(picks.emitted[0, 0]) for picks in unread if isinstance(picks, SpeculativePicks))
+        return engine._outputs[numbers[0]].num_tokens + found
+
+    while num_launched() < (30 if has_ended else 15) or len(engine._pending) < 3:
+        engine.step()
+    with_an_error_word(engine)  # as if the round that is launched next had set it
+    num_faults = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except DeviceFault:
+            num_faults += 1
+    done = [engine.completion(number) for number in numbers]
+    assert num_faults == 1
+    assert done[1].error
+    assert (done[0] == wanted[0]) if has_ended else done[0].error
+
+
+def test_pages_that_rounds_have_stored_are_found_by_prompts(loaded: LoadedModel) -> None:
+    """All full pages are found, also those of a text that its words have ended."""
+    with_words, long = replace(loaded, tokenizer=character_model().tokenizer), a_request(6, 90)
+    (whole,) = plainly([long], with_words)
+    engine = at_pace(6, Engine(with_words, replace(OPTIONS, draft_tokens=2)))
+    (done,) = engine.generate([replace(long, stop=(whole.text[:75],))])
+    assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+    again = Request((*long.prompt_token_ids, *whole.token_ids[:60], 3), 2)
+    assert engine.generate([again]) == plainly([again], with_words)
+    assert engine.metrics.prefix_hits >= len(long.prompt_token_ids) + 60 - 4
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_no_logits_are_kept_but_those_that_lie_in_the_memory_of_a_graph(graphs: bool, loaded: LoadedModel) -> None:
+    engine = at_pace(6, Engine(loaded, replace(OPTIONS, draft_tokens=2, graphs=graphs)))
+    rounds, requests = rounds_of(engine), [a_request(1, 80), a_request(2, 80)]
+    launched, kept, run_again = list[Any](), list[Any](), engine._runner.run_again
+
+    def and_note(batch: Any) -> Any:
+        launched.append(run_again(batch))
+        kept.append(rounds._series.launches.logits)  # type: ignore[union-attr]
+        return launched[-1]
+
+    engine._runner.run_again = and_note  # type: ignore[method-assign]
+    assert engine.generate(requests) == plainly(requests, loaded)
+    assert graphs or len(launched) > len(rounds._memory)
+    assert any(each is not None for each in kept) == graphs
+
+
+def test_the_pace_follows_from_how_long_rounds_take() -> None:
+    pace = Pace()
+    assert pace.num_ahead == FEWEST_AHEAD
+    for seconds, num_ahead in (
+        (AHEAD_SECONDS / 4.5, 4),
+        (AHEAD_SECONDS / 100, MOST_AHEAD),
+        (0.0, MOST_AHEAD),
+        (AHEAD_SECONDS * 3, FEWEST_AHEAD),
+    ):
+        pace.note(seconds)
+        assert pace.num_ahead == num_ahead

@@ -20,7 +20,6 @@ from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
 from rocm_serve.engine_thread import EngineThread, Message, StepOutput
-from rocm_serve.events import Events
 from rocm_serve.request import Completion, Request
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd import forked
@@ -53,7 +52,7 @@ def held() -> Iterator[Engine]:
             cancelled.append(number)
             cancel(number)
 
-        made.step = lambda: step() if cancelled or next(steps) < 3 else Events()  # type: ignore[method-assign]
+        made.step = lambda: step() if cancelled or next(steps) < 3 else []  # type: ignore[method-assign]
         made.cancel = noted  # type: ignore[method-assign]
         yield made
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,71 +29,46 @@ from rocm_serve.sampling.sampling import draw_all
 _GRAPHS_OF_ANY_ORDER = 2
 
 
-class DeviceMemory(Protocol):
-    """A device's memory, in bytes."""
-
-    def total(self) -> int:
-        """All that the device has."""
-        ...
-
-    def free(self) -> int:
-        """Memory that no process on the device holds."""
-        ...
-
-    def held(self) -> int:
-        """Memory of the device that this process's allocator holds."""
-        ...
-
-    def most_held(self) -> int:
-        """The most that the allocator has held since start_peak()."""
-        ...
-
-    def start_peak(self) -> None:
-        """Restarts the peak of most_held()."""
-        ...
-
-    def give_back(self) -> None:
-        """Waits for the device, and returns to it all allocator memory that no tensor needs."""
-        ...
-
-    def of_a_graph(self) -> int:
-        """A lower bound of the memory that the driver keeps for each graph."""
-        ...
-
-
-class TorchMemory:
-    """The memory of a GPU, and torch's allocator of it."""
+class DeviceMemory:
+    """The memory of a GPU and torch's allocator of it, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total(self) -> int:
+        """All that the device has."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
+        """Memory that no process on the device holds."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def held(self) -> int:
+        """Memory of the device that this process's allocator holds."""
         return torch.cuda.memory_reserved(self._device)
 
     def most_held(self) -> int:
+        """The most that the allocator has held since start_peak()."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def start_peak(self) -> None:
+        """Restarts the peak of most_held()."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def give_back(self) -> None:
+        """Waits for the device, and returns to it all allocator memory that no tensor needs."""
         torch.cuda.synchronize(self._device)
         with on_device(self._device):
             torch.cuda.empty_cache()
 
     def of_a_graph(self) -> int:
+        """A lower bound of the memory that the driver keeps for each graph."""
         return DRIVER_BYTES
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
     """The memory of a GPU; None for a CPU, whose free memory does not limit a process."""
-    return TorchMemory(device) if device.type == "cuda" else None
+    return DeviceMemory(device) if device.type == "cuda" else None
 
 
 def free_of(memory: DeviceMemory) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -180,9 +181,9 @@ class SpeculativePicks(StepPicks):
         series, emitted = self._series, self.emitted
         picked, appended = PickedTokens(self.found, NoFence()).read(), emitted[:, 0]
         width = len(picked) // len(emitted)
-        picks: Picks = [picked[seq * width : seq * width + num] for seq, num in enumerate(appended.tolist())]
-        if series.cut or set(map(type, picked)) != {int}:
-            picks = [self._right(seq, pick) for seq, pick in enumerate(picks)]
+        lines = [picked[seq * width : seq * width + num] for seq, num in enumerate(appended.tolist())]
+        is_whole = not series.cut and set(map(type, picked)) == {int}
+        picks = cast(Picks, lines) if is_whole else [self._right(seq, line) for seq, line in enumerate(lines)]
         series.note(appended, emitted)
         return picks
 

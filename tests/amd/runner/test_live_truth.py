@@ -156,8 +156,7 @@ def test_sinks_of_a_usual_size_hide_no_needle_and_large_ones_leave_a_layer_unche
         assert (verdict.word, "sinks" in verdict.sentence) == (word, word == "not checked")
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-3, 40.0])
-@pytest.mark.parametrize("scales", ["layer", "head"])
+@pytest.mark.parametrize(("scales", "size"), [("layer", 1.0), ("head", 1e-3), ("layer", 40.0)])
 def test_pages_of_eight_bits_are_checked_at_the_models_own_scales(
     scales: str, size: float, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

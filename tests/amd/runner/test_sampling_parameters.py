@@ -153,11 +153,11 @@ def test_logprobs_are_those_of_the_logits_before_anything_is_done_to_them() -> N
         pytest.param({}, marks=pytest.mark.nightly),
         pytest.param({"graphs": True}, marks=pytest.mark.nightly),
         pytest.param({"steps_ahead": 1}, marks=pytest.mark.nightly),
-        {"steps_ahead": 1, "graphs": True},
+        pytest.param({"steps_ahead": 1, "graphs": True}, marks=pytest.mark.nightly),
         {"speculative": "ngram", "draft_tokens": 4, "steps_ahead": 1},
         pytest.param({"speculative": "ngram", "draft_tokens": 6, "topk": 3, "graphs": True}, marks=pytest.mark.nightly),
         {"steps_ahead": 1, "num_pages": 16},
-        {"max_batch_size": 3, "chunk": 3},
+        pytest.param({"max_batch_size": 3, "chunk": 3}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -172,11 +172,12 @@ def test_requests_come_to_the_same_however_they_are_served(
 
 def test_two_ranks_come_to_the_same(alone: list[Completion]) -> None:
     def serve(ranks: Any) -> list[Completion]:
-        return Engine(character_model(ranks), BASE).generate(ALL)
+        return Engine(character_model(ranks), BASE).generate(ALL[::3])
 
     for served_by_one in on_threads(2, serve):
-        assert [done.token_ids for done in served_by_one] == [done.token_ids for done in alone]
-        assert [done.text for done in served_by_one] == [done.text for done in alone]
+        assert [(done.token_ids, done.text) for done in served_by_one] == [
+            (done.token_ids, done.text) for done in alone[::3]
+        ]
 
 
 def test_each_ask_changes_what_a_request_comes_to(loaded: LoadedModel, alone: list[Completion]) -> None:

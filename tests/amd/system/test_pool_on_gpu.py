@@ -14,7 +14,7 @@ from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp
 from rocm_attn.models.rope import Rope
 from rocm_serve.engine import Engine
-from rocm_serve.measured_memory import TorchMemory
+from rocm_serve.measured_memory import DeviceMemory
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from tests.amd.runner.largest_steps import run_largest_steps
@@ -26,7 +26,7 @@ from tests.amd.runner.tiny_model import CONFIG, tiny_model
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_gpu_is_filled_to_its_share_and_serves_at_the_limit(graphs: bool, device: torch.device) -> None:
     """Every page is written, all graphs are made, and the largest steps run: nothing runs out of memory."""
-    memory = TorchMemory(device)
+    memory = DeviceMemory(device)
     gc.collect()  # the engine of another test
     memory.give_back()
     attention = AttentionLayer(num_q_heads=8, num_kv_heads=8, head_dim=128, scale=128**-0.5)

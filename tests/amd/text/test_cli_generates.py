@@ -9,11 +9,11 @@ import sys
 
 from tests.amd.house.source_tree import ROOT
 
-PROMPTS = ["What is the capital of France?", "Write a haiku about rivers."]
+PROMPT = "What is the capital of France?"
 
 
 def test_generate_json_prints_one_object_with_coherent_text() -> None:
-    arguments = ["generate", "--json", "--device", "cpu", "--max-new-tokens", "32", *PROMPTS]
+    arguments = ["generate", "--json", "--device", "cpu", "--max-new-tokens", "16", PROMPT]
     finished = subprocess.run(
         [sys.executable, "-m", "rocm_attn.cli", *arguments],
         cwd=ROOT,
@@ -26,11 +26,10 @@ def test_generate_json_prints_one_object_with_coherent_text() -> None:
     assert finished.returncode == 0, finished.stderr
     printed = json.loads(finished.stdout)
     assert set(printed) == {"results", "report"}
-    assert [result["prompt"] for result in printed["results"]] == PROMPTS
-    france, haiku = printed["results"]
+    (france,) = printed["results"]
+    assert france["prompt"] == PROMPT
     assert "Paris" in france["text"]
     assert france["finish_reason"] == "stop"
-    assert "river" in haiku["text"].lower()
     assert printed["report"]["steps"] > 0
     assert printed["report"]["captures"] == 0, "so short a run does not pay for a graph on a CPU"
     assert "tokens/s" in finished.stderr

@@ -21,7 +21,7 @@ MOST = 0.01
 # the second is in every run
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ]
 # fewer tokens differ by chance
-SHORT = 320
+SHORT = 224
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,6 +30,7 @@ PROMPTS = (
 BASE = EngineOptions(
     provider="torch", page_size=16, chunk=512, graphs=False, max_batch_size=8, max_kv_len=256, capture_after=0
 )
+NEW_TOKENS = 18
 # Texts of other requests, for steps with many sequences.
 OTHERS = ("Once upon a time, in a village by the sea,", "1, 2, 3, 4, 5, 6,", "The history of the Roman Empire begins")
 
@@ -48,7 +49,7 @@ def requests_of(loaded: LoadedModel, prompts: tuple[str, ...], new_tokens: int) 
 
 @pytest.fixture(scope="module")
 def plain(loaded: LoadedModel) -> list[Completion]:
-    return Engine(loaded, BASE).generate(requests_of(loaded, PROMPTS, 24))
+    return Engine(loaded, BASE).generate(requests_of(loaded, PROMPTS, NEW_TOKENS))
 
 
 @pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), WAYS)
@@ -59,10 +60,10 @@ def test_prompt_lookup_changes_no_token_of_edited_code(
         BASE, page_size=page_size, speculative="ngram", draft_tokens=draft_tokens, topk=topk, graphs=graphs
     )
     engine = Engine(loaded, options)
-    assert engine.generate(requests_of(loaded, PROMPTS, 24)) == plain
+    assert engine.generate(requests_of(loaded, PROMPTS, NEW_TOKENS)) == plain
     metrics = engine.report().metrics
     assert metrics.accepted_drafts >= 8
-    assert metrics.real_seqs <= len(PROMPTS) * 24 - metrics.accepted_drafts
+    assert metrics.real_seqs <= len(PROMPTS) * NEW_TOKENS - metrics.accepted_drafts
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def windowed(loaded: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def plain_windowed(windowed: LoadedModel) -> list[Completion]:
-    return Engine(windowed, BASE).generate(requests_of(windowed, PROMPTS, 24))
+    return Engine(windowed, BASE).generate(requests_of(windowed, PROMPTS, NEW_TOKENS))
 
 
 MODES = [
@@ -100,7 +101,7 @@ def test_whatever_draft_tokens_changes_no_token(
     expected = request.getfixturevalue("plain_windowed" if hybrid else "plain")
     options = replace(BASE, page_size=page_size, speculative=speculative, draft_tokens=8, topk=topk, graphs=graphs)
     engine = Engine(model, options)
-    assert engine.generate(requests_of(model, PROMPTS, 24)) == expected
+    assert engine.generate(requests_of(model, PROMPTS, NEW_TOKENS)) == expected
     report = engine.report()
     assert (report.swa_pages > 0) == hybrid
     assert report.metrics.drafts > 20
@@ -128,10 +129,10 @@ def test_any_number_of_sequences_and_any_drafts_change_no_token(num_seqs: int, t
 @pytest.mark.nightly
 def test_a_model_drafts_for_itself_by_its_name(loaded: LoadedModel, plain: list[Completion]) -> None:
     engine = Engine(loaded, replace(BASE, speculative="draft:smollm2"))
-    assert engine.generate(requests_of(loaded, PROMPTS, 24)) == plain
+    assert engine.generate(requests_of(loaded, PROMPTS, NEW_TOKENS)) == plain
     metrics = engine.report().metrics
     # A prompt gives the first token, and the last round of a text ends with it.
-    rounds, rest = divmod(24 - 1, 1 + BASE.draft_tokens)
+    rounds, rest = divmod(NEW_TOKENS - 1, 1 + BASE.draft_tokens)
     assert rest > 1
     assert metrics.drafts == len(PROMPTS) * (rounds + 1) * BASE.draft_tokens
     assert metrics.accepted_drafts == len(PROMPTS) * (rounds * BASE.draft_tokens + rest - 1)

@@ -506,7 +506,7 @@ class Engine:
             elif reason == "error" and isinstance(pick, BadLogits):
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
                 self._fail(sequence.number, str(pick))
-        seconds = self._times.note(pending, got, num_tokens, read_at)
+        seconds = self._times.note(pending.started, pending.launched, got, num_tokens, read_at)
         if pending.picks.speculative_step_number != NO_ROUND:
             self._pace.note(seconds)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rocm_attn.step.metrics import Durations, Metrics
 
@@ -30,35 +29,27 @@ class RequestTimes:
             queue_seconds.note(self.first_step - self.taken)
 
 
-class Launched(Protocol):
-    """A step that was launched; see PendingStep."""
-
-    @property
-    def started(self) -> float: ...
-    @property
-    def launched(self) -> float: ...
-
-
 class StepTimes:
     """The times of an engine's steps. metrics: receive them"""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._last_read = metrics, 0.0
 
-    def note(self, step: Launched, got: Sequence[RequestTimes], num_tokens: int, now: float) -> float:
+    def note(self, started: float, launched: float, got: Sequence[RequestTimes], num_tokens: int, now: float) -> float:
         """Records that a step was read; returns the seconds that it took.
 
         The device was not waited for at its launch. Steps that overlap are not counted twice.
+        started, launched: see PendingStep
         got:        of requests that have got tokens from it
         num_tokens: of all these
         now:        in seconds of time.perf_counter()
         """
         metrics = self._metrics
-        seconds = now - max(step.started, self._last_read)
+        seconds = now - max(started, self._last_read)
         self._last_read = now
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
-        metrics.host_seconds.note(step.launched - step.started)
+        metrics.host_seconds.note(launched - started)
         self._note_tokens(got, now)
         if num_tokens > len(got):
             metrics.token_gap_seconds.note(0.0, num_tokens - len(got))

@@ -15,7 +15,7 @@ DEVICE_FAULT = r"an illegal memory access|device-side assert|misaligned address"
 PROVIDERS = [*providers(), "csr"]
 
 
-_WAYS = (("eager", False, [pytest.mark.nightly]), ("graphed", True, []))
+_WAYS = (("eager", False, (pytest.mark.nightly,)), ("graphed", True, ()))
 both_ways = pytest.mark.parametrize("graphs", [pytest.param(on, id=way, marks=marks) for way, on, marks in _WAYS])
 
 

@@ -9,9 +9,8 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
@@ -29,8 +28,8 @@ from rocm_attn.providers import (
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
-from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.tiles import (
@@ -72,17 +71,8 @@ _MOST_NOT_FILLED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class TritonDecode:
+class TritonDecode(CutDecode[DecodeTiles]):
     """Split-KV decode of sequences with one new token; other sequences are skipped. scores: the problem's"""
-
-    problem: Problem
-    scores: Scores
-    tiles: DecodeTiles
-    cut: DecodeCut
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
         cut = self.cut
@@ -117,17 +107,8 @@ class TritonStoringDecode(TritonDecode):
 
 
 @dataclass(frozen=True, slots=True)
-class TritonExtend:
+class TritonExtend(MaskableExtend[ExtendTiles]):
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
-
-    problem: Problem
-    scores: Scores
-    tiles: ExtendTiles
-    cut: ExtendCut
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
         programs = self.cut.sharing.programs
@@ -136,12 +117,7 @@ class TritonExtend:
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.cut.partials_words(query_rows=self.tiles.query_rows, v_head_dim=self.problem.v_head_dim)
 
-    @only_launches
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.attend_by(args, None)
-
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_paged_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
@@ -196,14 +172,10 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel
     return _in_turn_or_at_once(TritonMixed(_bind_decode(problem, target, pool), extend), target)
 
 
-def _bind_decode_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return triton_cdna.bind_decode(problem, target)
-
-
 def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     rows = extend_choices_of(problem, target)
     extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
-    return TritonMixed(triton_cdna.bind_decode(problem, target), extend)
+    return TritonMixed(triton_cdna.bind_decode(problem, target, pool), extend)
 
 
 def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
@@ -229,17 +201,9 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
-def _bind_decode_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return triton_hopper.bind_extend(problem, target, 1)
-
-
-def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _hopper_by_tokens(problem, target)
-
-
-def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> BoundKernel:
+def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Gives sequences with few new tokens to the plain kernel, since most of 128 rows would have no token."""
-    hopper = triton_hopper.bind_extend(problem, target, min_q_len)
+    hopper = triton_hopper.bind_extend(problem, target, pool, min_q_len)
     kernel = _by_tokens(
         problem,
         extend_choices_of(problem, target),
@@ -255,12 +219,12 @@ def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> B
 
 
 def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
-    extend = _hopper_by_tokens(problem, target, min_q_len=2)
+    extend = _bind_extend_hopper(problem, target, pool, min_q_len=2)
     return MixedAtOnce(TritonMixed(_bind_decode(problem, target, pool), extend))
 
 
 def _bind_prompts_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_prompts(problem, target, _hopper_by_tokens(problem, target))
+    return _bind_prompts(problem, target, _bind_extend_hopper(problem, target, pool))
 
 
 def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -276,22 +240,18 @@ def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> Boun
 
 
 def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = _hopper_by_tokens(problem_of_prefixes(problem), target)
+    prefix = _bind_extend_hopper(problem_of_prefixes(problem), target, pool)
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
-def _hopper_segments(problem: Problem, target: Target, min_q_len: int) -> BoundKernel:
-    """Like `_hopper_by_tokens`, but deterministic."""
+def _bind_extend_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    """Like `_bind_extend_hopper`, but deterministic."""
     hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len)
     return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
 
 
-def _bind_extend_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _hopper_segments(problem, target, min_q_len=1)
-
-
 def _bind_mixed_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
-    extend = _hopper_segments(problem, target, min_q_len=2)
+    extend = _bind_extend_hopper_segments(problem, target, pool, min_q_len=2)
     return MixedAtOnce(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend))
 
 
@@ -304,9 +264,11 @@ TRITON = Provider(
     name="triton",
     entries=(
         triton_entry(
-            "triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True
+            "triton.cdna_decode", StepKind.DECODE, triton_cdna.bind_decode, limits=triton_cdna.LIMITS, is_probed=True
         ),
-        triton_entry("triton.hopper_decode", StepKind.DECODE, _bind_decode_hopper, limits=triton_hopper.DECODE_LIMITS),
+        triton_entry(
+            "triton.hopper_decode", StepKind.DECODE, triton_hopper.bind_extend, limits=triton_hopper.DECODE_LIMITS
+        ),
         triton_entry("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
         triton_entry("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_entry("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),

@@ -9,8 +9,6 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, CHUNK, HEAD_DIMS, ROWS
@@ -19,8 +17,8 @@ from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Limits, StepBounds
-from rocm_attn.providers.schedules import DecodeSchedule
+from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
+from rocm_attn.providers.cut_kernels import CutDecode
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import cdna_tiles_of, decode_cut_of, measured_choice
 from rocm_attn.providers.triton_later import cdna_launches
@@ -52,18 +50,10 @@ LIMITS = Limits(
 
 
 @dataclass(frozen=True, slots=True)
-class CdnaDecode:
+class CdnaDecode(CutDecode[CdnaTiles]):
     """Split-KV decode of sequences with one new token; other sequences are skipped."""
 
-    problem: Problem
     arch: str
-    scores: Scores
-    tiles: CdnaTiles
-    cut: DecodeCut
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
         return f"triton.cdna_decode({self.problem}, {self.arch}, {self.tiles}, programs={self.cut.programs})"
@@ -77,7 +67,7 @@ class CdnaDecode:
         cdna_launches.launch_cdna_decode(args, arch=self.arch, scores=self.scores, cut=self.cut, tiles=self.tiles)
 
 
-def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
+def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CdnaDecode:
     """Binds decode for a problem within LIMITS. Raises NoTiles, also if the layer has measured paged-decode tiles."""
     if measured_choice(TileTable.DECODE, problem, target) is not None:
         raise NoTiles(
@@ -86,4 +76,4 @@ def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
         )
     tiles = cdna_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)
-    return CdnaDecode(problem, target.arch, scores_of(problem), tiles, cut)
+    return CdnaDecode(problem, scores_of(problem), tiles, cut, target.arch)

@@ -13,7 +13,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, Schedule, StepBounds
+from rocm_attn.providers.contract import Bind, BoundKernel, Fault, KernelEntry, Limits, Schedule, StepBounds
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import packed_mask
 from rocm_attn.providers.triton_later import triton_launches
@@ -28,21 +28,8 @@ INTERPRETED_BFLOAT16 = Fault(
 )
 
 
-class Maskable(Protocol):
-    """A bound kernel that may also be given a packed mask."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the step."""
-        ...
-
-    def describe(self) -> str:
-        """Its name, and the parameters that it was built for."""
-        ...
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        """See `BoundKernel.workspace_words`."""
-        ...
+class _Maskable(BoundKernel, Protocol):
+    """A kernel that may also be given a packed mask."""
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
         """Attends; a mask, if given, says which keys tokens see."""
@@ -53,7 +40,7 @@ class Maskable(Protocol):
 class Masked:
     """A kernel that attends by a packed mask."""
 
-    kernel: Maskable
+    kernel: _Maskable
 
     @property
     def schedule(self) -> Schedule:

@@ -10,7 +10,6 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -24,8 +23,8 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import Limits, StepBounds
-from rocm_attn.providers.schedules import ExtendSchedule
+from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
+from rocm_attn.providers.cut_kernels import CutExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import extend_cut
 from rocm_attn.providers.triton_later import hopper_launches
@@ -85,17 +84,8 @@ SEGMENT_LIMITS = replace(
 
 
 @dataclass(frozen=True, slots=True)
-class HopperExtend:
+class HopperExtend(CutExtend[HopperTiles]):
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
-
-    problem: Problem
-    scores: Scores
-    tiles: HopperTiles
-    cut: ExtendCut
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
         programs = self.cut.sharing.programs
@@ -125,7 +115,7 @@ class DrawnHopperExtend(HopperExtend):
         HopperExtend.attend(self, args, step, bounds)
 
 
-def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
+def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
     """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
     tiles = hopper_tiles(problem.head_dim, problem.page_size, coded=is_coded)

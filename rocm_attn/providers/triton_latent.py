@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_extend_cut
@@ -28,8 +26,8 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_hopper_latent
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.cut_kernels import CutDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
-from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
@@ -63,7 +61,7 @@ _LIMITS = Limits(
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDecode(SplitLatents):
+class LatentDecode(SplitLatents, Maskable):
     """Latent decode by the kernel that serves every arch."""
 
     tiles: LatentTiles
@@ -72,60 +70,30 @@ class LatentDecode(SplitLatents):
         tokens = self.cut.tokens
         return f"triton.latent_decode({self.problem}, {self.tiles}, q_len={tokens.FEWEST}..{tokens.MOST})"
 
-    @only_launches
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.attend_by(args, None)
-
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
-class LatentExtend:
+class LatentExtend(MaskableExtend[LatentTiles]):
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
-
-    problem: Problem
-    scores: Scores
-    tiles: LatentTiles
-    cut: ExtendCut
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
         return f"triton.latent_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    @only_launches
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.attend_by(args, None)
-
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_latent_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSegmentDecode:
+class LatentSegmentDecode(CutDecode[LatentSegmentTiles]):
     """Deterministic decode of sequences with one new token; other sequences are skipped.
 
     cut:           its key blocks are segments
     most_segments: that a token may see; the workspace has a slot for each
     """
 
-    problem: Problem
-    scores: Scores
-    tiles: LatentSegmentTiles
-    cut: DecodeCut
     most_segments: int
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
         return f"triton.latent_segment_decode({self.problem}, {self.tiles}, segments={self.most_segments})"
@@ -146,30 +114,13 @@ class LatentSegmentDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSegmentExtend:
+class LatentSegmentExtend(MaskableExtend[LatentSegmentTiles]):
     """Deterministic extend, for sequences with cut.min_q_len new tokens or more."""
-
-    problem: Problem
-    scores: Scores
-    tiles: LatentSegmentTiles
-    cut: ExtendCut
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
         return f"triton.latent_segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    @only_launches
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.attend_by(args, None)
-
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_latent_segment_extend(
             args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask
         )

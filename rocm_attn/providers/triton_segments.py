@@ -8,7 +8,6 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
@@ -16,7 +15,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
-from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
+from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of, extend_cut
 from rocm_attn.providers.triton_entries import Masked
@@ -24,7 +23,7 @@ from rocm_attn.providers.triton_later import triton_launches
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentDecode:
+class SegmentDecode(CutDecode[SegmentTiles]):
     """Decode of sequences with one new token; other sequences are skipped.
 
     scores:        the problem's
@@ -32,15 +31,7 @@ class SegmentDecode:
     most_segments: that a token may see; the workspace has a slot for each
     """
 
-    problem: Problem
-    scores: Scores
-    tiles: SegmentTiles
-    cut: DecodeCut
     most_segments: int
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
         return (
@@ -66,17 +57,8 @@ class SegmentDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentExtend:
+class SegmentExtend(MaskableExtend[SegmentTiles]):
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more. scores: the problem's"""
-
-    problem: Problem
-    scores: Scores
-    tiles: SegmentTiles
-    cut: ExtendCut
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
         cut = self.cut
@@ -93,12 +75,7 @@ class SegmentExtend:
             v_head_dim=problem.v_head_dim,
         )
 
-    @only_launches
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.attend_by(args, None)
-
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 

@@ -97,7 +97,14 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         if metadata is not None and any(each is not None for each in flat):
             raise BadBatch("plan() was given both metadata and tensors; give one of them")
         geometry = _geometry(
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type
+            num_heads=num_heads,
+            head_dim_ckv=head_dim_ckv,
+            head_dim_kpe=head_dim_kpe,
+            page_size=page_size,
+            causal=causal,
+            sm_scale=sm_scale,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
         )
         metadata = metadata or MLAPlanMetadata(*flat)
         self._batch = None
@@ -194,35 +201,16 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         return torch.cat([part.index_select(0, pages) for part in parts], -1)
 
 
-def _geometry(
-    num_heads: int | None,
-    head_dim_ckv: int | None,
-    head_dim_kpe: int | None,
-    page_size: int | None,
-    causal: bool | None,
-    sm_scale: float | None,
-    q_data_type: torch.dtype | None,
-    kv_data_type: torch.dtype | None,
-) -> Geometry:
-    if (
-        num_heads is None
-        or head_dim_ckv is None
-        or head_dim_kpe is None
-        or page_size is None
-        or causal is None
-        or sm_scale is None
-        or q_data_type is None
-        or kv_data_type is None
-    ):
-        raise BadBatch(
-            "plan() needs num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type and "
-            "kv_data_type"
-        )
-    q_dtype, kv_dtype = as_dtype(q_data_type), as_dtype(kv_data_type)
+def _geometry(**given: Any) -> Geometry:
+    """Returns the geometry of plan()'s arguments. Raises BadBatch for those that are None, and Unsupported."""
+    if missing := [name for name, value in given.items() if value is None]:
+        raise BadBatch(f"plan() needs {', '.join(missing)}")
+    q_dtype, kv_dtype = as_dtype(given["q_data_type"]), as_dtype(given["kv_data_type"])
     if kv_dtype != q_dtype:
         raise Unsupported(f"latent pages in {kv_dtype} with queries in {q_dtype} are not served; give both one dtype")
-    sizes = num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype, kv_dtype
-    return Geometry(*sizes, scale=sm_scale, causal=causal, pool=PoolKind.LATENT)
+    v_head_dim = given["head_dim_ckv"]
+    sizes = given["num_heads"], 1, v_head_dim + given["head_dim_kpe"], v_head_dim, given["page_size"]
+    return Geometry(*sizes, q_dtype, kv_dtype, scale=given["sm_scale"], causal=given["causal"], pool=PoolKind.LATENT)
 
 
 def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -> Parts:

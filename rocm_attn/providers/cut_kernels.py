@@ -1,0 +1,71 @@
+"""The bases of the triton provider's kernels, which have tiles for a problem and a cut of its steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.launch import only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
+
+Tiles = TypeVar("Tiles")
+
+
+@dataclass(frozen=True, slots=True)
+class CutDecode(Generic[Tiles]):
+    """Decode of sequences with one new token; other sequences are skipped. scores: the problem's"""
+
+    problem: Problem
+    scores: Scores
+    tiles: Tiles
+    cut: DecodeCut
+
+    @property
+    def schedule(self) -> DecodeSchedule:
+        return DecodeSchedule(self.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class CutExtend(Generic[Tiles]):
+    """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more. scores: the problem's"""
+
+    problem: Problem
+    scores: Scores
+    tiles: Tiles
+    cut: ExtendCut
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return ExtendSchedule(self.cut)
+
+
+class Maskable(ABC):
+    """A bound kernel that may also be given a packed mask."""
+
+    __slots__ = ()
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        """See `BoundKernel.attend`."""
+        self.attend_by(args, None)
+
+    @abstractmethod
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """Attends like `attend`, but by a mask if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskableExtend(CutExtend[Tiles], Maskable):
+    """Extend in which every row belongs to one program, unless a kernel says that it needs a workspace."""
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0

@@ -113,43 +113,29 @@ def _after_blanks(text: str, place: int) -> int:
     return found.end() if found else place
 
 
-class PythonCalls:
-    """Calls in Python's notation. They are read and never run: only literals are values."""
+def from_python(text: str) -> Made | None:
+    """Returns the calls of a list in Python's notation, such as [f(a=1), g()]; None if it is no such list.
 
-    @classmethod
-    def of(cls, text: str) -> Made | None:
-        """Returns the calls of a list such as [f(a=1), g()]; None if it is no such list."""
-        try:
-            listed = ast.parse(text.strip(), mode="eval").body
-            if not isinstance(listed, ast.List):
-                return None
-            return [cls._call(each) for each in listed.elts]
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return None
+    They are read and never run: only literals are values.
+    """
+    try:
+        listed = ast.parse(text.strip(), mode="eval").body
+        return [_python_call(each) for each in listed.elts] if isinstance(listed, ast.List) else None
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
 
-    @classmethod
-    def _call(cls, node: ast.expr) -> tuple[str, str]:
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
-            raise ValueError("it is no call with keywords")
-        arguments = {each.arg: cls._literal(each.value) for each in node.keywords}
-        if None in arguments:
-            raise ValueError("it unpacks a dict")
-        return node.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
-    @classmethod
-    def _literal(cls, node: ast.expr) -> object:
-        if isinstance(node, ast.Name) and node.id in _CONSTANTS.values():
-            return json.loads(node.id)
-        if isinstance(node, ast.List | ast.Tuple):
-            return [cls._literal(each) for each in node.elts]
-        if isinstance(node, ast.Dict):
-            pairs = [
-                (cls._literal(key) if key else None, value) for key, value in zip(node.keys, node.values, strict=True)
-            ]
-            if not all(isinstance(key, str) for key, _ in pairs):
-                raise ValueError("a key is no text")
-            return {key: cls._literal(value) for key, value in pairs}
-        value = ast.literal_eval(node)
-        if value is not None and not isinstance(value, str | bool | int | float):
-            raise ValueError("it is no JSON")
-        return value
+def _python_call(node: ast.expr) -> tuple[str, str]:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+        raise ValueError("it is no call with keywords")
+    if any(each.arg is None for each in node.keywords):
+        raise ValueError("it unpacks a dict")
+    arguments = {each.arg: ast.literal_eval(_JsonConstants().visit(each.value)) for each in node.keywords}
+    return node.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+class _JsonConstants(ast.NodeTransformer):
+    """Makes Python's constants of true, false and null."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(json.loads(node.id)) if node.id in _CONSTANTS.values() else node

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from rocm_serve.server.call_arguments import PythonCalls, from_object, from_parameters
+from rocm_serve.server.call_arguments import from_object, from_parameters, from_python
 from rocm_serve.text.written_forms import HOLE, MOST_SHORT, CallForm, ReasoningForm
 
 _NAME = re.compile(r"[A-Za-z0-9_-]*")
@@ -247,7 +247,7 @@ class AnswerReader:
             yield
         self._at = end_of
         text = self._held[begin:end_of]
-        made = PythonCalls.of(text) if hole == "python" else from_object(text, hole, word)
+        made = from_python(text) if hole == "python" else from_object(text, hole, word)
         if made is not None:
             found["json" if hole == "json" else "made"] = made
         return made is not None

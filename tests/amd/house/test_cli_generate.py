@@ -86,7 +86,7 @@ def test_json_holds_the_results_in_the_order_of_the_prompts_and_a_report(capsys:
 
 
 def test_a_long_run_makes_a_graph_of_its_decode_step_and_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--raw", "--max-new-tokens", "60", "--max-batch-size", "1", "w5"]
+    arguments = ["--raw", "--max-new-tokens", "60", "--max-batch-size", "1", "w5", "w6"]
     graphed, eager = (generate(capsys, *arguments, *more) for more in ([], ["--no-graphs"]))
     assert graphed["results"] == eager["results"]
     assert (graphed["report"]["captures"], eager["report"]["captures"]) == (1, 0)

@@ -156,6 +156,7 @@ def test_every_folder_of_the_package_with_python_in_it_is_a_package(house: str) 
             assert path.parent == ROOT / folder or (path.parent / "__init__.py").exists(), path
 
 
+@pytest.mark.nightly  # wheels are built
 @each_house
 def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[house]) as archive:
@@ -169,6 +170,7 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: 
     assert Counter(names) == Counter(expected)
 
 
+@pytest.mark.nightly
 @each_house
 def test_the_wheels_description_has_no_link_that_leads_nowhere(house: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[house]) as archive:

@@ -1,4 +1,4 @@
-"""Constraints over HTTP under the names of vLLM and SGLang: each holds the answer, and two of them are refused."""
+"""Constraints over HTTP as OpenAI, vLLM and SGLang name them: each holds the answer, and two of them are refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from tests.amd.server.test_requested import OPTIONS
 
 SCHEMA = {"enum": ["no", "yes"]}
 LARK = 'start: "a" b+\nb: "b"'
+
+
+def format_of(schema: object) -> dict[str, Any]:
+    """OpenAI's own field."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,8 @@ def asked(server: Running, **fields: Any) -> Any:
         ({"regex": "a{2}b{3}"}, "aabbb"),
         ({"json_schema": json.dumps(SCHEMA)}, '"(no|yes)"'),
         ({"regex": "a{2}", "response_format": {"type": "text"}, "guided_json": None}, "aa"),
+        (format_of(SCHEMA), '"(no|yes)"'),
+        ({"response_format": {"type": "json_object"}}, r"\s*\{.*"),
     ],
     ids=str,
 )
@@ -71,6 +78,8 @@ def test_the_answer_matches_whatever_the_field_is_called(fields: dict[str, Any],
         ({"guided_json": "{"}, "the JSON schema is not JSON"),
         ({"guided_regex": "x" * 70_000}, "the constraint has 70000 characters; at most 65536 are allowed"),
         ({"guided_choice": "one"}, "guided_choice"),
+        (format_of({"$ref": "#"}), "the constraint cannot be used"),
+        (format_of({"type": "object", "properties": {"a": {"type": "strin"}}}) | {"stream": True}, "the constraint"),
         ({"ebnf": "root ::= x"}, "not served: ebnf"),
     ],
     ids=lambda each: str(each)[:60],
@@ -79,3 +88,4 @@ def test_a_constraint_that_cannot_be_followed_is_refused(fields: dict[str, Any],
     reply = asked(server, **fields)
     assert reply.status == 400
     assert says in reply.error["message"]
+    assert server.holds_nothing()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import WORDS, tiny_model
-from tests.amd.runner.with_parameters import PROMPT, SCHEMA
+from tests.amd.runner.with_parameters import PROMPT
 from tests.amd.server.raw import post, requested
 from tests.amd.server.running import Running, letter_model, running
 from tests.amd.server.test_ends import events
@@ -86,29 +85,6 @@ def test_a_long_answers_logprobs_are_not_written_in_the_event_loop(
     assert post(server, requested(prompt=list(PROMPT), logprobs=2)).status == 200
     assert len(threads) == 1
     assert server.thread not in threads
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}])
-def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server: Running) -> None:
-    found = choice_of(server, temperature=1, max_tokens=56, response_format=form)
-    if found["finish_reason"] == "stop":
-        assert isinstance(json.loads(found["text"]), dict)
-    else:  # no room for all of it
-        assert found["text"].lstrip().startswith("{")
-    if form["type"] == "json_schema":
-        content = json.loads(found["text"])
-        assert set(content) == {"a", "b"}
-        assert content["a"] >= 3
-
-
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"type": "object", "properties": {"a": {"type": "strin"}}}])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cannot_be_used_is_refused(stream: bool, schema: dict[str, Any], server: Running) -> None:
-    form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    reply = post(server, requested(prompt=list(PROMPT), response_format=form, stream=stream))
-    assert (reply.status, "the " in reply.json["error"]["message"]) == (400, True)
-    assert server.holds_nothing()
 
 
 def test_biases_and_penalties_are_the_engines(server: Running) -> None:

@@ -91,6 +91,8 @@ class Gpu:
     clock:                 in Hz; matrix_ops: 16-bit operations per second
     hbm:                   bytes per second of streams of reads, least and most
     asm_flops:             operations per second of AITER's kernels in assembly, slowest and fastest shape
+    asm_busy:              cycles of their hot loop, counted in the disassembly, 46 commits after v0.1.20:
+                           hsa/gfx942/fmha_v3_fwd/MI300/fwd_hd128_bf16_rtne.co, hsa/gfx950/fmha_v3_fwd/fwd_hd128_bf16.co
     triton_of_asm:         share of their speed that the slowest kernel in Triton reaches (its loop counted apart)
     """
 
@@ -99,12 +101,13 @@ class Gpu:
     matrix_ops: float
     hbm: tuple[float, float]
     asm_flops: tuple[float, float]
+    asm_busy: Busy
     triton_of_asm: float
 
 
 GPUS = {
-    "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), 1 / 1.62),
-    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), 0.48),
+    "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), Busy(512, 594), 1 / 1.62),
+    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), Busy(512, 698), 0.48),
 }
 FIGURES = StaticFigures.read()
 # Seconds; see above.
@@ -298,7 +301,7 @@ def _extend(problem: Problem, target: Target, shape: CostShape, busy: Busy, kern
 def fraction(arch: str, busy: Busy) -> Range:
     """The share of the matrix units' peak that an extend kernel reaches; see above."""
     gpu = GPUS[arch]
-    asm = [flops / gpu.matrix_ops / none_of(FIGURES.code_objects[arch]) for flops in gpu.asm_flops]
+    asm = [flops / gpu.matrix_ops / none_of(gpu.asm_busy) for flops in gpu.asm_flops]
     none = none_of(busy)
     full = busy.matrix / max(busy.matrix, busy.vector)
     return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))

@@ -1,6 +1,6 @@
 """Figures of the compiler and llvm-mca for the hot loops of kernels that serve: static_figures.json.
 
-`AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs` writes the file; cost.py predicts times from it.
+`python -m tests.amd.offline.cost_figures docs` writes the file; cost.py predicts times from it.
 Nothing in it was measured.
 """
 
@@ -73,17 +73,10 @@ class StaticFigures:
     """The whole file.
 
     triton, llvm: versions that compiled and counted, in one run
-    aiter:        the checkout, and the date of its commit
-    code_objects: arch -> AITER's forward kernel in assembly, for heads of 128 without a mask
-    gluon_decode: AITER's decode in Gluon on gfx950, for heads of 64
     """
 
     triton: str
     llvm: str
-    aiter: str
-    aiter_date: str
-    code_objects: dict[str, Busy]
-    gluon_decode: LoopFigures
     decodes: tuple[DecodeFigures, ...]
     extends: tuple[ExtendFigures, ...]
 
@@ -104,8 +97,6 @@ class StaticFigures:
             for each in given.pop("extends")
         )
         return cls(
-            code_objects={arch: Busy(*cycles) for arch, cycles in given.pop("code_objects").items()},
-            gluon_decode=LoopFigures(**given.pop("gluon_decode")),
             decodes=tuple(DecodeFigures(**each) for each in decodes),
             extends=tuple(ExtendFigures(**each) for each in extends),
             **given,
@@ -119,7 +110,7 @@ class StaticFigures:
 
 def _text(value: Any) -> str:
     if not isinstance(value, tuple):
-        return json.dumps(asdict(value) if isinstance(value, LoopFigures) else value)
+        return json.dumps(value)
     rows = ({**_shallow(row), "tiles": _without_defaults(row.tiles)} for row in value)
     return "[\n" + ",\n".join(json.dumps(row, default=asdict) for row in rows) + "\n]"
 

@@ -80,7 +80,6 @@ def page() -> str:
             "Found by comparing releases", _REGRESSIONS, ("file", "function", "what", "releases"), _regressions(sources)
         ),
         _section("Attention in notes and titles", "", ("release", "of it"), _notes()),
-        _LATER,
         _section("Who ships which AITER", _PINS, ("who", "AITER", "read?", "evidence"), _pins(sources)),
     ]
     return "\n".join(parts)
@@ -103,22 +102,6 @@ faults of `fp8_mqa_logits` that vllm#46856 reports, in every function: a product
 and a result that becomes a slice of a longer allocation. The thread met both between v0.1.13 and v0.1.16. A hit is a
 change that callers must know of, and no proof of a wrong result: the kernel here is given the stride of its rows, and a
 caller that takes the length for it reads other rows. The provider does not call the function.
-"""
-_LATER = """\
-## Single files after the newest commit
-
-Files of September to November 2026 that were read alone; no release is known for them.
-
-* A router of `unified_attention` has a keyword `backend`: `None`, `"triton"`, `"gluon"` or `"flydsl"`, and a variable
-  `AITER_UNIFIED_ATTENTION_BACKEND` for callers that pass none. Without either it tries FlyDSL first. It falls back to
-  `aiter.ops.triton.attention.unified_attention`, which is where the provider imports from, so the provider does not
-  pass through it.
-* `aiter/ops/attention.py` declares `paged_attention_ragged` and `get_mla_metadata_v1` with the parameters that
-  are passed, and imports `pa_decode_gluon` from the file where it is now. The provider looks there second.
-* `aiter/ops/triton/__init__.py` maps old names of modules to new ones, so that old imports find moved files. It maps
-  no name of `gluon` for attention.
-* aiter#4866 (merged) moved Gluon's GEMM kernels, aiter#5384 (open when read) moves `mla_gluon`, and aiter#5565 (open
-  when read) reorganises attention. A function that they move is named by the provider with the file that defines it.
 """
 _PINS = """\
 `--build-arg AITER_COMMIT=v0.1.23` builds the [image](../docker/README.md) with another one. Before hours are spent, the

@@ -7,11 +7,9 @@ import datetime
 import json
 import os
 import re
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from rocm_attn.machine.tuning_file import TuningFile, as_json
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
+from rocm_lab.bench.machine import commit, version_of
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
@@ -200,28 +199,9 @@ def facts_of(target: Target, device: str) -> dict[str, str]:
         "triton": triton_version(),
         "torch": str(torch.__version__),
         "rocm": torch.version.hip or f"CUDA {torch.version.cuda}",
-        "software": _version(),
-        "commit": _commit(),
+        "software": version_of("rocm-attn"),
+        "commit": commit(),
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("rocm-attn")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _commit() -> str:
-    """The commit of the checkout that this file belongs to; "unknown" if it is not part of one."""
-    here = Path(__file__).resolve()
-    git = ("git", "-C", str(here.parent))
-    try:
-        tracked = subprocess.run((*git, "ls-files", "--error-unmatch", here.name), capture_output=True, check=False)
-        head = subprocess.run((*git, "rev-parse", "--short=12", "HEAD"), capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return head.stdout.strip() if tracked.returncode == head.returncode == 0 else "unknown"
 
 
 def _shapes(options: argparse.Namespace) -> Sequence[Any]:

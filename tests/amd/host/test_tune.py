@@ -172,7 +172,7 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
     third = FakeBench(cost)
     search(place, third)
     assert third.judged == [only_job().in_use]
-    monkeypatch.setattr(command, "_commit", lambda: "another")
+    monkeypatch.setattr(command, "commit", lambda: "another")
     search(place, fourth := FakeBench(cost))
     assert fourth.judged == whole.judged, "another commit is another search"
 

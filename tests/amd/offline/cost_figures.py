@@ -1,8 +1,8 @@
-"""Writes the static figures of the rows that serve and of AITER's decode in Gluon, and the page that shows them.
+"""Writes the static figures of the rows that serve, and the page that shows them.
 
-    AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs
+    python -m tests.amd.offline.cost_figures docs
 
-compiles both with the installed Triton, which must be the newest supported, and counts them with llvm-mca (see mca.py).
+compiles them with the installed Triton, which must be the newest supported, and counts them with llvm-mca (see mca.py).
 The result is rocm_lab/cost/static_figures.json, from which `rocm-attn cost` predicts times, and docs/cost.md. The one
 command after a kernel or a row has changed. Prints a line for each layer.
 """
@@ -18,11 +18,8 @@ import torch
 import triton
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from rocm_lab.cost.static_figures import PAGED, Busy, DecodeFigures, ExtendFigures, LoopFigures, StaticFigures
-from tests.amd.aiter_source.checkout import Checkout
-from tests.amd.aiter_source.static_figures import gluon_decode
+from rocm_lab.cost.static_figures import PAGED, Busy, DecodeFigures, ExtendFigures, StaticFigures
 from tests.amd.offline.cdna_decode import figures_of
-from tests.amd.offline.code_objects import FORWARD, forward_loop
 from tests.amd.offline.cost_page import rewritten
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca
@@ -32,10 +29,8 @@ from tests.amd.offline.tile_cost import TileCost, loop_figures
 
 def main(docs: Path) -> None:
     """Compiles, prints and writes."""
-    checkout = Checkout.named()
     decodes, extends = list[DecodeFigures](), list[ExtendFigures]()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        gluon = pool.submit(_gluon)
         for found in pool.map(_served, *zip(*layers(), strict=True)):
             print(*found, sep="\n", flush=True)
             decodes += [each for each in found if isinstance(each, DecodeFigures)]
@@ -43,10 +38,6 @@ def main(docs: Path) -> None:
     StaticFigures(
         triton=triton.__version__,
         llvm=str(find_llvm_mca()[1]),
-        aiter=checkout.commit(),
-        aiter_date=checkout.date(),
-        code_objects={arch: forward_loop(checkout.root, arch) for arch in FORWARD},
-        gluon_decode=gluon.result(),
         decodes=tuple(decodes),
         extends=tuple(extends),
     ).write()
@@ -56,7 +47,8 @@ def main(docs: Path) -> None:
 
 def _served(row: Row, kind: Kind) -> tuple[DecodeFigures | ExtendFigures, ...]:
     """Returns figures of the kernels that serve a layer, whose row must have a cost."""
-    _touch_no_memory()
+    # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     tiles, (head_dim, _) = chosen_tiles(row, kind), row.dims
     cost = _cost_of(row, tiles)
     if isinstance(tiles, DecodeTiles):
@@ -71,17 +63,6 @@ def _cost_of(row: Row, tiles: DecodeTiles | ExtendTiles) -> TileCost:
     if not found.cost:
         raise ValueError(f"{found.tiles} of {row} spills {found.spills} registers; choose other tiles")
     return found.cost
-
-
-def _gluon() -> LoopFigures:
-    _touch_no_memory()
-    row = next(row for row, kind in layers() if kind is DecodeTiles and (row.arch, row.dims[0]) == ("gfx950", 64))
-    return gluon_decode(Checkout.named(), row)
-
-
-def _touch_no_memory() -> None:
-    # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -52,18 +52,6 @@ def _decodes() -> str:
     return "\n".join([*lines, ""])
 
 
-def _assembly() -> str:
-    lines = ["| | matrix, vector cycles | none | full | measured, of the peak |", "|---|---|---|---|---|"]
-    names = {"gfx942": "`fwd_hd128_bf16_rtne`", "gfx950": "`fwd_hd128_bf16`"}
-    for arch, gpu in GPUS.items():
-        matrix, vector = cost.FIGURES.code_objects[arch]
-        none, full = matrix / (matrix + vector), matrix / max(matrix, vector)
-        low, high = (flops / gpu.matrix_ops for flops in gpu.asm_flops)
-        cells = [f"{gpu.name}, {names[arch]}", f"{matrix:.0f}, {vector:.0f}", f"{none:.2f}", f"{full:.2f}"]
-        lines.append(f"| {' | '.join([*cells, f'{low:.2f} to {high:.2f}'])} |")
-    return "\n".join([*lines, ""])
-
-
 def _published() -> str:
     lines = [
         "| | source | heads | step | predicted, us | predicted, GB/s | published, GB/s | inside |",
@@ -82,5 +70,4 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "sample": _sample,
     "decodes": _decodes,
     "published": _published,
-    "assembly": _assembly,
 }

@@ -23,7 +23,6 @@ clock under load and the cost of starting a row or a tile. Nothing here was meas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from triton.compiler import CompiledKernel
 
@@ -52,8 +51,6 @@ _LOAD_BYTES_A_CLOCK = 64
 # 2,517 TFLOPS): bytes of HBM, and operations of 16-bit matrix products, that each CU has a clock.
 _HBM_BYTES_A_CLOCK = {"gfx942": 8.3, "gfx950": 13.0}
 _MATRIX_OPS_A_CLOCK = {"gfx942": 2048, "gfx950": 4096}
-# Cycles of four clocks that the matrix unit of a SIMD takes for one such operation.
-CYCLES_OF_MATRIX_OPS = {arch: _SIMDS / ops / CLOCKS_PER_CYCLE for arch, ops in _MATRIX_OPS_A_CLOCK.items()}
 CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}
 PAIRS = 1024
 
@@ -97,39 +94,18 @@ def cost_of_loop(
     row: Row, tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int
 ) -> TileCost:
     """Returns the bounds from the figures of the loop."""
-    programs = programs_on_a_cu(waves_per_simd, tiles.num_warps)
+    num_warps, work, lanes = tiles.num_warps, work_of_iteration(tiles), tiles.num_warps * _LANES
+    # Registers and LDS leave room for so many; for decode, the grid holds no more.
+    programs = max(1, waves_per_simd * _SIMDS // num_warps)
+    is_decode = isinstance(tiles, DecodeTiles)
     if isinstance(tiles, DecodeTiles):
         programs = min(programs, tiles.programs_per_cu)
-    kind = DecodeTiles if isinstance(tiles, DecodeTiles) else ExtendTiles
-    return cost_of(row, kind, loop, cycles, Running(tiles.num_warps, programs, work_of_iteration(tiles)))
-
-
-def programs_on_a_cu(waves_per_simd: int, num_warps: int) -> int:
-    """Returns the number of programs that registers and LDS leave room for."""
-    return max(1, waves_per_simd * _SIMDS // num_warps)
-
-
-class Running(NamedTuple):
-    """How a kernel runs: the waves of a program, programs on a CU, and units of work that one does in an iteration."""
-
-    num_warps: int
-    programs: int
-    work: float
-
-
-def cost_of(
-    row: Row, kind: type[DecodeTiles] | type[ExtendTiles], loop: HotLoop, cycles: LoopCycles, running: Running
-) -> TileCost:
-    """The bounds of a kernel that decodes or extends the row's plain layer, of this project or another."""
-    num_warps, programs, work = running
-    is_decode = kind is DecodeTiles
-    lanes = num_warps * _LANES
     units = (
         CLOCKS_PER_CYCLE * cycles.issue * num_warps / _SIMDS / work,
         loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
         loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
     )
-    lower_bound = lower_bound_clocks(row, kind)
+    lower_bound = lower_bound_clocks(row, DecodeTiles if is_decode else ExtendTiles)
     spare = programs * work * lower_bound / CLOCKS_PER_CYCLE - cycles.own
     is_fed = is_decode and max(units) <= lower_bound and spare > 0
     microseconds = CLOCKS_PER_CYCLE / CLOCK_GHZ[row.arch] / 1000

@@ -355,7 +355,6 @@ ON_THE_OTHER_ARCH = {
             "model-float16",
             "segments-shared",
             "cdna-window",
-            "latent-codes_by_token",
             "plain_decode",
             "row_work-split-below",
             "store-records",
@@ -383,7 +382,6 @@ ON_THE_OTHER_ARCH = {
             "latent-above",
             "latent-segments",
             "row_work-latent-above",
-            "sparse-records",
             "sparse-rows",
             "store-float16-above",
             "store_vectorised-bfloat16-below",
@@ -414,6 +412,8 @@ IN_THE_GRID = frozenset(
         "shared_rows-6x2-80x48-float16-page5",
         "segments-window",
         "cdna-plain",
+        "latent-codes_by_token",
+        "sparse-records",
         "8x1-512x512-bfloat16-page16-below",
     }
 )

@@ -41,6 +41,7 @@ DATA = {
     "rocm_attn": (
         "py.typed",
         "__init__.pyi",
+        "guards/guards.json",
         "machine/aiter_releases.json",
         "machine/known_bad.json",
         *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES),
@@ -156,7 +157,6 @@ def test_every_folder_of_the_package_with_python_in_it_is_a_package(house: str) 
             assert path.parent == ROOT / folder or (path.parent / "__init__.py").exists(), path
 
 
-@pytest.mark.nightly  # wheels are built
 @each_house
 def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[house]) as archive:
@@ -170,7 +170,6 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: 
     assert Counter(names) == Counter(expected)
 
 
-@pytest.mark.nightly
 @each_house
 def test_the_wheels_description_has_no_link_that_leads_nowhere(house: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[house]) as archive:
@@ -182,7 +181,6 @@ def test_the_wheels_description_has_no_link_that_leads_nowhere(house: str, wheel
     assert ("A checkout has the documentation" in metadata) == (house == "rocm_attn")
 
 
-@pytest.mark.nightly  # each environment imports torch
 @pytest.mark.parametrize("houses", [HOUSE_NAMES[:num] for num in (1, 2, 3)])
 def test_each_wheel_works_with_those_below_it_alone(
     houses: Sequence[str], wheels: dict[str, Path], tmp_path: Path

@@ -7,9 +7,10 @@ dense pages are not chosen.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rocm_attn.errors import Unsupported, WrongState
-from rocm_attn.external import ExternalOptions
+from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
@@ -38,6 +39,7 @@ from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms,
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
+from rocm_attn.truth.adopted import probe_adopted
 
 try:
     from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -132,7 +134,8 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
                 _require_own_kv(name, layer.impl.terms)
             self.group = _new_shared_group(of_group, vllm_config, device)
         else:
-            self.group = new_group(of_group, vllm_config, device)
+            options = replace(_options(vllm_config, 1), tried=partial(_log_truth, VLLM.log))
+            self.group = KVGroup(of_group, _sizes(vllm_config), device, options)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -258,6 +261,13 @@ def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
     is_wide = partial(_captures_prompts, vllm_config.compilation_config)
     return GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
+
+
+def _log_truth(log: logging.Logger, attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+    """Logs the finding of needles through the layers, as an error if one is wrong."""
+    verdict = probe_adopted(attention, lend)
+    level = logging.ERROR if verdict.word == "wrong" else logging.INFO
+    log.log(level, "needles through %d layers: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
 
 
 def _require_own_kv(name: str, terms: LayerTerms) -> None:

@@ -68,6 +68,10 @@ def say_nothing(selections: Sequence[Selection]) -> None:
     """Logs nothing about the kernels."""
 
 
+def try_nothing(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+    """Tries no step before vLLM's first one."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
     """Options of a group.
@@ -79,6 +83,8 @@ class GroupOptions:
     is_wide:   called at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. The
                captured step's bound of new tokens per sequence then means nothing
     said:      called with the kernels that were chosen
+    tried:     called before vLLM's first step with the attention, and with a function that binds pages to its layers
+               that are zero and nobody else's, as many as it is given
     """
 
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
@@ -86,6 +92,7 @@ class GroupOptions:
     has_slots: bool = True
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
+    tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +291,20 @@ class KVGroup:
                 agree=self._options.agree,
             )
             for name, each in self._layers.items():
-                if name not in self._loads and (weights := each.weights()) != NO_HEAD_WEIGHTS:
+                if (weights := each.weights()) != NO_HEAD_WEIGHTS:
                     attention.set_head_weights(self._index[name], weights)
-                self._use_pages(attention, name, caches[name])
                 if (form := each.problem.index_format) is not None:
                     # vLLM's indexer selects, with keys of its own. These rows are never read, so all pages share one.
                     no_keys = torch.zeros(1, form.page_size, form.head_dim, dtype=each.problem.dtype)
                     pages = no_keys.to(self._device).expand(attention.bounds.num_pages, -1, -1)
                     attention.pages.bind_index(self._index[name], pages)
+
+            def lend(num: int) -> None:
+                self._use_all(attention, {name: torch.zeros_like(cache[:num]) for name, cache in caches.items()})
+
+            self._options.tried(attention, lend)
+            attention.tables.use(_all_rows(block_table, sizes.num_seqs))
+            self._use_all(attention, caches)
         self._options.said(attention.kernels().selections)
         return attention
 
@@ -305,6 +318,10 @@ class KVGroup:
         if self._bound.get(name) != kv_cache.data_ptr():
             self._use_pages(self.attention, name, kv_cache)
         return self._index[name]
+
+    def _use_all(self, attention: ExternalAttention, caches: Mapping[str, Tensor]) -> None:
+        for name, cache in caches.items():
+            self._use_pages(attention, name, cache)
 
     def _use_pages(self, attention: ExternalAttention, name: str, kv_cache: Tensor) -> None:
         each = self._layers[name]

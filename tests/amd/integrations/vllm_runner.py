@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.external import ExternalOptions
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
+from rocm_attn.external import ExternalAttention, ExternalOptions
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, try_nothing
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.coded import kept
@@ -74,6 +74,7 @@ class Runner:
         wide: bool = False,
         dtype: torch.dtype = torch.float32,
         external: ExternalOptions | None = None,
+        tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad = np.random.default_rng(0), NAN
@@ -92,7 +93,9 @@ class Runner:
         self.free = [self.random.permutation(np.arange(1, NUM_BLOCKS)).tolist() for _ in self.tables]
         self.requests: list[Request] = []
         external = external if external is not None else ExternalOptions()
-        options = GroupOptions(replace(external, provider=provider, page_strides=True), is_wide=lambda: wide)
+        options = GroupOptions(
+            replace(external, provider=provider, page_strides=True), is_wide=lambda: wide, tried=tried
+        )
         self.groups = [
             KVGroup(self._group_layers(group), GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options)
             for group in range(len(self.tables))

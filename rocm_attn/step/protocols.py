@@ -131,6 +131,7 @@ class LayerCalls(Protocol):
         Raises BadBatch if index keys are needed that were never stored.
         """
 
+    @abstractmethod
     def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         """Chooses once more, by other queries, among the blocks that the layer's select() has left in this step.
 
@@ -141,7 +142,6 @@ class LayerCalls(Protocol):
         Raises what select() raises, BadTensor for a layer that leaves no blocks, and WrongState if it has left none in
         this step, or another layer has since.
         """
-        raise BadTensor(f"layer {layer} leaves no blocks to choose among here")
 
     @abstractmethod
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:

@@ -98,7 +98,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@both_ways
 @pytest.mark.parametrize(
     ("indexing", "of"),
     [

@@ -19,7 +19,7 @@ from rocm_serve.server.api_errors import given_up_at_shutdown
 from rocm_serve.server.app import build_app
 from rocm_serve.server.connections import MOST_HEAD_BYTES, bounded_protocol
 from rocm_serve.server.constraint_checks import ConstraintChecks
-from rocm_serve.server.descriptors import connections_within, raise_limit
+from rocm_serve.server.descriptors import QuietAtTheLimit, connections_within, raise_limit
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
@@ -32,8 +32,8 @@ from rocm_serve.server.truth import TruthProbe
 # Seconds that clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
 _BACKLOG = 2048
-# Connections that are accepted before the loop does something else. At the limit of open files, Python's loop tries
-# this many times in a row.
+# Connections that are accepted before the loop does something else. At the limit of open files, Python's loop tries,
+# and reports, this many times in a row.
 _AT_A_TIME = 1
 # Seconds that a connection may be idle. Clients and gateways keep one for less (OpenAI's for 5 seconds, others for up
 # to 60). So they close it, and no request comes on a connection that the server closes at that moment.
@@ -134,6 +134,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         self._listen(sockets)
+        self._loop.set_exception_handler(QuietAtTheLimit())
         if self._most_connections < self._options.max_connections:
             self._announce(
                 f"at most {self._most_connections} connections are served, and not {self._options.max_connections} "

@@ -14,7 +14,6 @@ import torch
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
-from rocm_attn.step.host_ring import Fence
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Event, Request, TokenEvent
@@ -71,23 +70,10 @@ def rounds_of(engine: Engine) -> DeviceSpeculation:
     return engine._speculative_steps
 
 
-class Late:
-    """A fence that is not reached before it is waited for. On a GPU the wrapped fence waits."""
-
-    def __init__(self, fence: Fence) -> None:
-        self.record, self.synchronize = fence.record, fence.synchronize
-
-    def query(self) -> bool:
-        """Does the same as `Fence.query`."""
-        return False
-
-
 def at_pace(num_ahead: int, engine: Engine) -> Engine:
     """The engine, which waits for the oldest rounds when num_ahead are launched, however long they take."""
     engine._pace.num_ahead = num_ahead
     engine._pace.note = lambda seconds: None  # type: ignore[method-assign]
-    for memory in rounds_of(engine)._memory:
-        memory.done = Late(memory.done)
     return engine
 
 

@@ -36,7 +36,7 @@ from rocm_serve.engine_thread import (
 )
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.child_process import end_with_parent
-from rocm_serve.parallel.messages import sendable
+from rocm_serve.parallel.messages import how_it_ended, sendable
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
@@ -131,11 +131,7 @@ class EngineProcess:
             return self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(_GONE_SECONDS)
-            code = self._process.exitcode
-            how = "has closed its pipe" if code is None else f"ended with exit code {code}"
-            if code is not None and code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
-            return Ended(EngineDied(f"the engine's process {how}"))
+            return Ended(EngineDied(f"the engine's process {how_it_ended(self._process.exitcode)}"))
 
     def _write(self) -> None:
         while True:

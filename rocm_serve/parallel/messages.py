@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -104,6 +105,13 @@ def in_words(error: BaseException) -> str:
     """The error's type and its first line."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def how_it_ended(code: int | None) -> str:
+    """How a process that has closed its pipe has ended. code: its exit code; None: it has not ended"""
+    if code is None:
+        return "has closed its pipe"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 # Called with the arguments of a Progressed.

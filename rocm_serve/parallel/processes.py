@@ -10,7 +10,6 @@ import atexit
 import multiprocessing
 import selectors
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -26,7 +25,17 @@ from typing import Any, NoReturn
 
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.limits import RequestLimits
-from rocm_serve.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, RankWaits, in_words
+from rocm_serve.parallel.messages import (
+    Command,
+    Done,
+    OnProgress,
+    Progressed,
+    Raised,
+    RankSetup,
+    RankWaits,
+    how_it_ended,
+    in_words,
+)
 from rocm_serve.parallel.rank_process import CLOSE, run_rank
 
 # Seconds until a rank that has not raised another rank's error counts as stuck.
@@ -222,10 +231,7 @@ class RankProcesses:
     def _fail_of_dead(self, rank: _Rank) -> NoReturn:
         rank.process.join(_WORDS_SECONDS)
         rank.listener.join(_WORDS_SECONDS)
-        code = rank.process.exitcode
-        how = "has closed its pipe" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+        how = how_it_ended(rank.process.exitcode)
         awaited, lines = self._awaited, [line for line in rank.last_lines if line.strip()]
         self.kill()
         last = f"; its last output was: {lines[-1].strip()}" if lines else ""

@@ -162,6 +162,16 @@ def test_greedy_requests_and_those_that_ask_for_more_get_the_tokens_of_plain_dec
     assert_layers_close(*(torch.tensor([each.logprob for each in of]) for of in (emitted, plain)))
 
 
+def test_probabilities_are_those_of_plain_sampling() -> None:
+    """The tokens up to the one that reaches top_p keep their probabilities; the others have none."""
+    logits = torch.tensor([[3.0, 1.0, 2.0, -1.0], [0.0, 0.0, 0.0, 5.0]]).log_softmax(-1)
+    temperature, top_p = torch.tensor([1.0, 0.5]), torch.tensor([0.8, 1.0])
+    first, second = drawn._probabilities(logits, temperature, top_p, cut=True)
+    kept = logits[0].exp() * torch.tensor([1.0, 0.0, 1.0, 0.0])
+    torch.testing.assert_close(first, kept / kept.sum())
+    torch.testing.assert_close(second, (logits[1] * 2).softmax(-1))
+
+
 @pytest.mark.parametrize("speculative", ["ngram", "off"])
 def test_drafts_that_are_not_drawn_are_refused(speculative: str) -> None:
     with pytest.raises(BadSetting, match="it needs a small model or an EAGLE head"):
@@ -189,6 +199,23 @@ def test_a_tree_of_a_sharp_distribution_has_the_drafts_that_there_are(loaded: Lo
     assert [each.token_ids for each in done] == [each.token_ids for each in expected]
     metrics = engine.report().metrics
     assert metrics.drafts <= 3 * metrics.verifications, "of each tree the first branch alone"
+
+
+def test_siblings_are_drawn_without_replacement_by_what_is_left() -> None:
+    """Compares pairs of 20,000 draws with the product of their probabilities."""
+    q, num = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
+    uniform = torch.rand(num, 2, generator=torch.Generator().manual_seed(0))
+    ids, is_left = drawn._siblings(q.expand(num, -1), uniform)
+    assert bool(is_left.all())
+    counts = Counter(map(tuple, ids.tolist()))
+    statistic = sum(
+        (counts[first, second] - wanted) ** 2 / wanted
+        for first in range(4)
+        for second in range(4)
+        if first != second and (wanted := num * float(q[first] * q[second] / (1 - q[first])))
+    )
+    assert sum(counts[each, each] for each in range(5)) == 0
+    assert statistic < 31.264, "99.9 % quantile of chi-square of 11 degrees of freedom"
 
 
 class InAnotherOrder:

@@ -382,6 +382,7 @@ ON_THE_OTHER_ARCH = {
             "latent-above",
             "latent-segments",
             "row_work-latent-above",
+            "sparse-candidates",
             "sparse-rows",
             "store-float16-above",
             "store_vectorised-bfloat16-below",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rocm_attn.errors import BadProblem
-from rocm_attn.paging.kv_pool import LayerPages
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.problem import Problem, Scales
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.truth.needle_layer import NeedleLayer, Tally

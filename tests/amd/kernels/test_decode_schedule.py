@@ -304,7 +304,7 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert max(map(len, visits)) == 1
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "is_beside"),
     # Four rows per sequence: equal parts, and padded ones; different rows, with idle programs and without; too few
@@ -362,7 +362,7 @@ def test_programs_work_side_by_side_on_few_rows_if_few_are_left_without_work(
     assert DecodeCut.of(tiles, num_kv_heads=rows, programs=programs, window_left=-1).axes == axes
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kv_len", "share", "num_used"),
     # Four rows per sequence, each of 64 blocks plus 2: one for each of 32 programs; three for each of the first 8; 3.5;

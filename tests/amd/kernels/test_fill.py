@@ -55,7 +55,7 @@ def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Ca
 
 @pytest.mark.fast(1)
 @both
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(case=cases())
 def test_fill_derives_what_plain_python_derives(fill: Fill, kernel_device: torch.device, case: Case) -> None:
     check(fill, case, kernel_device)
@@ -70,7 +70,7 @@ def test_fill_derives_it_in_any_case(kernel_device: torch.device, case: Case) ->
 
 @pytest.mark.fast(1)
 @both
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(case=cases())
 def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, case: Case) -> None:
     step = fill_once(fill, case, kernel_device)
@@ -92,7 +92,7 @@ def test_only_what_has_elements_is_written(
 
 @pytest.mark.fast(1)
 @both
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(case=cases(), seed=st.integers(0, 99))
 def test_a_sequences_share_does_not_depend_on_its_place(
     fill: Fill, kernel_device: torch.device, case: Case, seed: int
@@ -115,7 +115,8 @@ def test_a_sequences_share_does_not_depend_on_its_place(
 @pytest.mark.fast
 @both
 @pytest.mark.parametrize(
-    ("num_seqs", "longest"), [(256, 60), (1, 1000), pytest.param(513, 1000, marks=pytest.mark.nightly)]
+    ("num_seqs", "longest"),
+    [(20, 60), (1, 1000), *(pytest.param(*sizes, marks=pytest.mark.nightly) for sizes in ((256, 60), (513, 1000)))],
 )
 def test_any_number_of_sequences_and_long_prompts(
     fill: Fill, num_seqs: int, longest: int, kernel_device: torch.device
@@ -210,12 +211,12 @@ def test_fill_leaves_the_other_bits_of_the_error_word(fill: Fill, kernel_device:
 @pytest.mark.fast(1)
 @both
 def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.device) -> None:
-    seqs = [(140_000, 32_768)] * 2
-    case = Case(seqs, (1, 1), 4, 1, 1, 128, random_pages(seqs, 1, 5), wanted=(*REQUIRED, "mask_indptr"))
+    seqs = [(140_000, 32_768)]
+    case = Case(seqs, (1, 1), 2, 1, 1, 128, random_pages(seqs, 1, 5), wanted=(*REQUIRED, "mask_indptr"))
     step = fill_once(fill, case, kernel_device)
     cells = (140_000 - (140_000 - 32_768) // 2) * 32_768
     assert cells > 2**31
-    assert step.mask_indptr.tolist() == [0, cells, 2 * cells, 2 * cells + 1, 2 * cells + 2]
+    assert step.mask_indptr.tolist() == [0, cells, cells + 1]
 
 
 @pytest.mark.nightly

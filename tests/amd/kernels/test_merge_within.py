@@ -39,11 +39,11 @@ CASES: dict[str, tuple[Case, DecodeTiles, int]] = {
         replace(TILES, row_cost=0, row_end=2, side_by_side=True),
         20,
     ),
-    "one_group": (LONG, TILES, 8),
-    "a_group_and_a_part": (replace(LONG, kv_len=[1152]), TILES, 9),
-    "two_levels": (replace(LONG, kv_len=[600], sinks=True, dims=(16, 40)), TILES, 30),
+    "one_group": (replace(LONG, kv_len=[224]), TILES, 8),
+    "a_group_and_a_part": (replace(LONG, kv_len=[256]), TILES, 9),
+    "two_levels": (replace(LONG, kv_len=[240], sinks=True, dims=(16, 40)), TILES, 17),
     "two_levels_and_a_part": (replace(LONG, kv_len=[1040]), TILES, 65),
-    "rows_of_levels": (replace(LONG, kv_len=[300, 600, 8], q_len=[1] * 3, heads=(4, 2)), TILES, 60),
+    "rows_of_levels": (replace(LONG, kv_len=[70, 290, 8], q_len=[1] * 3, heads=(4, 2)), TILES, 31),
 }
 
 

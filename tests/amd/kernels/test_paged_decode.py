@@ -185,12 +185,12 @@ def test_kv_heads_are_read_as_one(
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
     [
+        (3, 24, True, 8),
         (1, 40, True, 32),
         (1, 70, True, 64),
         (1, 260, True, 256),
         # The cut of one sequence on an MI300X.
         pytest.param(1, 2432, True, 1024, marks=pytest.mark.nightly),
-        (3, 24, True, 8),
         (9, 30, True, 4),
         (9, 9, False, 8),
     ],
@@ -230,8 +230,8 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "rounds", "is_by_row"),
     [
-        ([320] * 2, 17, 1, True),
         ([320, 90], 20, 1, True),
+        ([320] * 2, 17, 1, True),
         ([320, 90], 24, 3, True),
         ([320] * 2, 4, 1, False),
         ([33, 320, 0, 90, 5], 17, 1, False),

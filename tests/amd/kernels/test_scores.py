@@ -28,9 +28,9 @@ from tests.amd.kernels.attention_cases import (
     run_shared_extend,
 )
 
-KV_LEN = [33, 0, 1, 16, 70, 15, 48]
+KV_LEN = [33, 0, 1, 16, 70]
 DECODES = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN), dims=(32, 32), page_size=4)
-EXTENDS = Case(kv_len=[60, 0, 17, 33, 1, 30, 12], q_len=[21, 0, 17, 2, 1, 1, 0], dims=(32, 32), page_size=4, tail=3)
+EXTENDS = Case(kv_len=[45, 0, 17, 1, 12], q_len=[13, 0, 17, 1, 0], dims=(32, 32), page_size=4, tail=3)
 
 FEATURES = {
     "window_0": {"window_left": 0},

@@ -43,7 +43,7 @@ def tiles_at(device: torch.device, case: Case) -> SegmentTiles:
 
 
 CASES = {
-    "plain": Case([130, 64, 65, 1, 100], [40, 3, 1, 1, 9]),
+    "plain": Case([130, 64, 65, 1], [20, 3, 1, 1]),
     "odd": Case([90, 129], [17, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True),
     "wide": Case([66], [2], heads=(1, 1), dims=(512, 384)),
     "mha": Case([70, 128], [6, 64], heads=(2, 2), dims=(16, 16), page_size=1),
@@ -101,7 +101,7 @@ def test_tiles_of_short_steps_change_no_bit(kernel_device: torch.device) -> None
 @pytest.mark.parametrize("num_programs", [1, 2, 7, 40])
 def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: torch.device) -> None:
     def decoded(programs: int) -> Tensors:
-        tensors = build(Case([300, 0, 64, 129], [1] * 4, window_left=200), kernel_device)
+        tensors = build(Case([200, 0, 64, 129], [1] * 4, window_left=130, heads=(2, 1)), kernel_device)
         run_decode(tensors, num_programs=programs, tiles=tiles_at(kernel_device, tensors.case))
         assert_served(tensors)
         return tensors
@@ -149,7 +149,7 @@ def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device)
 
 
 MASKED = {
-    "mask": Case([130, 64, 65, 1, 100], [9, 3, 1, 1, 5], masked=True),
+    "mask": Case([130, 64, 65, 1], [9, 3, 1, 1], masked=True),
     "tree": Case([130, 64, 65, 1, 100], [9, 3, 1, 1, 5], masked=True, mask_keys=0, sinks=True, soft_cap=2.0),
     "window": Case([130, 67], [7, 4], masked=True, mask_keys=30, window_left=50, tail=2),
 }

@@ -159,9 +159,9 @@ def test_blocks_that_cannot_be_left_are_refused(wrong: dict[str, Any]) -> None:
 NAN, INF = float("nan"), float("inf")
 RANDOM = torch.randn(70, generator=torch.Generator().manual_seed(0)).tolist()
 LINES = {
+    "few_values": [float(round(score)) for score in RANDOM],
     "random": RANDOM,
     "equal": [0.5] * 70,
-    "few_values": [float(round(score)) for score in RANDOM],
     "zeros_of_both_signs": [-0.0, 0.0] * 35,
     "nan": [NAN if index % 3 else score for index, score in enumerate(RANDOM)],
     "nothing_but_nan": [NAN] * 70,

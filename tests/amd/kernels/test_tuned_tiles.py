@@ -114,7 +114,6 @@ def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkey
             args.out.copy_(args.out.roll(1, dims=1))
 
     monkeypatch.setattr(triton_launches, "launch_paged_decode", mixed_up)
-    assert bench.judge(job, job.in_use).wrong == ""
     assert "is off by" in bench.judge(job, replace(job.in_use, key_block=32)).wrong
 
 

@@ -42,7 +42,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 from rocm_attn.kernels.attention.key_loop import Query, SeenKeys, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.attention.merge import early_options
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
     MaskOfStep,
@@ -54,6 +54,7 @@ from rocm_attn.kernels.attention.query_block import (
     store_results,
 )
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.segments import attend_segments
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -83,12 +84,28 @@ class Operands(NamedTuple):
     window_left: Any
 
 
+class ExtendOutputs(NamedTuple):
+    """The destinations of results: rows of out and LSE, sinks or None.
+
+    workspace:    of shares for parts of rows, of num_programs programs; of whole rows that are cut into segments, for
+                  everything left of a segment (segments.left_of_program), or None
+    """
+
+    out: HeadRows
+    lse: HeadRows
+    sinks: Any
+    workspace: Any
+    num_programs: Any
+
+
 @triton.jit
-def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
-    """Returns the softmax state of a row's keys: those at [done, done + take) of its cost in a share, else all."""
+def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
+    """Attends over all keys of a row, or if G.SHARES over [done, done + take) of row_cost, and stores the results.
+
+    row: KV head and block of its query heads
+    """
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
-    PACKED: tl.constexpr = x.mask is not None
     words = x.schedule + query_block * BLOCK_WORDS
     seq = tl.load(words + BLOCK_SEQ)
     first_token = tl.load(words + BLOCK_FIRST_TOKEN)
@@ -105,30 +122,57 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
     slope = None
     if x.logits.slope is not None:
         slope = tl.load(x.logits.slope + head, mask=is_row, other=0.0) * LOG2_E
-    # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
-    # sequence and sees no key. This is no branch, because accumulators that cross one cost registers.
+    # Keys [first_key, end_key) are seen by some row. The padded tail belongs to no sequence and sees no key. This is no
+    # branch, because accumulators that cross one cost registers.
     first_key = 0
     if K.CAUSAL:
         end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
-        edge_block = tl.where(seq >= 0, (first_kv_index + 1) // K.KEY_BLOCK, 0)
+        edge_block = (first_kv_index + 1) // K.KEY_BLOCK
+        if G.SEGMENT_LEN == 0:  # the tail has no segments
+            edge_block = tl.where(seq >= 0, edge_block, 0)
     else:
         end_key = tl.load(x.kv_len + seq, mask=seq >= 0, other=0)
         edge_block = end_key // K.KEY_BLOCK
     if K.WINDOWED:
-        # Masks for all blocks: a loop of its own for the blocks between the edges spills.
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
         edge_block = first_key // K.KEY_BLOCK
     bits = None
-    if PACKED:
+    if x.mask is not None:
         first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, G)
         edge_block = first_masked // K.KEY_BLOCK
+        if K.WINDOWED:
+            first_key = first_masked
+    k_scale_value = row_scale(x.scale_values.k, kv_head, C)
+    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_scale_value, K.CAPPED, C)
+    query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
+    kv = KeyValues(
+        k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
+    )
+    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, bits)
+    if G.SEGMENT_LEN > 0:
+        attend_segments(x, to, query_block, row, done, take, query, kv, seen, edge_block, G)
+    else:
+        softmax = _attend_blocks(words, done, take, query, kv, seen, edge_block, G)
+        token, head, is_row = rows_again(x.schedule, query_block, row, G)
+        if take == row_cost:
+            store_results(softmax, token, head, is_row, to.sinks, to.out, to.lse, K)
+        else:
+            _store_part(softmax, to, done, head, is_row, G)
+
+
+@triton.jit
+def _attend_blocks(words, done, take, query, kv, seen, edge_block, G: tl.constexpr):
+    """Returns the softmax state of a row's keys: those at [done, done + take) of its cost in a share, else all."""
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    end_key = seen.keys.end
     end_block = tl.cdiv(end_key, K.KEY_BLOCK)
     if G.SHARES:
         # The blocks that begin in the share; the last one of a row takes the rest.
         row_keys = tl.load(words + BLOCK_KEYS)
         row_key = end_key - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
-        if PACKED and K.WINDOWED:
+        if seen.bits is not None and K.WINDOWED:
             # A window that is counted from a draft's depth begins before a row's counted keys: the first share has it.
             first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
@@ -140,31 +184,68 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
     # From here on in blocks of EDGE_BLOCK keys.
     PER_BLOCK: tl.constexpr = K.KEY_BLOCK // K.EDGE_BLOCK
     edge = KeyRange(edge_block * PER_BLOCK, tl.minimum(end_block * PER_BLOCK, tl.cdiv(end_key, K.EDGE_BLOCK)))
-    k_scale_value = row_scale(x.scale_values.k, kv_head, C)
-    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_scale_value, K.CAPPED, C)
-    query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
-    kv = KeyValues(
-        k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
-    )
-    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, bits)
     softmax = nothing_seen(G.QUERY_ROWS, K)
+    # With a window all blocks are masked: a loop of its own for the blocks between the edges spills.
     if not K.WINDOWED:
         softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
     softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
-    return scaled_value_parts(softmax, row_scale(x.scale_values.v, kv_head, C), C)
+    return scaled_value_parts(softmax, row_scale(kv.scale_values.v, kv.scale_values.head, C), C)
 
 
 @triton.jit
-def _store_part(softmax, partials, program, num_programs, done, head, is_row, G: tl.constexpr):
+def _store_part(softmax, to, done, head, is_row, G: tl.constexpr):
     """Stores part 2p of program p if an earlier program began the row, and part 2p + 1 if the row goes on."""
     K: tl.constexpr = G.keys
     acc, maximum, total = softmax
-    part = 2 * program + (done == 0).to(tl.int32)
+    part = 2 * tl.program_id(0) + (done == 0).to(tl.int32)
     line = part * G.QUERY_ROWS + tl.arange(0, G.QUERY_ROWS)
-    store_columns(partials + (line * K.V_HEAD_DIM)[:, None], acc, head, is_row, K)
-    sums = partials + num_programs * (2 * G.QUERY_ROWS * K.V_HEAD_DIM)
+    store_columns(to.workspace + (line * K.V_HEAD_DIM)[:, None], acc, head, is_row, K)
+    sums = to.workspace + to.num_programs * (2 * G.QUERY_ROWS * K.V_HEAD_DIM)
     tl.store(sums + line * 2, maximum)
     tl.store(sums + line * 2 + 1, total)
+
+
+@triton.jit
+def walk_rows(x, to, max_blocks, G: tl.constexpr):
+    """Attends for the rows of a program: its shares of rows, or whole ones. max_blocks: query blocks of the schedule"""
+    ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
+    program = tl.program_id(0)
+    if G.EARLY:
+        # The launch before this one may write anything that is read here. The merge may start when every program is
+        # past this point, and so finds the schedule.
+        gdc_wait()
+        gdc_launch_dependents()
+    shares = x.schedule + max_blocks * BLOCK_WORDS
+    if G.SHARES:
+        share = shares + (tl.minimum(program, to.num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS
+        query_block, row, done, work = work_of_share(share)
+        if G.WHOLE_ROWS:
+            # After the shares, or first if there are none: few rows then spread over all compute units.
+            cut_blocks = tl.load(shares + SHARE_CUT)
+            place = program - tl.where(cut_blocks > 0, to.num_programs, 0)
+            if place >= 0:
+                is_whole = (place // ROWS >= cut_blocks) & (place // ROWS < max_blocks)
+                query_block = tl.where(is_whole, place // ROWS, 0)
+                row = place % ROWS
+                done = 0
+                words = x.schedule + query_block * BLOCK_WORDS
+                is_whole = is_whole & (tl.load(words + BLOCK_TOKENS) > 0)
+                work = tl.where(is_whole, tl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
+        while work > 0:
+            row_cost = tl.load(x.schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
+            take = tl.minimum(work, row_cost - done)
+            _attend_row(x, to, query_block, row, done, take, row_cost, G)
+            work -= take
+            done = 0
+            query_block, row = row_after(query_block, row, ROWS)
+    else:
+        query_block = program // ROWS
+        row = program % ROWS
+        is_whole = tl.load(x.schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0
+        if G.ROW_KEYS > 0:
+            is_whole = is_whole & (query_block >= tl.load(shares + SHARE_CUT))
+        if is_whole:
+            _attend_row(x, to, query_block, row, 0, 0, 0, G)
 
 
 @triton.jit(do_not_specialize=["num_programs", "max_blocks", "width", "window_left"])
@@ -209,7 +290,6 @@ def _extend_kernel(
     lse_head,
     G: tl.constexpr,
 ):
-    K: tl.constexpr = G.keys
     if G.STRIDE_UNIT > 1:
         q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
         kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
@@ -233,51 +313,8 @@ def _extend_kernel(
         window_left,
     )
     out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
-    ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
-    program = tl.program_id(0)
-    if G.EARLY:
-        # The launch before this one may write anything that is read here. The merge may start when every program is
-        # past this point, and so finds the schedule.
-        gdc_wait()
-        gdc_launch_dependents()
-    shares = schedule + max_blocks * BLOCK_WORDS
-    if G.SHARES:
-        share = shares + (tl.minimum(program, num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS
-        query_block, row, done, work = work_of_share(share)
-        if G.WHOLE_ROWS:
-            # After the shares, or first if there are none: few rows then spread over all compute units.
-            cut_blocks = tl.load(shares + SHARE_CUT)
-            place = program - tl.where(cut_blocks > 0, num_programs, 0)
-            if place >= 0:
-                is_whole = (place // ROWS >= cut_blocks) & (place // ROWS < max_blocks)
-                query_block = tl.where(is_whole, place // ROWS, 0)
-                row = place % ROWS
-                done = 0
-                words = schedule + query_block * BLOCK_WORDS
-                is_whole = is_whole & (tl.load(words + BLOCK_TOKENS) > 0)
-                work = tl.where(is_whole, tl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
-        while work > 0:
-            row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
-            take = tl.minimum(work, row_cost - done)
-            softmax = _attend_row(x, query_block, row, done, take, G)
-            token, head, is_row = rows_again(schedule, query_block, row, G)
-            if take == row_cost:
-                store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
-            else:
-                _store_part(softmax, partials, program, num_programs, done, head, is_row, G)
-            work -= take
-            done = 0
-            query_block, row = row_after(query_block, row, ROWS)
-    else:
-        query_block = program // ROWS
-        row = program % ROWS
-        is_whole = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0
-        if G.ROW_KEYS > 0:
-            is_whole = is_whole & (query_block >= tl.load(shares + SHARE_CUT))
-        if is_whole:
-            softmax = _attend_row(x, query_block, row, 0, 0, G)
-            token, head, is_row = rows_again(schedule, query_block, row, G)
-            store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+    to = ExtendOutputs(out_rows, lse_rows, sinks, partials, num_programs)
+    walk_rows(x, to, max_blocks, G)
 
 
 def launch_paged_extend(
@@ -354,10 +391,7 @@ def row_arguments(
         pages.k_scale,
         pages.v_scale,
         None if mask is None else queries.q_indptr,
-        None if mask is None else mask.words,
-        None if mask is None else mask.indptr,
-        None if mask is None else mask.start,
-        None if mask is None else mask.window_start,
+        *mask_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -370,7 +404,23 @@ def row_arguments(
 def _geometry(
     args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None
 ) -> BlockGeometry:
-    """Checks schedule and mask, and returns the values that the launch is compiled for."""
+    """Checks schedule, mask and workspace, and returns the values that the launch is compiled for."""
+    if cut.sharing.programs:
+        args.check_workspace(cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2]))
+    geometry = block_geometry(args, scores, cut, tiles, mask, exact=False)
+    if mask is not None:
+        edge_block = min(geometry.keys.EDGE_BLOCK, MAX_MASK_BLOCK)
+        geometry = geometry._replace(keys=geometry.keys._replace(EDGE_BLOCK=edge_block), EDGE_STAGES=tiles.num_stages)
+    return geometry._replace(EARLY=tiles.early, STRIDE_UNIT=args.stride_unit)
+
+
+def block_geometry(
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None, *, exact: bool
+) -> BlockGeometry:
+    """Checks schedule and mask, and returns the geometry of whole rows that are not cut into segments.
+
+    exact: see KeyGeometry
+    """
     queries = args.queries
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
@@ -384,12 +434,8 @@ def _geometry(
     causal, sharing = scores.causal and mask is None, cut.sharing
     if sharing.programs:
         cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.window_left)
-        args.check_workspace(cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2]))
-    keys = key_geometry(args, scores, tiles=tiles, causal=causal, exact=False)
-    if mask is not None:
-        keys = keys._replace(EDGE_BLOCK=min(keys.EDGE_BLOCK, MAX_MASK_BLOCK))
     return BlockGeometry(
-        keys=keys,
+        keys=key_geometry(args, scores, tiles=tiles, causal=causal, exact=exact),
         KV_HEADS=num_kv_heads // at_once,
         GQA_RATIO=gqa_ratio * at_once,
         BLOCK_HEADS=block_heads,
@@ -400,7 +446,5 @@ def _geometry(
         WHOLE_ROWS=True,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
-        EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,
-        EARLY=tiles.early,
-        STRIDE_UNIT=args.stride_unit,
+        EDGE_STAGES=tiles.diagonal_stages,
     )

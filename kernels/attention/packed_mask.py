@@ -51,3 +51,8 @@ class PackedMask:
         assert self.window_start.dtype == torch.int32
         assert self.window_start.is_contiguous()
         assert not windowed or self.window_start.shape == (num_tokens,), "a mask is placed by each window"
+
+
+def mask_arguments(mask: PackedMask | None) -> tuple[Tensor | None, ...]:
+    """The arguments of kernels that read a mask, in their order: words, indptr, start, window_start; None without."""
+    return (None,) * 4 if mask is None else (mask.words, mask.indptr, mask.start, mask.window_start)

@@ -55,13 +55,6 @@ class BlockGeometry(NamedTuple):
 
 
 @triton.jit
-def place_of_program(G: tl.constexpr):
-    """Query block, KV head and block of its query heads. Programs of the same query block are neighbours."""
-    query_block = tl.program_id(0) // (G.KV_HEADS * G.HEAD_BLOCKS)
-    return query_block, tl.program_id(0) // G.HEAD_BLOCKS % G.KV_HEADS, tl.program_id(0) % G.HEAD_BLOCKS
-
-
-@triton.jit
 def rows_of_block(first_token, num_tokens, kv_head, head_block, G: tl.constexpr):
     """Token and query head (int64) of each row of a block, and whether the row has one; all [QUERY_ROWS]."""
     row = tl.arange(0, G.QUERY_ROWS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -33,7 +32,7 @@ from rocm_attn.kernels.attention.key_loop import KeyGeometry, Query, SeenKeys, k
 from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import load_queries, store_columns
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
+from rocm_attn.kernels.attention.segment_merge import launch_segment_merge, segment_memory
 from rocm_attn.kernels.attention.segments import UNFUSED, attend_segment
 from rocm_attn.kernels.attention.softmax import LOG2_E, visible_blocks
 from rocm_attn.kernels.launch import launch
@@ -155,15 +154,9 @@ def launch_segment_decode(
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("deterministic decode")
-    queries, pages, table, workspace = args.queries, args.pages, args.table, args.workspace
+    queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
-    sum_words, part_words = cut.segment_words(
-        queries.num_seqs, most_segments, q_rows=geometry.rows.Q_ROWS, v_head_dim=geometry.keys.V_HEAD_DIM
-    )
-    assert workspace.dtype == torch.float32
-    assert workspace.is_contiguous()
-    assert workspace.numel() >= sum_words + part_words
-    sums, parts = workspace[:sum_words], workspace[sum_words : sum_words + part_words]
+    memory = segment_memory(args, cut, geometry.rows, most_segments)
     launch(
         _segment_decode_kernel,
         (cut.programs,),
@@ -174,8 +167,8 @@ def launch_segment_decode(
         queries.row_of_seq,
         queries.q_indptr,
         args.schedule,
-        parts,
-        sums,
+        memory.parts,
+        memory.sums,
         args.slopes,
         pages.k_scale,
         pages.v_scale,
@@ -191,7 +184,7 @@ def launch_segment_decode(
         **early_options(tiles.early),
         **UNFUSED,
     )
-    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows, early=tiles.early)
+    launch_segment_merge(args, memory, cut=cut, rows=geometry.rows, early=tiles.early)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTiles) -> SegmentDecodeGeometry:

@@ -119,12 +119,29 @@ def _segment_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
+class SegmentMemory(NamedTuple):
+    """The memory of partial results: parts, float32 [slots, q_rows, v_head_dim] flat; sums, float32 [slots, q_rows, 2]
+    flat, maximum and sum.
+    """
+
+    parts: Tensor
+    sums: Tensor
+
+
+def segment_memory(args: AttendArgs, cut: DecodeCut, rows: RowCut, most_segments: int) -> SegmentMemory:
+    """Cuts the workspace of decode. most_segments: of a sequence, see SegmentTiles"""
+    sum_words, part_words = cut.segment_words(
+        args.queries.num_seqs, most_segments, q_rows=rows.Q_ROWS, v_head_dim=args.out.shape[2]
+    )
+    args.check_workspace(sum_words + part_words)
+    return SegmentMemory(args.workspace[sum_words : sum_words + part_words], args.workspace[:sum_words])
+
+
 def launch_segment_merge(
-    args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: DecodeCut, rows: RowCut, early: bool = False
+    args: AttendArgs, memory: SegmentMemory, *, cut: DecodeCut, rows: RowCut, early: bool = False
 ) -> None:
     """Writes out and lse of every sequence with one new token; the arguments are launch_segment_decode's.
 
-    parts: float32 [slots, q_rows, v_head_dim] flat; sums: float32 [slots, q_rows, 2] flat, maximum and sum
     early: see launch_merge
     """
     v_head_dim = args.out.shape[2]
@@ -140,8 +157,8 @@ def launch_segment_merge(
         (num_rows, triton.cdiv(rows.Q_ROWS, heads), triton.cdiv(v_head_dim, columns)),
         args.queries.q_indptr,
         args.schedule,
-        parts,
-        sums,
+        memory.parts,
+        memory.sums,
         args.out,
         args.lse,
         args.sinks,

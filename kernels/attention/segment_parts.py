@@ -3,7 +3,7 @@
 The first program of a row has merged its segments itself, and the others have kept theirs one by one. All are merged
 from left to right: kernels/attention/segments.py has the arithmetic, and a row's bits do not show who had a segment.
 
-The schedule determines which program has a segment, as hopper/rows.steps_of and segments_of_share (segment_extend.py)
+The schedule determines which program has a segment, as hopper/rows.steps_of and segments_of_share (segments.py)
 compute it: the one in whose share the segment ends.
 """
 

@@ -20,7 +20,9 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax
 from rocm_attn.kernels.attention.coded import row_scale, scaled_value_parts
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_KEYS, BLOCK_WORDS
 from rocm_attn.kernels.attention.key_loop import attend_key_blocks, nothing_seen
+from rocm_attn.kernels.attention.query_block import rows_again, store_columns, store_results
 
 # The source decides here whether a product and a sum become one rounding or two, not the compiler.
 UNFUSED = {"enable_fp_fusion": False}
@@ -110,3 +112,71 @@ def load_left(rows_left, num_left, K: tl.constexpr):
     for i in tl.static_range(V_PARTS):
         acc += (tl.load(rows_left + i * K.V_COLUMNS, mask=is_left, other=0.0),)  # type: ignore[assignment]
     return acc
+
+
+@triton.jit
+def segments_of_share(words, seen, done, take, G: tl.constexpr):
+    """The segments of a row, [first, end), that end in a share with [done, done + take) of its cost; whether the row
+    ends there too.
+    """
+    num_keys = tl.load(words + BLOCK_KEYS)
+    ends = done + take == num_keys + G.ROW_KEYS
+    row_key = seen.keys.end - num_keys
+    first_key = row_key + tl.maximum(done - G.ROW_KEYS, 0)
+    end_key = row_key + tl.maximum(done + take - G.ROW_KEYS, 0)
+    first = tl.maximum(first_key, seen.keys.first) // G.SEGMENT_LEN
+    end = tl.where(ends, tl.cdiv(seen.keys.end, G.SEGMENT_LEN), end_key // G.SEGMENT_LEN)
+    return first, end, ends
+
+
+@triton.jit
+def _store_segment(softmax, to, slot, is_row, G: tl.constexpr):
+    """Stores the program's part of a row that it shares, to one of its slots."""
+    K: tl.constexpr = G.keys
+    acc, maximum, total = softmax
+    place = tl.arange(0, G.QUERY_ROWS)
+    line = ((tl.program_id(0) * G.SLOTS + slot) * G.QUERY_ROWS + place).to(tl.int64)
+    store_columns(to.workspace + (line * K.V_HEAD_DIM)[:, None], acc, place, is_row, K)
+    sums = to.workspace + to.num_programs.to(tl.int64) * (G.SLOTS * G.QUERY_ROWS * K.V_HEAD_DIM)
+    tl.store(sums + line * 2, maximum)
+    tl.store(sums + line * 2 + 1, total)
+
+
+@triton.jit
+def attend_segments(x, to, query_block, row, done, take, query, kv, seen, edge_block, G: tl.constexpr):
+    """Attends for a row of extend, as extend.py's loop does, but by segments; and stores the results."""
+    K: tl.constexpr = G.keys
+    words = x.schedule + query_block * BLOCK_WORDS
+    acc, maximum, total = nothing_seen(G.QUERY_ROWS, K)
+    if G.SHARES:
+        # The program that begins a row merges its segments from left to right, and writes the results if it ends the
+        # row too. If an earlier program began it, each segment is stored for itself, as a part (segment_parts.py).
+        first, end, ends = segments_of_share(words, seen, done, take, G)
+        for segment in range(first, end):
+            part = attend_segment(segment, query, kv, seen, edge_block, G)
+            if done == 0:
+                acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
+            else:
+                _, _, is_row = rows_again(x.schedule, query_block, row, G)
+                _store_segment(part, to, 1 + segment - first, is_row, G)
+        if done == 0:
+            token, head, is_row = rows_again(x.schedule, query_block, row, G)
+            if ends:
+                store_results(Softmax(acc, maximum, total), token, head, is_row, to.sinks, to.out, to.lse, K)
+            else:
+                _store_segment(Softmax(acc, maximum, total), to, 0, is_row, G)
+    else:
+        first_segment = seen.keys.first // G.SEGMENT_LEN
+        end_segment = tl.cdiv(seen.keys.end, G.SEGMENT_LEN)
+        if to.workspace is None:
+            for segment in range(first_segment, end_segment):
+                part = attend_segment(segment, query, kv, seen, edge_block, G)
+                acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
+        else:
+            rows_left = left_of_program(to.workspace, G)
+            for segment in range(first_segment, end_segment):
+                part = attend_segment(segment, query, kv, seen, edge_block, G)
+                maximum, total = merge_in_memory(rows_left, maximum, total, part, segment - first_segment, K)
+            acc = load_left(rows_left, end_segment - first_segment, K)
+        token, head, is_row = rows_again(x.schedule, query_block, row, G)
+        store_results(Softmax(acc, maximum, total), token, head, is_row, to.sinks, to.out, to.lse, K)

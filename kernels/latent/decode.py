@@ -34,7 +34,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
 from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
 from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import visible_blocks
@@ -59,7 +59,7 @@ from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 
 
 class LatentDecodeGeometry(NamedTuple):
-    """The values that latent decode is compiled for.
+    """The values that latent decode is compiled for, and deterministic latent decode (segment_decode.py).
 
     rows:        how a sequence is cut into rows
     keys:        of the loop over keys
@@ -70,6 +70,7 @@ class LatentDecodeGeometry(NamedTuple):
     STAGES:      key blocks whose loads are in flight
     EARLY:       whether launches may begin while the one before still runs
     EVEN:        whether rows that are alike are cut alike, with padding after each
+    SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
     """
 
     rows: RowCut
@@ -81,6 +82,7 @@ class LatentDecodeGeometry(NamedTuple):
     STAGES: int
     EARLY: bool
     EVEN: bool
+    SEGMENT_LEN: int = 0
 
 
 @triton.jit
@@ -237,10 +239,7 @@ def launch_latent_decode(
         table,
         queries.row_of_seq,
         queries.q_indptr,
-        None if mask is None else mask.words,
-        None if mask is None else mask.indptr,
-        None if mask is None else mask.start,
-        None if mask is None else mask.window_start,
+        *mask_arguments(mask),
         args.schedule,
         args.workspace,
         args.out,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
@@ -25,8 +26,8 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep, bits_of_block, rows_of_block
+from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
+from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
@@ -145,15 +146,26 @@ def launch_latent_extend(
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
-    queries, table = args.queries, args.table
-    geometry = _geometry(args, scores, cut, tiles, mask)
-    max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
+    check_rows(args, scores, cut, tiles, mask, "latent extend")
+    causal = scores.causal and mask is None
+    geometry = latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)
     launch(
         _latent_extend_kernel,
-        (max_blocks * geometry.HEAD_BLOCKS,),
+        (cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.HEAD_BLOCKS,),
+        *row_arguments(args, scores, mask),
+        G=geometry,
+        num_warps=tiles.num_warps,
+        **tiles.options(),
+    )
+
+
+def row_arguments(args: AttendArgs, scores: Scores, mask: PackedMask | None) -> tuple[Tensor | float | None, ...]:
+    """Returns the arguments of kernels that walk rows of a schedule, in their order."""
+    queries = args.queries
+    return (
         args.q,
         args.pages.raw_k,
-        table,
+        args.table,
         queries.row_of_seq,
         queries.kv_len,
         args.schedule,
@@ -162,32 +174,24 @@ def launch_latent_extend(
         args.sinks,
         args.pages.k_scale,
         None if mask is None else queries.q_indptr,
-        None if mask is None else mask.words,
-        None if mask is None else mask.indptr,
-        None if mask is None else mask.start,
-        None if mask is None else mask.window_start,
+        *mask_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        table.shape[1],
+        args.table.shape[1],
         *read_strides(args),
         *args.written_strides,
-        G=geometry,
-        num_warps=tiles.num_warps,
-        **tiles.options(),
     )
 
 
-def _geometry(
-    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None
-) -> BlockGeometry:
-    """Checks the arguments and returns the values that the launch is compiled for."""
-    check_latent(args, "latent extend")
+def check_rows(
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None, kernel: str
+) -> None:
+    """Checks a launch's schedule and mask. Raises ValueError for what the kernels do not serve."""
+    check_latent(args, kernel)
     queries, num_heads = args.queries, args.q.shape[1]
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
         assert tiles.key_block <= TWO_WORDS
-    causal = scores.causal and mask is None
-    return latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)

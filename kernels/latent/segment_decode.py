@@ -7,9 +7,6 @@ Blocks of query heads run side by side as in decode.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -17,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyRange, Logits, TableLine
 from rocm_attn.kernels.attention.coded import coded_scales, row_scale
-from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
@@ -32,12 +29,12 @@ from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
+from rocm_attn.kernels.attention.segment_merge import launch_segment_merge, segment_memory
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.latent.cuts import latent_row_cut
+from rocm_attn.kernels.latent.decode import LatentDecodeGeometry
 from rocm_attn.kernels.latent.key_loop import (
-    LatentGeometry,
     LatentQuery,
     LatentRows,
     as_loaded,
@@ -51,31 +48,6 @@ from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.latent.segments import attend_latent_segment
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles
-
-
-class LatentSegmentGeometry(NamedTuple):
-    """The values that deterministic latent decode is compiled for.
-
-    rows:        how a sequence is cut into rows; their key blocks are segments
-    keys:        of the loop over keys
-    GQA_RATIO:   query heads
-    BLOCK_HEADS: query heads of a block
-    HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
-    QUERY_ROWS:  rows of a query block, a query head each, then padding
-    SEGMENT_LEN: keys of a segment
-    STAGES:      key blocks whose loads are in flight
-    EARLY:       whether launches may begin while the one before still runs
-    """
-
-    rows: RowCut
-    keys: LatentGeometry
-    GQA_RATIO: int
-    BLOCK_HEADS: int
-    HEAD_BLOCKS: int
-    QUERY_ROWS: int
-    SEGMENT_LEN: int
-    STAGES: int
-    EARLY: bool
 
 
 @triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
@@ -159,15 +131,9 @@ def launch_latent_segment_decode(
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
-    queries, table, workspace = args.queries, args.table, args.workspace
+    queries, table = args.queries, args.table
     geometry = _geometry(args, scores, cut, tiles)
-    sum_words, part_words = cut.segment_words(
-        queries.num_seqs, most_segments, q_rows=geometry.rows.Q_ROWS, v_head_dim=geometry.keys.V_HEAD_DIM
-    )
-    assert workspace.dtype == torch.float32
-    assert workspace.is_contiguous()
-    assert workspace.numel() >= sum_words + part_words
-    sums, parts = workspace[:sum_words], workspace[sum_words : sum_words + part_words]
+    memory = segment_memory(args, cut, geometry.rows, most_segments)
     launch(
         _latent_segment_decode_kernel,
         (cut.programs * geometry.HEAD_BLOCKS,),
@@ -177,8 +143,8 @@ def launch_latent_segment_decode(
         queries.row_of_seq,
         queries.q_indptr,
         args.schedule,
-        parts,
-        sums,
+        memory.parts,
+        memory.sums,
         args.pages.k_scale,
         scores.base_2_scale,
         scores.tanh_scale,
@@ -192,10 +158,10 @@ def launch_latent_segment_decode(
         **early_options(geometry.EARLY),
         **UNFUSED,
     )
-    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows, early=geometry.EARLY)
+    launch_segment_merge(args, memory, cut=cut, rows=geometry.rows, early=geometry.EARLY)
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSegmentTiles) -> LatentSegmentGeometry:
+def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSegmentTiles) -> LatentDecodeGeometry:
     """Checks the arguments and returns the values that the launch is compiled for."""
     check_latent(args, "deterministic latent decode")
     num_heads = args.q.shape[1]
@@ -204,14 +170,15 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSeg
     assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
     assert cut.window_left == scores.window_left, "the schedule was cut for another window"
     assert not cut.is_even, "partial results have slots, which follow rows without a gap"
-    return LatentSegmentGeometry(
+    return LatentDecodeGeometry(
         rows=latent_row_cut(cut, num_heads),
         keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True, by_pairs=tiles.by_pairs),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=block.block_heads(num_heads),
         HEAD_BLOCKS=block.head_blocks(num_heads),
         QUERY_ROWS=block.query_rows,
-        SEGMENT_LEN=tiles.segment_len,
         STAGES=block.num_stages,
         EARLY=block.early,
+        EVEN=False,
+        SEGMENT_LEN=tiles.segment_len,
     )

@@ -20,11 +20,11 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
-from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.latent.extend import check_rows, row_arguments
 from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
     LatentRows,
@@ -33,11 +33,9 @@ from rocm_attn.kernels.latent.key_loop import (
     latent_block_geometry,
     load_latent_query,
     no_latents_seen,
-    read_strides,
     scaled_latents,
     store_latent_results,
 )
-from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.latent.segments import attend_latent_segment, merge_latent_segment
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles
@@ -132,13 +130,8 @@ def launch_latent_segment_extend(
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
-    check_latent(args, "deterministic latent extend")
-    queries, table, block, num_heads = args.queries, args.table, tiles.block, args.q.shape[1]
-    cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    assert cut.query_tokens == block.tokens_per_block(num_heads), "the schedule was cut for other tiles"
-    if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
-        assert block.key_block <= TWO_WORDS
+    queries, block = args.queries, tiles.block
+    check_rows(args, scores, cut, block, mask, "deterministic latent extend")
     causal = scores.causal and mask is None
     geometry = latent_block_geometry(
         args, scores, block, causal=causal, segment_len=tiles.segment_len, by_pairs=tiles.by_pairs
@@ -146,27 +139,7 @@ def launch_latent_segment_extend(
     launch(
         _latent_segment_extend_kernel,
         (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_BLOCKS,),
-        args.q,
-        args.pages.raw_k,
-        table,
-        queries.row_of_seq,
-        queries.kv_len,
-        args.schedule,
-        args.out,
-        args.lse,
-        args.sinks,
-        args.pages.k_scale,
-        None if mask is None else queries.q_indptr,
-        None if mask is None else mask.words,
-        None if mask is None else mask.indptr,
-        None if mask is None else mask.start,
-        None if mask is None else mask.window_start,
-        scores.base_2_scale,
-        scores.tanh_scale,
-        scores.window_left,
-        table.shape[1],
-        *read_strides(args),
-        *args.written_strides,
+        *row_arguments(args, scores, mask),
         G=geometry,
         num_warps=block.num_warps,
         **tiles.options(),

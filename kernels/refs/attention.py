@@ -66,25 +66,7 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
         clear(args)
         return
     cut = tile_cut(queries, _tile_len(queries))
-    kv_len = queries.kv_len[cut.seq][:, None]
-    first_new_key = kv_len - queries.q_indptr.diff()[cut.seq][:, None]
-    kv_index = first_new_key + cut.offset
-    window_start = kv_index - scores.window_left
-    end_key = kv_index + 1 if scores.causal and mask is None else kv_len
-    cells = None
-    if mask is not None:
-        if scores.windowed:
-            window_start = mask.window_start[cut.token]
-        cells = Cells.of(mask, cut, kv_len)
-    tiles = TokenBlocks(
-        q=args.q[cut.token],
-        pages=_pages_of(args)[cut.seq],
-        kv_index=kv_index,
-        window_start=window_start,
-        end_key=torch.where(cut.has_token, end_key, 0),
-        cells=cells,
-    )
-    cut.store(args, *_attend(args, tiles, scores))
+    cut.store(args, *_attend(args, TokenBlocks.of(args, cut, scores, mask), scores))
 
 
 def clear(args: AttendArgs) -> None:
@@ -219,6 +201,25 @@ class TokenBlocks:
     window_start: Tensor
     end_key: Tensor
     cells: Cells | None = None
+
+    @classmethod
+    def of(cls, args: AttendArgs, cut: TileCut, scores: Scores, mask: PackedMask | None) -> TokenBlocks:
+        """The tiles of a cut; rows without a token see no key, and have the q of token 0."""
+        kv_len = args.queries.kv_len[cut.seq][:, None]
+        first_new_key = kv_len - args.queries.q_indptr.diff()[cut.seq][:, None]
+        kv_index = first_new_key + cut.offset
+        window_start = kv_index - scores.window_left
+        if mask is not None and scores.windowed:
+            window_start = mask.window_start[cut.token]
+        end_key = kv_index + 1 if scores.causal and mask is None else kv_len
+        return cls(
+            q=args.q[cut.token],
+            pages=_pages_of(args)[cut.seq],
+            kv_index=kv_index,
+            window_start=window_start,
+            end_key=torch.where(cut.has_token, end_key, 0),
+            cells=None if mask is None else Cells.of(mask, cut, kv_len),
+        )
 
     def cut(self, first: int, end: int) -> TokenBlocks:
         """Some of the tiles."""

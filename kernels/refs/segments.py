@@ -16,7 +16,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.refs.attention import Cells, TokenBlocks, by_row, by_token, clear, seq_of_tokens, tile_cut
+from rocm_attn.kernels.refs.attention import TokenBlocks, by_row, by_token, clear, seq_of_tokens, tile_cut
 
 TILE_LEN = 8
 SEGMENT_LEN = 128
@@ -52,22 +52,8 @@ def segment_extend(
         clear(args)
         return
     cut = tile_cut(queries, TILE_LEN)
-    kv_len = queries.kv_len[cut.seq][:, None]
-    first_new_key = kv_len - queries.q_indptr.diff()[cut.seq][:, None]
-    kv_index = first_new_key + cut.offset
-    window_start = kv_index - scores.window_left
-    end_key = kv_index + 1 if scores.causal and mask is None else kv_len.expand_as(kv_index)
-    if mask is not None and scores.windowed:
-        window_start = mask.window_start[cut.token]
-    width = max(-(-queries.max_kv_len // args.pages.keys.page_size), 1)
-    rows = TokenBlocks(
-        q=torch.where(cut.has_token[:, :, None, None], args.q[cut.token], 0),
-        pages=args.table[:, :width][queries.row_of_seq[cut.seq]],
-        kv_index=kv_index,
-        window_start=window_start,
-        end_key=torch.where(cut.has_token, end_key, 0),
-        cells=None if mask is None else Cells.of(mask, cut, kv_len),
-    )
+    rows = TokenBlocks.of(args, cut, scores, mask)
+    rows = replace(rows, q=rows.q.masked_fill(~cut.has_token[:, :, None, None], 0))
     cut.store(args, *_attend(args, rows, scores, segment_len))
 
 

@@ -45,7 +45,6 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/pads.py": attention_checks.pads,
     "attention/query_block.py": attention_checks.extend,
     "attention/segment_decode.py": attention_checks.segments,
-    "attention/segment_extend.py": attention_checks.segments,
     "attention/segment_merge.py": attention_checks.segments,
     "attention/segments.py": attention_checks.segments_left_in_memory,
     "cache/codes.py": cache_checks.store,

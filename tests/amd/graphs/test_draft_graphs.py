@@ -133,7 +133,7 @@ def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
 
 @host_only
 def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
-    tiny = build(device, provider, TREE, split=True)
+    tiny = Tiny.build(device, provider, (4,), split_steps=True, custom_mask=True, drafts=[TREE], max_num_seqs=12)
     runner = tiny.runner(draft=tiny.draft)
     report = runner.capture_all()
     assert (report.skipped, report.graphs_off) == ({}, "")

@@ -73,7 +73,7 @@ def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
     path = str(flight.dump("a test"))
     facts = read_dump(Path(path)).runtime.options
     assert (facts.num_pages, facts.swa_pages, facts.swa_kept) == (200, 60, 0)
-    for number in range(len(STEPS)):
+    for number in (4, 5, 7):  # a chunk among decodes, a long one, and a decode step after both
         assert main(["replay-step", path, "--step", str(number), "--json", "--device", str(device)]) == DONE
         kinds = json.loads(capsys.readouterr().out)["layer_kinds"]
         assert [kind["eager"] for kind in kinds] == ["agrees", "agrees"]

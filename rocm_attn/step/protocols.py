@@ -12,7 +12,6 @@ from typing_extensions import TypeVar
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.plan import StepPlan

@@ -76,6 +76,7 @@ _HEAD = f"""# Capacity
 
 How many tokens fit? `rocm-attn capture-plan` answers before anything is bought or downloaded, from a config.json:
 
+<!-- run at night -->
 ```bash
 rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x
 rocm-attn capture-plan ./Llama-3.1-8B-Instruct/config.json --gpu mi300x --tp 8 --max-batch-size 64 --kv-dtype fp8

@@ -276,7 +276,7 @@ trap print_rest EXIT
 # tests often wait for servers and other processes. What one prints is printed when it ends.
 time_side_by_side() {
     local cores workers
-    cores=$(nproc)
+    cores=$(env -u OMP_NUM_THREADS nproc) # which believes OMP_NUM_THREADS
     for stage in "$@"; do
         workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(((cores + 1) / 2))}
         [ "$stage" != host ] || workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$cores}

@@ -85,6 +85,8 @@ class RanStep(NamedTuple):
 
 
 _NOTHING_KEPT = (), 0, 0, None
+# The fields of a RanStep, which is built on request; in place of the last one, the reason why it may not store.
+_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, str]
 
 
 class Effects(NamedTuple):
@@ -196,7 +198,7 @@ class StepGate:
         # of these sizes in the same memory are equal to it.
         self._step: Step | None = None
         self._kept: tuple[tuple[DeviceStep, ...], int, int, Step | None] = _NOTHING_KEPT
-        self._staged: RanStep | None = None  # the step that was staged last
+        self._staged: _Staged | RanStep | None = None
         self._may_move = self._moves_on = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, input_plans: Collection[StepPlan] = ()) -> Step:
@@ -246,11 +248,10 @@ class StepGate:
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
-        self._staged = staged = RanStep(batch, plan, children, self._generations.last_change, repeats)
+        self._staged = staged = batch, plan, children, self._generations.last_change, refusal
         return self._begun(staged, batches, refusal)
 
-    def _begun(self, staged: RanStep, batches: Sequence[StepBatch], refusal: str) -> Step:
+    def _begun(self, staged: _Staged | RanStep, batches: Sequence[StepBatch], refusal: str) -> Step:
         """Returns the step whose inputs are published. batches: of its halves"""
         batch, plan, children, _, _ = staged
         steps = plan.draft_steps
@@ -315,8 +316,18 @@ class StepGate:
     @property
     def last(self) -> RanStep | None:
         """The step that AGAIN runs; None if none was staged last, or it may not store."""
+        ran = self._ran()
+        return ran if ran is not None and ran.repeats else None
+
+    def _ran(self) -> RanStep | None:
+        """The step that was staged last, as one object for as long as it is the last one."""
         staged = self._staged
-        return staged if staged is not None and staged.repeats else None
+        if staged is None or type(staged) is RanStep:
+            return staged
+        batch, plan, children, change, refusal = staged
+        repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
+        self._staged = ran = RanStep(batch, plan, children, change, repeats)
+        return ran
 
     @property
     def may_go_again(self) -> RanStep | None:
@@ -341,7 +352,7 @@ class StepGate:
 
         The device has these rows among the step's inputs. Returns the step that AGAIN runs. Raises WrongState.
         """
-        last = self._staged
+        last = self._ran()
         if last is None:
             raise WrongState("no step whose rows can continue was staged; stage one first")
         self._moves_on = True
@@ -389,7 +400,7 @@ class StepGate:
 
     def _verified(self) -> RanStep:
         """Returns the last step, whose accepted drafts were not moved yet. Raises WrongState."""
-        step = self._staged
+        step = self._ran()
         if step is None or not self._may_move or step.batch.mask is NO_MASK:
             raise WrongState(
                 "the last step has stored no trees of drafts, or they were moved already; move once per step"
@@ -450,7 +461,7 @@ class StepGate:
         """The batch of the step that runs. Raises WrongState."""
         if self.holder.state is not RUNNING or self._staged is None:
             raise self._not_running("this needs")
-        return self._staged.batch
+        return self._staged[0]
 
     def stored_now(self, row: int, layers: Collection[int]) -> int:
         """Tokens of a row once the running step has ended, if it has stored in all of these layers; else 0."""
@@ -458,7 +469,7 @@ class StepGate:
         if step is None or staged is None:
             return 0
         sides = [side for layer in layers for side in self._core.layers.sides.of_layer(layer)]
-        done, batch = self.stores.layers, staged.batch
+        done, batch = self.stores.layers, staged[0]
         return max(batch.kv_len[batch.rows == row], default=0) if all(done >> side & 1 for side in sides) else 0
 
     def _not_running(self, what: str) -> WrongState:

@@ -35,7 +35,7 @@ NOT_DRIVEN: dict[str, str] = {
     **{
         f"{layers}.{name}": _SELECTS
         for layers in ("StepLayers", "CompiledLayers", "WrappedLayers")
-        for name in ("select", "store_index", "give_selection", "attend_selected")
+        for name in ("select", "select_among", "store_index", "give_selection", "attend_selected")
     },
     "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),

@@ -272,16 +272,14 @@ print_rest() {
 trap print_rest EXIT
 
 # time_side_by_side STAGE...: two at a time, each with half of the cores (unless PYTEST_XDIST_AUTO_NUM_WORKERS says
-# how many), as a worker of pytest's imports and collects all tests of its stage. The stage host has a worker a core: its
-# tests often wait for servers and other processes. What one prints is printed when it ends.
+# how many), as a worker of pytest's imports and collects all tests of its stage. What one prints is printed when it ends.
 time_side_by_side() {
     local cores workers
     cores=$(env -u OMP_NUM_THREADS nproc) # which believes OMP_NUM_THREADS
+    workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(((cores + 1) / 2))}
+    # A single worker would only add a process that hands it tests: with 0 pytest runs them itself.
+    [ "$workers" -gt 1 ] || workers=0
     for stage in "$@"; do
-        workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(((cores + 1) / 2))}
-        [ "$stage" != host ] || workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$cores}
-        # A single worker would only add a process that hands it tests: with 0 pytest runs them itself.
-        [ "$workers" -gt 1 ] || workers=0
         while [ "$(jobs -rp | wc -l)" -ge 2 ]; do
             wait -n || true # whether it passed is in its file
             print_ended "$@"

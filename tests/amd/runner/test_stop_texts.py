@@ -116,7 +116,7 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
     finish = scheduler.finish_step
 
     def noted_move(accepted: Accepted, seqs: list[int]) -> None:
-        last = engine.runtime.gate._staged
+        last = engine.runtime.gate._ran()
         assert last is not None
         rows = last.batch.rows[seqs].tolist()
         moved.extend(rows)

@@ -352,7 +352,7 @@ LEFT_BLOCKS, LEFT_COUNTS = "left_blocks", "left_block_counts"
 
 
 def _words_left(indexing: Indexing) -> tuple[int, int]:
-    """Of a token: the words of the blocks that select() leaves for a later choice, and of their counts."""
+    """Returns the words of a token: for the blocks that select() leaves for a later choice, and for their counts."""
     has_blocks = indexing.candidate_blocks > 0
     return indexing.sets * indexing.candidate_blocks, indexing.sets * has_blocks
 

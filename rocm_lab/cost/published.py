@@ -24,8 +24,8 @@ from rocm_lab.cost.cost import GPUS, CostShape, Loop, Prediction, decode_predict
 from rocm_lab.cost.static_figures import LoopFigures
 
 _KEYS_OF_AN_ITERATION = 256
-# Of paged_attention_decode_sliding_window on gfx950, with the tiles that AITER, 46 commits after v0.1.20, chooses for
-# 64 sequences of 4,096 keys: compiled with Triton 3.9.0 and counted like ours (docs/amd_tuning.md).
+# Counts of paged_attention_decode_sliding_window on gfx950, with the tiles that AITER, 46 commits after v0.1.20,
+# chooses for 64 sequences of 4,096 keys: compiled with Triton 3.9.0 and counted like ours (docs/amd_tuning.md).
 _FIGURES = LoopFigures(programs=2, own=521.4, latencies=2.0, units=7.1)
 
 

@@ -33,7 +33,7 @@ from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
 from rocm_lab.tune.search import TIMED, Bench, FasterTiles, Search, Tried, what_became
 
-# Of a sample, which decides how often a graph is replayed.
+# Length of a sample. It decides how often a graph is replayed.
 _SAMPLE_US = 2000.0
 _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 

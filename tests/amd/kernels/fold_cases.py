@@ -58,7 +58,7 @@ def folded_by(
         ends = [at for at in range(new) if (length - new + at + 1) % row.tokens == 0]
         assert not mine[[at for at in range(new) if at not in ends]].any(), "a token that ends no row got one"
         found.append(mine[ends])
-        # Of what is stored: rounding the values and gates is another test's matter.
+        # The reference folds what is stored: rounding the values and gates is another test's matter.
         rows = folded(values.to(row.state_dtype), gates.to(row.state_dtype), row)
         wanted.append(torch.stack(rows[len(rows) - len(ends) :]) if ends else torch.zeros(0, columns).double())
         first += new

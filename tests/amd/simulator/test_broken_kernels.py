@@ -141,7 +141,7 @@ MISTAKES = {
 }
 
 
-# Of each way in which the simulator notices, a kernel that is compiled fast.
+# A kernel that is compiled fast, for each way in which the simulator notices.
 IN_EVERY_RUN = {
     "decode_reads_v_without_a_mask",
     "the_store_multiplies_slots_in_32_bits",

@@ -347,15 +347,15 @@ class _Attend:
             # A kernel may store in its own launch, which is another variant.
             part.layers.store_and_attend(layer, q, k, v, out)
             part.layers.store(layer, k, v)
-            lse = self._inputs.of_lse(problem, len(part.token_ids))
-            # With and without the log-sum-exp, if the layer may be asked for it.
-            for wanted in (None, lse)[: 1 + problem.wants_lse]:
-                part.layers.attend(layer, q, out, wanted)
+            # Without the log-sum-exp, and with it if the layer may be asked for it.
+            wanted = (None, self._inputs.of_lse(problem, len(part.token_ids))) if problem.wants_lse else (None,)
+            for lse in wanted:
+                part.layers.attend(layer, q, out, lse)
             if isinstance(problem.indexer, AllKeys):
                 continue
             self._select(part, self._chooser[layer])
-            for wanted in (None, lse)[: 1 + problem.wants_lse]:
-                part.layers.attend_selected(layer, q, out, wanted)
+            for lse in wanted:
+                part.layers.attend_selected(layer, q, out, lse)
 
     def _select(self, part: Part, layer: int) -> None:
         """Stores index keys of a layer and chooses among them, with weights of the index heads and without."""
@@ -364,7 +364,7 @@ class _Attend:
         k, q, weights = self._inputs.of_index(problem.indexer, problem.dtype, len(part.token_ids))
         part.layers.store_index(layer, k)
         coded = problem.indexer.key_encoding.over(problem.dtype)
-        for index_q in (q, q.to(coded.dtype))[: 1 + coded.is_fp8]:
+        for index_q in (q, q.to(coded.dtype)) if coded.is_fp8 else (q,):
             part.layers.select(layer, index_q)
             part.layers.select(layer, index_q, weights)
             if problem.indexer.indexing.candidate_blocks:

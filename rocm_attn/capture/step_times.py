@@ -15,7 +15,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Problem
 
 # The parts of a device's rates that steps are expected to reach.
 _REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
-# The tokens of the sequences, and of the prompt, for which times are told.
+# The tokens of the sequences, and of the prompt, for which times are reported.
 USUAL_LEN, PROMPT_LEN = 512, 2048
 # Attention to a prompt's earlier tokens is bounded exactly at this length.
 _LONG_PROMPT = 32768
@@ -89,7 +89,7 @@ class StepTimes:
 
     def decode_ms(self, most: int) -> dict[int, float]:
         """Sequences of USUAL_LEN tokens -> milliseconds of their step: 1, 32 and 256, and the most."""
-        return {num: 1e3 * self.decode(num, USUAL_LEN) for num in _told(most)}
+        return {num: 1e3 * self.decode(num, USUAL_LEN) for num in _reported(most)}
 
     def prompt(self, num_tokens: int) -> float:
         """A step of one prompt."""
@@ -150,8 +150,8 @@ class StepTimes:
         return sum(_seen(layer, kv_len) * _flops_of_key(layer) for layer in self.layers)
 
 
-def _told(most: int) -> list[int]:
-    """The numbers of sequences for which times are told, up to the most."""
+def _reported(most: int) -> list[int]:
+    """The numbers of sequences for which times are reported, up to the most."""
     return sorted({min(num, most) for num in (1, 32, 256, most)})
 
 
@@ -206,7 +206,7 @@ class StepBudget:
             return min(chunk, usual.prompt_tokens(seconds, num, USUAL_LEN))
 
         of_each = tuple(beside(num) for num in range(1, max_batch_size + 1))
-        expected = {num: 1e3 * usual.decode(num, USUAL_LEN, of_each[num - 1]) for num in _told(max_batch_size)}
+        expected = {num: 1e3 * usual.decode(num, USUAL_LEN, of_each[num - 1]) for num in _reported(max_batch_size)}
         return cls(max_batch_size, chunk, of_each, times.doubles_after, expected)
 
     def tokens_beside(self, num_decoding: int) -> int:

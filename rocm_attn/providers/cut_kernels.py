@@ -14,7 +14,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.contract import Schedule, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 
 Tiles = TypeVar("Tiles")
@@ -49,9 +49,19 @@ class CutExtend(Generic[Tiles]):
 
 
 class Maskable(ABC):
-    """A bound kernel that may also be given a packed mask."""
+    """A bound kernel (BoundKernel has the other docstrings) that may also be given a packed mask."""
 
     __slots__ = ()
+
+    @property
+    @abstractmethod
+    def schedule(self) -> Schedule: ...
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @abstractmethod
+    def workspace_words(self, shape: PaddedShape) -> int: ...
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:

@@ -51,14 +51,14 @@ class Schedules:
     parts: tuple[Schedule, ...]
 
     def words(self, shape: PaddedShape) -> int:
-        return sum(self._room(part, shape) for part in self.parts)
+        return sum(_room(part, shape) for part in self.parts)
 
     def split(self, shape: PaddedShape, words: Tensor) -> list[Tensor]:
         """The words of each schedule."""
         found, first = [], 0
         for part in self.parts:
             found.append(words[first : first + part.words(shape)])
-            first += self._room(part, shape)
+            first += _room(part, shape)
         return found
 
     @only_launches
@@ -66,6 +66,7 @@ class Schedules:
         for part, its_words in zip(self.parts, self.split(bounds.shape, words), strict=True):
             part.build(queries, step, bounds, its_words)
 
-    def _room(self, part: Schedule, shape: PaddedShape) -> int:
-        # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
-        return round_up(part.words(shape), 4)
+
+def _room(part: Schedule, shape: PaddedShape) -> int:
+    # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
+    return round_up(part.words(shape), 4)

@@ -17,7 +17,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import BoundKernel, Limits, Schedule, StepBounds
+from rocm_attn.providers.contract import BoundKernel, Limits, StepBounds
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.schedules import Schedules
 from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
@@ -36,24 +36,15 @@ def of_suffixes(queries: Queries, step: StepTensors) -> Queries:
     return replace(queries, kv_len=step.suffix_kv_len, first_page=step.suffix_page)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedSchedules:
+class SharedSchedules(Schedules):
     """The schedules of the prefixes and of the suffixes."""
 
-    prefix: Schedule
-    suffix: Schedule
-
-    def words(self, shape: PaddedShape) -> int:
-        return Schedules((self.prefix, self.suffix)).words(shape)
-
-    def split(self, shape: PaddedShape, words: Tensor) -> list[Tensor]:
-        """The words of the prefixes and of the suffixes."""
-        return Schedules((self.prefix, self.suffix)).split(shape, words)
+    __slots__ = ()
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        prefix, suffix = self.split(bounds.shape, words)
-        self.prefix.build(of_prefixes(queries, step), step, bounds, prefix)
-        self.suffix.build(of_suffixes(queries, step), step, bounds, suffix)
+        of_parts = of_prefixes(queries, step), of_suffixes(queries, step)
+        for part, its_queries, its_words in zip(self.parts, of_parts, self.split(bounds.shape, words), strict=True):
+            part.build(its_queries, step, bounds, its_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ class SharedPrefixKernel:
 
     @property
     def schedule(self) -> SharedSchedules:
-        return SharedSchedules(self.prefix.schedule, self.suffix.schedule)
+        return SharedSchedules((self.prefix.schedule, self.suffix.schedule))
 
     def describe(self) -> str:
         return f"{self.prefix.describe()} + {self.suffix.describe()} merged"

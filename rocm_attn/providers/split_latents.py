@@ -6,25 +6,16 @@ from dataclasses import dataclass
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.schedules import DecodeSchedule
+from rocm_attn.providers.cut_kernels import CutDecode, Tiles
 
 
 @dataclass(frozen=True, slots=True)
-class SplitLatents:
+class SplitLatents(CutDecode[Tiles]):
     """Attention of sequences with as many new tokens as the cut allows; other sequences are skipped."""
-
-    problem: Problem
-    scores: Scores
-    cut: DecodeCut
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def workspace_words(self, shape: PaddedShape) -> int:
         problem = self.problem

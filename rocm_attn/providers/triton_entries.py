@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, BoundKernel, Fault, KernelEntry, Limits, Schedule, StepBounds
+from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, Schedule, StepBounds
+from rocm_attn.providers.cut_kernels import Maskable
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import packed_mask
 from rocm_attn.providers.triton_later import triton_launches
@@ -28,19 +27,11 @@ INTERPRETED_BFLOAT16 = Fault(
 )
 
 
-class _Maskable(BoundKernel, Protocol):
-    """A kernel that may also be given a packed mask."""
-
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends; a mask, if given, says which keys tokens see."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Masked:
     """A kernel that attends by a packed mask."""
 
-    kernel: _Maskable
+    kernel: Maskable
 
     @property
     def schedule(self) -> Schedule:

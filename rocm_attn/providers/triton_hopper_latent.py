@@ -44,10 +44,8 @@ DECODE_LIMITS = replace(LIMITS, least_gqa_ratio=17)
 
 
 @dataclass(frozen=True, slots=True)
-class HopperLatentDecode(SplitLatents):
+class HopperLatentDecode(SplitLatents[HopperLatentTiles]):
     """Latent decode by Hopper's own kernel."""
-
-    tiles: HopperLatentTiles
 
     def describe(self) -> str:
         tokens = self.cut.tokens
@@ -62,4 +60,4 @@ def bind_latent_decode(problem: Problem, target: Target, *, fewest: int, most: i
     """Binds decode for a problem within LIMITS, and sequences with fewest to most new tokens."""
     tiles = HOPPER_LATENT_TILES
     cut = cut_of_latents(tiles.latent, problem, target, fewest=fewest, most=most)
-    return HopperLatentDecode(problem, scores_of(problem), cut, tiles)
+    return HopperLatentDecode(problem, scores_of(problem), tiles, cut)

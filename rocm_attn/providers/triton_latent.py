@@ -61,10 +61,8 @@ _LIMITS = Limits(
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDecode(SplitLatents, Maskable):
+class LatentDecode(SplitLatents[LatentTiles], Maskable):
     """Latent decode by the kernel that serves every arch."""
-
-    tiles: LatentTiles
 
     def describe(self) -> str:
         tokens = self.cut.tokens
@@ -133,7 +131,7 @@ def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> Late
 
 def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
     cut = cut_of_latents(tiles, problem, target, fewest=fewest, most=most)
-    return LatentDecode(problem, scores_of(problem), cut, tiles)
+    return LatentDecode(problem, scores_of(problem), tiles, cut)
 
 
 def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:

@@ -292,9 +292,14 @@ class StepMemory:
             units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
             specs.append(of_tokens(SELECTION_UNITS, units, NO_UNIT, of_round=True))
             specs.append(of_tokens(SELECTION_COUNTS, sets, of_round=True))
-            left, counts = (max(sizes) for sizes in zip(*map(_words_left, indexings), strict=True))
-            specs += [of_tokens(LEFT_BLOCKS, left, NO_UNIT, of_round=True)] if left else []
-            specs += [of_tokens(LEFT_COUNTS, counts, of_round=True)] if left else []
+        # Memory for the blocks that they leave for later choices.
+        if leaving := [each for each in indexings if each.candidate_blocks]:
+            blocks, sets = (
+                max(each.sets * each.candidate_blocks for each in leaving),
+                max(each.sets for each in leaving),
+            )
+            specs.append(of_tokens(LEFT_BLOCKS, blocks, NO_UNIT, of_round=True))
+            specs.append(of_tokens(LEFT_COUNTS, sets, of_round=True))
         pools = dict.fromkeys((space, tokens) for space, tokens in self._pools if tokens > 1)
         specs += [of_tokens(_pool_slots_name(*pool)) for pool in pools]
         rows = (s.problem.row.tokens > 1 for s in self._selections)
@@ -349,12 +354,6 @@ def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int
 _PARENTS = "draft_parents"  # for each draft of a round, its parent
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
 LEFT_BLOCKS, LEFT_COUNTS = "left_blocks", "left_block_counts"
-
-
-def _words_left(indexing: Indexing) -> tuple[int, int]:
-    """Returns the words of a token: for the blocks that select() leaves for a later choice, and for their counts."""
-    has_blocks = indexing.candidate_blocks > 0
-    return indexing.sets * indexing.candidate_blocks, indexing.sets * has_blocks
 
 
 def _left(shape: PaddedShape, view: Callable[[str], Tensor], indexing: Indexing | None) -> SelectedUnits | None:

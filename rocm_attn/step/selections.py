@@ -62,10 +62,9 @@ class SelectingLayers:
                         f"{earlier.indexing}, and its own problem says {indexer.indexing}; give both the same"
                     )
             source.append(latest if isinstance(indexer, (Indexer, EarlierSelection)) else NOTHING)
-        indexed = tuple(layer for layer, problem in enumerate(problems) if isinstance(problem.indexer, Indexer))
-        indexings = [(layer, problems[layer].indexer) for layer in indexed]
-        leaving = (at for at, it in indexings if isinstance(it, Indexer) and it.indexing.candidate_blocks)
-        return cls(indexed, tuple(source), tuple(leaving))
+        indexers = {layer: each.indexer for layer, each in enumerate(problems) if isinstance(each.indexer, Indexer)}
+        leaving = (layer for layer, indexer in indexers.items() if indexer.indexing.candidate_blocks)
+        return cls(tuple(indexers), tuple(source), tuple(leaving))
 
     def place_of(self, layer: int) -> int:
         """The number of layers with an indexer before this one. Raises BadTensor for a layer that has none."""

@@ -1,4 +1,4 @@
-"""EngineStart: what the engine's process of `rocm-attn serve` is told. Imports no torch."""
+"""EngineStart: the message from which the engine's process of `rocm-attn serve` makes its engine. Imports no torch."""
 
 from __future__ import annotations
 

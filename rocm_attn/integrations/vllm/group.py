@@ -83,8 +83,8 @@ class GroupOptions:
     is_wide:   called at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. The
                captured step's bound of new tokens per sequence then means nothing
     said:      called with the kernels that were chosen
-    tried:     called before vLLM's first step with the attention, and with a function that binds pages to its layers
-               that are zero and nobody else's, as many as it is given
+    tried:     called before vLLM's first step with the attention, and with a function that binds new pages of zeros to
+               its layers, as many as it is given
     """
 
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))

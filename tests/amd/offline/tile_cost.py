@@ -95,7 +95,7 @@ def cost_of_loop(
 ) -> TileCost:
     """Returns the bounds from the figures of the loop."""
     num_warps, work, lanes = tiles.num_warps, work_of_iteration(tiles), tiles.num_warps * _LANES
-    # Registers and LDS leave room for so many; for decode, the grid holds no more.
+    # The programs for which registers and LDS leave room; for decode, the grid holds no more.
     programs = max(1, waves_per_simd * _SIMDS // num_warps)
     is_decode = isinstance(tiles, DecodeTiles)
     if isinstance(tiles, DecodeTiles):

@@ -151,7 +151,7 @@ def test_a_forgotten_prefix_is_not_found_and_weights_may_have_changed(loaded: Lo
 
 
 def poison(engine: Engine, number: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In so many steps that store the first tokens of a request, the model finds NaN in their place."""
+    """Lets the model find NaN in place of a request's first tokens, in the first `times` steps that store them."""
     left = [1] * times
 
     def first_token(batch: StepBatch) -> int | None:

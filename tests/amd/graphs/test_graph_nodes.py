@@ -38,6 +38,9 @@ class KeptGraph(torch.cuda.CUDAGraph):
     def __new__(cls) -> KeptGraph:
         return super().__new__(cls, True)
 
+    def __init__(self) -> None:
+        super().__init__(True)  # the class below torch's reads its arguments here
+
     def capture_end(self) -> None:
         super().capture_end()
         self.instantiate()

@@ -18,6 +18,14 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import SelectedKeys, SparseTokens
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
+from rocm_attn.kernels.states.arguments import (
+    Convolution,
+    ConvolutionSlots,
+    Recurrence,
+    RecurrentSlots,
+    RecurrentTokens,
+    StatePlaces,
+)
 
 # launch_next_step, or its twin: picked, given, width.
 MakeNextStep = Callable[[Tensor, SpeculativeStep, int], None]
@@ -67,6 +75,29 @@ class FoldRows(Protocol):
         *,
         tokens: int,
         overlaps: bool,
+    ) -> None: ...
+
+
+class Convolve(Protocol):
+    """launch_convolve, or its twin."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, convolution: Convolution, slots: ConvolutionSlots, places: StatePlaces
+    ) -> None: ...
+
+
+class Recur(Protocol):
+    """launch_recur, or its twin."""
+
+    def __call__(
+        self,
+        tokens: RecurrentTokens,
+        recurrence: Recurrence,
+        slots: RecurrentSlots,
+        places: StatePlaces,
+        workspace: Tensor,
+        *,
+        deterministic: bool,
     ) -> None: ...
 
 

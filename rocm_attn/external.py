@@ -389,7 +389,7 @@ class ExternalAttention:
         kinds = LayerKinds.of(problems, spaces, selections)
         self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
         self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
-        return StepCore(kinds, self.tables, self.pages, self.guards.step)
+        return StepCore(kinds, self.tables, self.pages, self.guards.step, StatePool.none(self.device))
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
         """Copies the entries that a step needs from the engine's tables into those that kernels read."""

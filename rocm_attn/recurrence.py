@@ -68,6 +68,7 @@ class Recurrence:
     scale:         factor on the output; 0: k_dim ** -0.5
     state_dtype:   of the state: float32 or bfloat16
     convolution:   the convolution before the recurrence
+    normalizes:    whether q and k are divided by their norms first: x / sqrt(sum(x * x) + 1e-6)
 
     Raises BadProblem.
     """
@@ -82,6 +83,7 @@ class Recurrence:
     scale: float = 0.0
     state_dtype: torch.dtype = torch.float32
     convolution: Convolution = NO_CONVOLUTION
+    normalizes: bool = False
 
     def __post_init__(self) -> None:
         sizes = "num_heads", "num_k_heads", "k_dim", "v_dim"
@@ -97,10 +99,11 @@ class Recurrence:
             raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise BadProblem(f"state_dtype is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
-        if not isinstance(self.update, Update) or not isinstance(self.channel_decay, bool):
-            raise BadProblem(
-                f"update is {self.update!r} and channel_decay is {self.channel_decay!r}; give an Update and a bool"
-            )
+        if not isinstance(self.update, Update):
+            raise BadProblem(f"update is {self.update!r}; it must be an Update")
+        for name in ("channel_decay", "normalizes"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.scale == 0:
             object.__setattr__(self, "scale", self.k_dim**-0.5)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.states.arguments import BEGINS, REFUSED, StatePlaces
+from rocm_attn.kernels.states.arguments import BEGINS, LEFT_OUT, StatePlaces
 
 
 def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None:
@@ -15,7 +15,7 @@ def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: State
     seqs = torch.arange(len(places.source), device=tags.device)
     live = (seqs < step.counts[0]) & (step.q_len > 0)
     row, end = torch.where(live, step.row_of_seq, 0).long(), step.kv_len
-    start, tag = end - step.q_len, tags[row]
+    start, tag = end - step.q_len, tags[row, 0]
     # of_row: [S, 2, 4], the headers of both slots of each row
     of_row = headers.view(-1, 2, 4)[row]
     written_at, first = of_row[..., 1], of_row[..., 2]
@@ -26,7 +26,7 @@ def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: State
     found = live & (begins | serves.any(1)) & (tag > 0)
     target = torch.where(begins, 2 * row, 2 * row + 1 - newest)
     before = first.gather(1, newest[:, None])[:, 0]
-    places.source.copy_(torch.where(found, torch.where(begins, BEGINS, 2 * row + newest), REFUSED))
+    places.source.copy_(torch.where(found, torch.where(begins, BEGINS, 2 * row + newest), LEFT_OUT))
     places.target.copy_(torch.where(found, target, 0))
     places.pending.copy_(torch.where(found & ~begins, start - before, 0))
     after = torch.where(step.q_len <= kept, start, end)

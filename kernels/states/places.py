@@ -26,13 +26,13 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.states.arguments import BEGINS, REFUSED, StatePlaces
+from rocm_attn.kernels.states.arguments import BEGINS, LEFT_OUT, StatePlaces
 
 HEADER_WORDS = 4
 _BLOCK = 128
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _WRONG_STATE = tl.constexpr(error_word.WRONG_STATE)
-_BEGINS, _REFUSED = tl.constexpr(BEGINS), tl.constexpr(REFUSED)
+_BEGINS, _LEFT_OUT = tl.constexpr(BEGINS), tl.constexpr(LEFT_OUT)
 _WORDS = tl.constexpr(HEADER_WORDS)
 
 
@@ -71,7 +71,7 @@ def _state_places_kernel(
     # A sequence that begins writes the first slot, like one that reads the second.
     write = (slot + (~takes_b & ~begins)).to(tl.int32)
     first_read = tl.where(takes_b, first_b, first_a)
-    tl.store(source + seq, tl.where(found, read, _REFUSED), mask=padded)
+    tl.store(source + seq, tl.where(found, read, _LEFT_OUT), mask=padded)
     tl.store(target + seq, tl.where(found, write, 0), mask=padded)
     tl.store(pending + seq, tl.where(found & ~begins, start - first_read, 0), mask=padded)
     header = headers + write.to(tl.int64) * _WORDS
@@ -89,13 +89,14 @@ def _state_places_kernel(
 def launch_state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None:
     """Fills the places of states; sets WRONG_STATE for a sequence whose row has no state before its first new token.
 
-    tags:    int32 [rows], the request that each row belongs to; 0: none
+    tags:    int32 [rows, 1], the request that each row belongs to; 0: none
     headers: int32 [slots, 4], read and written
     places:  source, target and pending are written, pads included
     kept:    the most new tokens that are kept, and not folded
     """
     assert headers.shape[1] == HEADER_WORDS
     assert headers.is_contiguous()
+    assert tags.is_contiguous()
     num_seqs = len(places.source)
     launch(
         _state_places_kernel,

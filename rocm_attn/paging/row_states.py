@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy
@@ -30,7 +32,7 @@ class RowStates:
     """
 
     def __init__(self, recurrent: RecurrentLayers, *, num_rows: int, page_size: int) -> None:
-        self.recurrent = recurrent
+        self.recurrent, self._page_size = recurrent, page_size
         self.spacing = recurrent.spacing or page_size
         if self.spacing % page_size:
             raise BadSetting(
@@ -71,18 +73,37 @@ class RowStates:
             self._headers[row, 0] = -1, kv_len, kv_len
             self._copy(row, checkpoint, 1, self._tag_of[checkpoint], kv_len)
 
-    def keep(self, row: int, kv_len: int) -> int:
-        """Takes a checkpoint of a row after kv_len tokens, and returns its slot; 0 if none is due, or none is free.
+    def checkpoint_at(self, kv_len: int, states: Int32Array) -> int:
+        """The slot of the state after kv_len tokens; 0 if none is needed. Raises BadBatch if it is not kept.
+
+        states: int32 [n], the slots that are kept with the pages of these tokens, in order
+        """
+        if self.is_empty or kv_len == 0:
+            return 0
+        if kv_len % self._page_size or not states[-1]:
+            ends = ((np.flatnonzero(states) + 1) * self._page_size).tolist()
+            raise BadBatch(
+                f"recurrent layers have no state after {kv_len} kept tokens; begin after "
+                f"{', '.join(map(str, ends)) or 'no'} tokens, which KeptPages.have_states() says, or compute them again"
+            )
+        return int(states[-1])
+
+    def keep_all(self, rows: Int32Array, kv_len: Int32Array) -> Int32Array:
+        """int32 [n]: the slot of a checkpoint of rows[i] after kv_len[i] tokens; 0 if none is due, or none is free.
 
         The step after the one that made the state may be staged already.
         """
-        if self.is_empty or not self._free or kv_len % self.spacing or not self._serves(row, kv_len):
-            return 0
-        slot, tag = self._free.pop(), self._new_tag()
-        self._tag_of[slot] = tag
-        source = SLOTS_OF_ROW * row
-        self.copies.append(StateCopy(slot, tag, False, source, SLOTS_OF_ROW, int(self.tags[row]), kv_len))
-        return slot
+        states = np.zeros(len(rows), np.int32)
+        if self.is_empty:
+            return states
+        for at in np.flatnonzero(kv_len % self.spacing == 0).tolist():
+            row, tokens = int(rows[at]), int(kv_len[at])
+            if self._free and self._serves(row, tokens):
+                states[at] = slot = self._free.pop()
+                self._tag_of[slot] = tag = self._new_tag()
+                source = SLOTS_OF_ROW * row
+                self.copies.append(StateCopy(slot, tag, False, source, SLOTS_OF_ROW, int(self.tags[row]), tokens))
+        return states
 
     def drop(self, checkpoints: Sequence[int]) -> None:
         """Gives checkpoints back; 0 stands for none, and one that was given back is left alone."""
@@ -94,7 +115,14 @@ class RowStates:
 
     def check(self, batch: StepBatch) -> None:
         """Raises BadBatch for a sequence whose row has no state before its first new token."""
-        if self.is_empty or batch.num_seqs == 0 or not batch.inputs.lengths_on_host:
+        if self.is_empty or batch.num_seqs == 0:
+            return
+        if batch.drafts is not NO_DRAFTS or batch.mask is not NO_MASK:
+            raise BadBatch(
+                "the step is a round of drafts or has a mask, and states of recurrent layers go on token after token; "
+                "verify chains of drafts in steps without a mask"
+            )
+        if not batch.inputs.lengths_on_host:
             return
         headers, start = self._headers[batch.rows], batch.start[:, None]
         serves = (headers[..., 0] < start) & (headers[..., 1] <= start) & (start <= headers[..., 2])
@@ -129,13 +157,13 @@ class RowStates:
         """Notes that only the device knows the tokens that the states of rows serve: the host refuses nothing there."""
         self._headers[rows] = _ANYTHING
 
-    def apply(self, update: Callable[[npt.NDArray[np.int64], Int32Array], None], copy: Callable[[Sequence[StateCopy]], None]) -> None:
+    def apply(self, update: Callable[[Int32Array, Int32Array], None], copy: Callable[[Sequence[StateCopy]], None]) -> None:
         """Brings the device up to date by two launches. A change stays pending until its launch was made.
 
         update: takes rows and their tags; copy: takes copies
         """
         if self.changed:
-            rows = np.unique(np.array(self.changed, np.int64))
+            rows = np.unique(np.array(self.changed, np.int32))
             update(rows, self.tags[rows])
             self.changed.clear()
         if self.copies:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.states.arguments import ConvolutionSlots, RecurrentSlots
 from rocm_attn.kernels.states.places import HEADER_WORDS
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.recurrence import Recurrence
 
+# The two parts of a layer that a step stores.
+CONVOLUTION, STATE = "convolution", "state"
 # Slots of a row.
 SLOTS_OF_ROW = 2
 # Parts of a slot begin at whole vectors, so that kernels load them with the widest loads.
@@ -93,7 +96,7 @@ class StatePool:
 
     recurrent: the layers
     headers:   int32 [slots, 4]: whose state a slot holds, and of which tokens; see kernels/states/places.py
-    tags:      int32 [rows], the request that each row belongs to; 0: none
+    tags:      int32 [rows, 1], the request that each row belongs to; 0: none
     memory:    uint8 [slots, slot_bytes]
     convolution, state: per layer, the slots of its convolution's inputs, and of its state and kept tokens
     """
@@ -101,7 +104,7 @@ class StatePool:
     def __init__(self, recurrent: RecurrentLayers, *, num_rows: int, device: torch.device) -> None:
         self.recurrent, self.device = recurrent, device
         num_slots = SLOTS_OF_ROW * num_rows + recurrent.checkpoints if recurrent.layers else 0
-        self.tags = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.tags = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
         self.headers = torch.zeros(num_slots, HEADER_WORDS, dtype=torch.int32, device=device)
         # Not torch.zeros, because nothing may depend on the content of a slot that no step has written.
         self.memory = torch.empty(num_slots, slot_bytes(recurrent), dtype=torch.uint8, device=device)
@@ -117,10 +120,34 @@ class StatePool:
             self.convolution.append(ConvolutionSlots(views[0]))
             self.state.append(RecurrentSlots(*views[1:]))
 
+    @classmethod
+    def none(cls, device: torch.device) -> StatePool:
+        """The pool of a model without recurrent layers."""
+        return cls(NO_RECURRENT_LAYERS, num_rows=0, device=device)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no recurrent layers."""
+        return not self.recurrent.layers
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return self.memory.nbytes
+
+    @property
+    def stored(self) -> tuple[tuple[int, str], ...]:
+        """What a step stores: layer and part, in order."""
+        of_layers = enumerate(self.recurrent.layers)
+        return tuple(
+            (number, part)
+            for number, layer in of_layers
+            for part in ((CONVOLUTION, STATE) if layer.convolution.channels else (STATE,))
+        )
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """float32 words of workspace that the layers of a step of this shape need, one layer after the other."""
+        return max((slots.workspace_words(shape.num_tokens, shape.num_seqs) for slots in self.state), default=0)
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
         """Copies states, one after the other: each may read what one before it has written. It may run again.

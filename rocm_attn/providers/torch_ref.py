@@ -205,6 +205,7 @@ def _ops() -> StepOps:
         finish=rope.finish,
         zero_tails=cache.zero_tails,
         fold_rows=cache.fold_rows,
+        state_places=state_places.state_places,
         clear_pads=pads.clear_pads,
         merge_states=merge_states.merge_states,
         publish_engine=engine_metadata.publish_engine,

@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
+from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.rope_store import launch_rope_queries, launch_rope_store
 from rocm_attn.kernels.cache.store import launch_store_kv
@@ -80,6 +81,7 @@ OPS = StepOps(
     finish=launch_finish,
     zero_tails=launch_zero_tails,
     fold_rows=launch_fold_rows,
+    state_places=launch_state_places,
     clear_pads=launch_clear_pads,
     merge_states=launch_merge_states,
     publish_engine=launch_publish_engine,

@@ -31,6 +31,7 @@ from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms
 from rocm_attn.providers.launches import StepOps

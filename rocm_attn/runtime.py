@@ -99,9 +99,7 @@ class AttentionRuntime:
             guards=guards.table,
         )
         self.states = StatePool(recurrent, num_rows=options.num_rows + 1, device=self.device)
-        self.core = core = StepCore(
-            kinds, self.table, self.pool, guards.step, self.states, mask_keys=options.mask_keys
-        )
+        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, self.states, mask_keys=options.mask_keys)
         self.kinds, self.selections, self.head_weights = core.kinds, core.selections, core.head_weights
         self.target = self.selections[0].target
         self.max_kv_len = options.max_kv_len

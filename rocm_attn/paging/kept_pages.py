@@ -170,7 +170,7 @@ class KeptPages:
         return self._ids[self._ids > 0]
 
     def have_states(self, ids: GivenIds) -> npt.NDArray[np.bool_]:
-        """bool [n]: True if a row can be admitted over the pages up to this one: its recurrent layers have a state there.
+        """bool [n]: True if a row can be admitted over the pages up to this one: recurrent layers have a state there.
 
         True for all if there are no recurrent layers. Raises WrongState.
         """

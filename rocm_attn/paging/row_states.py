@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.mask import NO_MASK
@@ -113,6 +111,19 @@ class RowStates:
         """Gives all checkpoints back."""
         self.drop(list(self._tag_of))
 
+    def give(self, rows: Int32Array, kv_len: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:
+        """Notes that a caller writes the states of rows after kv_len[i] tokens, in place of any that they had.
+
+        Returns int64 [n], the slots to write, and int32 [n, 4], their headers. The rows have been stepped by no step.
+        """
+        slots = SLOTS_OF_ROW * rows.astype(np.int64)
+        self._headers[rows] = _NOTHING
+        self._headers[rows, 0] = np.stack([np.full_like(kv_len, -1), kv_len, kv_len], 1)
+        given = set(slots.tolist())
+        self.copies = [copy for copy in self.copies if copy.target not in given]
+        headers = np.stack([self.tags[rows], *self._headers[rows, 0].T], 1)
+        return slots, headers
+
     def check(self, batch: StepBatch) -> None:
         """Raises BadBatch for a sequence whose row has no state before its first new token."""
         if self.is_empty or batch.num_seqs == 0:
@@ -157,7 +168,9 @@ class RowStates:
         """Notes that only the device knows the tokens that the states of rows serve: the host refuses nothing there."""
         self._headers[rows] = _ANYTHING
 
-    def apply(self, update: Callable[[Int32Array, Int32Array], None], copy: Callable[[Sequence[StateCopy]], None]) -> None:
+    def apply(
+        self, update: Callable[[Int32Array, Int32Array], None], copy: Callable[[Sequence[StateCopy]], None]
+    ) -> None:
         """Brings the device up to date by two launches. A change stays pending until its launch was made.
 
         update: takes rows and their tags; copy: takes copies

@@ -8,7 +8,7 @@ by one copy. Row 0's slots belong to no request, and nothing is written there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +115,7 @@ class StatePool:
             views = list[Tensor]()
             for part in _parts_of(layer, recurrent.kept):
                 cells = self.memory[:, begin : begin + math.prod(part.shape) * part.dtype.itemsize]
-                views.append(cells.view(part.dtype).unflatten(1, part.shape))
+                views.append(cells.view(part.dtype).view(num_slots, *part.shape))
                 begin += part.num_bytes
             self.convolution.append(ConvolutionSlots(views[0]))
             self.state.append(RecurrentSlots(*views[1:]))
@@ -148,6 +148,12 @@ class StatePool:
     def workspace_words(self, shape: PaddedShape) -> int:
         """float32 words of workspace that the layers of a step of this shape need, one layer after the other."""
         return max((slots.workspace_words(shape.num_tokens, shape.num_seqs) for slots in self.state), default=0)
+
+    def before_kept_tokens(self) -> Iterator[Tensor]:
+        """The tensors [slots, ...] of every layer that say all of a sequence which has no kept tokens."""
+        for convolution, state in zip(self.convolution, self.state, strict=True):
+            yield convolution.inputs
+            yield state.state
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
         """Copies states, one after the other: each may read what one before it has written. It may run again.

@@ -104,9 +104,7 @@ class Recur(Protocol):
 class StatePlacing(Protocol):
     """launch_state_places, or its twin."""
 
-    def __call__(
-        self, step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int
-    ) -> None: ...
+    def __call__(self, step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None: ...
 
 
 class ZeroTails(Protocol):

@@ -26,6 +26,7 @@ from rocm_attn.kernels.refs import (
     sampling,
     sparse,
     speculative,
+    state_places,
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales

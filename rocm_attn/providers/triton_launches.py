@@ -12,7 +12,6 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
-from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.rope_store import launch_rope_queries, launch_rope_store
 from rocm_attn.kernels.cache.store import launch_store_kv
@@ -46,6 +45,7 @@ from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
+from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.providers.launches import StepOps
 
 __all__ = [

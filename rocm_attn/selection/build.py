@@ -10,8 +10,8 @@ from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.machine.devices import with_index
 from rocm_attn.machine.target import Target, detect_target
-from rocm_attn.problem import Problem
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
+from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.layer_kinds import LayerKinds

@@ -24,8 +24,8 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
     TOO_FEW_GIVEN,
     UNSTORED_TOKEN,
-    WRONG_STATE,
     WINDOW_WITHOUT_PAGE,
+    WRONG_STATE,
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP_BEFORE, UNREAD, WRONG_STEP
 

@@ -285,7 +285,9 @@ class StepGate:
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
                 views_of_part: dict[str, Any] = {name: getattr(child.tensors, name) for name in VIEWS_OF_PART}
                 sizes = batch.num_seqs, batch.num_fed
-                parts.append(Part(*sizes, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part))
+                parts.append(
+                    Part(*sizes, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part)
+                )
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 

@@ -41,9 +41,7 @@ class StateCalls(Protocol):
         """
         ...
 
-    def recur(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor
-    ) -> None:
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
         """Folds tokens into the states of their sequences, and reads the states with q; see rocm_attn/recurrence.py.
 
         q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. Padded tokens of out receive

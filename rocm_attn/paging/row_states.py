@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.mask import NO_MASK

@@ -29,6 +29,9 @@ LEFT_OUT = -2
 # Tokens that the form for prompts takes at once.
 CHUNK = 64
 
+# Added to the sum of squares whose root a row is divided by.
+NORM_EPSILON = 1e-6
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -177,6 +177,8 @@ class StepOps:
     zero_tails: ZeroTails
     fold_rows: FoldRows
     state_places: StatePlacing
+    convolve: Convolve
+    recur: Recur
     clear_pads: Callable[[Tensor, Tensor, Tensor | None], None]  # counts, out, lse
     # out_a, lse_a, out_b, lse_b, out, lse
     merge_states: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]

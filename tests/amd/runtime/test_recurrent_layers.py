@@ -115,7 +115,9 @@ def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: to
     assert other.row == one.row
     world.runtime.table.reserve(other.row, 6)
     world.runtime.table.mark_stored([other.row], [5])
-    with pytest.raises(BadBatch, match=r"sequence 0 goes on after 5 tokens of row 8, whose state is there for no token"):
+    with pytest.raises(
+        BadBatch, match=r"sequence 0 goes on after 5 tokens of row 8, whose state is there for no token"
+    ):
         world.runner.run(world.batch([type(one)(other.row, one.ids)], [world.ids(1)]))
     world.step([other], [world.ids(5)])
 
@@ -127,7 +129,9 @@ def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device
     world.step([one], [world.ids(9)])
     world.step([one], [world.ids(2)])
     world.back(one, 5)
-    with pytest.raises(BadBatch, match=r"after 5 tokens of row 8, whose state is there after 9 tokens or 9 to 11 tokens"):
+    with pytest.raises(
+        BadBatch, match=r"after 5 tokens of row 8, whose state is there after 9 tokens or 9 to 11 tokens"
+    ):
         world.run([one], [world.ids(1)])
     world.back(one, 0)
     world.step([one], [world.ids(4)])
@@ -183,7 +187,9 @@ def test_a_step_that_leaves_out_a_layer_has_not_stored(device: torch.device) -> 
         part.layers.store(0, rows, rows)
         world.inputs[0].forward(part, 0)
     one.ids += world.ids(4)
-    with pytest.raises(BadBatch, match="its last step did not store in the convolution of recurrent layer 1, the state"):
+    with pytest.raises(
+        BadBatch, match="its last step did not store in the convolution of recurrent layer 1, the state"
+    ):
         world.run([one], [world.ids(1)])
 
 
@@ -204,7 +210,9 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         RecurrentLayers(ALL_KINDS, kept=0)
     for name, value in (("num_heads", 3), ("k_dim", 0), ("dtype", torch.int32)):
         with pytest.raises(Exception, match=name if name != "num_heads" else "3 heads over 2 heads of k"):
-            Recurrence(**{**{"num_heads": 4, "num_k_heads": 2, "k_dim": 8, "v_dim": 8, "dtype": torch.float32}, name: value})  # type: ignore[arg-type]
+            Recurrence(
+                **{"num_heads": 4, "num_k_heads": 2, "k_dim": 8, "v_dim": 8, "dtype": torch.float32, name: value}
+            )  # type: ignore[arg-type]
 
 
 @pytest.mark.fast(2)

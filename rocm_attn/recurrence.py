@@ -21,6 +21,15 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
 
 
+def _whole_numbers(value: object, of: str, *names: str) -> None:
+    """Makes fields ints. Raises BadProblem."""
+    for name in names:
+        try:
+            object.__setattr__(value, name, whole_number(f"{name} of {of}", getattr(value, name)))
+        except BadSetting as error:
+            raise BadProblem(str(error)) from None
+
+
 class Update(enum.Enum):
     """How a token changes the state."""
 
@@ -108,12 +117,3 @@ class Recurrence:
             object.__setattr__(self, "scale", self.k_dim**-0.5)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise BadProblem(f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100")
-
-
-def _whole_numbers(value: object, of: str, *names: str) -> None:
-    """Makes fields ints. Raises BadProblem."""
-    for name in names:
-        try:
-            object.__setattr__(value, name, whole_number(f"{name} of {of}", getattr(value, name)))
-        except BadSetting as error:
-            raise BadProblem(str(error)) from None

@@ -258,7 +258,12 @@ class StepMemory:
             pools=tuple(pools.values()),
             of_state=spaces.get(space_of_states(spaces), first),
             states=StatePlaces(
-                *map(view, _STATE_PLACES), first.q_indptr, first.row_of_token.shape[0], plan.bounds.max_q_len
+                view(STATE_SOURCE),
+                view(STATE_TARGET),
+                view(STATE_PENDING),
+                first.q_indptr,
+                num_tokens=first.row_of_token.shape[0],
+                max_q_len=plan.bounds.max_q_len,
             ),
             parents=view(_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
@@ -368,7 +373,8 @@ def _workspace_words(selections: Sequence[Selection], states: StatePool, shape: 
 
 
 # The tensors of StatePlaces, and their pads.
-_STATE_PLACES = {"state_source": LEFT_OUT, "state_target": 0, "state_pending": 0}
+STATE_SOURCE, STATE_TARGET, STATE_PENDING = "state_source", "state_target", "state_pending"
+_STATE_PLACES = {STATE_SOURCE: LEFT_OUT, STATE_TARGET: 0, STATE_PENDING: 0}
 _PARENTS = "draft_parents"  # for each draft of a round, its parent
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
 LEFT_BLOCKS, LEFT_COUNTS = "left_blocks", "left_block_counts"

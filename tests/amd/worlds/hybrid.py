@@ -196,7 +196,7 @@ class Hybrid:
 
     def check(self, out: Tensor, requests: Sequence[Told], new: Sequence[Sequence[int]]) -> None:
         """Compares the outputs of the last tokens of requests with the reference."""
-        assert_attention_close(out, self.wanted(requests, new))
+        assert_attention_close(out, self.wanted(requests, new), torch.float32)
 
     def wanted(self, requests: Sequence[Told], new: Sequence[Sequence[int]]) -> Tensor:
         """float64 [tokens, ...]: the outputs of the last tokens of requests."""

@@ -37,8 +37,8 @@ _BAND = tl.constexpr(16)
 
 
 @triton.jit
-def _inverse(a):
-    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK]."""
+def _inverse(a, num_rows):
+    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK]; a is 0 from row num_rows on."""
     BANDS: tl.constexpr = _CHUNK // _BAND
     row = tl.arange(0, _CHUNK)
     # The blocks on the diagonal: [BANDS, BAND, BAND].
@@ -48,7 +48,7 @@ def _inverse(a):
     blocks = tl.sum(tl.where(on_diagonal, cut, 0.0), 2)
     place = tl.arange(0, _BAND)
     inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
-    for i in range(1, _BAND):
+    for i in range(1, tl.minimum(_BAND, num_rows)):
         is_row = (place == i)[None, :, None]
         factors = tl.sum(tl.where(is_row, blocks, 0.0), 1)
         change = tl.sum(factors[:, :, None] * inverse, 1)
@@ -57,8 +57,7 @@ def _inverse(a):
     inverse = tl.reshape(whole, [_CHUNK, _CHUNK])
     # With B the part of a between two neighbouring blocks, B T B = 0: (1 + D + B)^-1 = T - T B T, T = (1 + D)^-1.
     for doubled in tl.static_range(2):
-        SIZE: tl.constexpr = _BAND * (1 + doubled)
-        of = row // SIZE
+        of = row // (_BAND * (1 + doubled))
         is_pair = (of[:, None] // 2 == of[None, :] // 2) & (of[:, None] > of[None, :])
         between = tl.dot(tl.where(is_pair, a, 0.0), inverse, input_precision="ieee")
         inverse -= tl.dot(inverse, between, input_precision="ieee")
@@ -66,18 +65,28 @@ def _inverse(a):
 
 
 @triton.jit
-def _channel_products(left, k, sums, k_at, decay_at, row, num_rows, in_rows, k_token, decay_token, G: tl.constexpr):
-    """Products of rows and earlier keys, decayed by channels: [CHUNK, CHUNK], for j <= i; of left[0] and of left[1].
+def _rows(at, in_k, G: tl.constexpr):
+    """Rows of q or k at addresses [CHUNK, dk], divided by their norms if the recurrence says so."""
+    rows = tl.load(at, mask=in_k, other=0.0)
+    if G.NORMALISES:
+        rows = normal_rows(rows.to(tl.float32)).to(G.DTYPE)
+    return rows
 
-    sums:     G of the docstring above, [CHUNK, dk]
-    k_at:     addresses of k of the chunk's tokens, and decay_at those of their decays
+
+@triton.jit
+def _channel_products(k_rows, q_rows, sums, k_at, decay_at, row, num_rows, in_k, k_token, decay_token, G: tl.constexpr):
+    """A without beta, and P without scale, for j <= i: [CHUNK, CHUNK].
+
+    sums:           G, [CHUNK, dk]
+    k_at, decay_at: addresses of the tokens' keys and decays, [CHUNK, dk]
     """
-    first, second = left
+    k = k_rows.to(tl.float32)
+    q = q_rows.to(tl.float32)
     column = tl.arange(0, _CHUNK)
     products = tl.zeros([_CHUNK, _CHUNK], tl.float32)
     others = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    for band in tl.static_range(1, _CHUNK // _BAND):
-        start: tl.constexpr = band * _BAND
+    for band in range(1, tl.cdiv(num_rows, _BAND)):
+        start = band * _BAND
         # The decays up to the token before the band.
         at_start = tl.sum(tl.where(row[:, None] == start - 1, sums, 0.0), 0)
         until = tl.where((row < start)[:, None], at_start[None, :] - sums, float("-inf"))
@@ -85,19 +94,16 @@ def _channel_products(left, k, sums, k_at, decay_at, row, num_rows, in_rows, k_t
         is_band = (row // _BAND == band)[:, None]
         since = tl.where(is_band, sums - at_start[None, :], float("-inf"))
         factor = tl.exp(since)
-        products += tl.dot((first * factor).to(G.DTYPE), earlier, input_precision="ieee")
-        others += tl.dot((second * factor).to(G.DTYPE), earlier, input_precision="ieee")
+        products += tl.dot((k * factor).to(G.DTYPE), earlier, input_precision="ieee")
+        others += tl.dot((q * factor).to(G.DTYPE), earlier, input_precision="ieee")
     decayed = tl.zeros_like(sums)
-    for back in range(_BAND):
-        is_there = (row % _BAND >= back) & (row < num_rows)
-        there = is_there[:, None] & in_rows
-        earlier = tl.load(k_at - back * k_token, mask=there, other=0.0).to(tl.float32)
-        if G.NORMALISES:
-            earlier = normal_rows(earlier)
-        factor = earlier * tl.exp(decayed)
+    for back in range(tl.minimum(_BAND, num_rows)):
+        is_there = row % _BAND >= back
+        there = is_there[:, None] & in_k
+        factor = _rows(k_at - back * k_token, there, G).to(tl.float32) * tl.exp(decayed)
         at = (column[None, :] == row[:, None] - back) & is_there[:, None]
-        products += tl.where(at, tl.sum(first * factor, 1)[:, None], 0.0)
-        others += tl.where(at, tl.sum(second * factor, 1)[:, None], 0.0)
+        products += tl.where(at, tl.sum(k * factor, 1)[:, None], 0.0)
+        others += tl.where(at, tl.sum(q * factor, 1)[:, None], 0.0)
         decayed += tl.load(decay_at - back * decay_token, mask=there, other=0.0)
     return products, others
 
@@ -139,76 +145,71 @@ def _chunk_rows_kernel(
     is_channel = channel < G.DK
     zeros = tl.zeros([G.DV_BLOCK], out.dtype.element_ty)
     out_rows = out + head * out_head + column
-    for token in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
-        tl.store(out_rows + tl.cast(token, tl.int64) * out_token, zeros, mask=is_column)
+    for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
+        tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
     tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
     num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
     if (tile.q_len > most_q_len) & (num_rows > 0):
         row = tl.arange(0, _CHUNK)
         is_row = row < num_rows
         token = (tile.first_token + tile.begin + row).to(tl.int64)
-        in_v = is_row[:, None] & is_column[None, :]
+        # On AMD a mask takes scalar registers: one for columns that are all there would take too many.
+        in_v = is_row[:, None]
+        if G.DV != G.DV_BLOCK:
+            in_v = in_v & is_column[None, :]
         if tl.load(source + tile.seq) < _BEGINS:
             none = tl.zeros([_CHUNK, G.DV_BLOCK], out.dtype.element_ty)
             tl.store(out_rows[None, :] + token[:, None] * out_token, none, mask=in_v)
         else:
-            in_k = is_row[:, None] & is_channel[None, :]
+            in_k = is_row[:, None]
+            if G.DK != G.DK_BLOCK:
+                in_k = in_k & is_channel[None, :]
             k_at = k + (token * k_token + k_head_of * k_head)[:, None] + channel[None, :]
             q_at = q + (token * q_token + k_head_of * q_head)[:, None] + channel[None, :]
-            v_at = v + (token * v_token + head * v_head)[:, None] + column[None, :]
-            k_rows = tl.load(k_at, mask=in_k, other=0.0)
-            q_rows = tl.load(q_at, mask=in_k, other=0.0)
-            strength = tl.load(beta + token * beta_token + head, mask=is_row, other=0.0)
-            if G.NORMALISES:
-                k_rows = normal_rows(k_rows.to(tl.float32)).to(G.DTYPE)
-                q_rows = normal_rows(q_rows.to(tl.float32)).to(G.DTYPE)
-            k_of = k_rows.to(tl.float32)
-            q_of = q_rows.to(tl.float32) * G.SCALE
-            is_before = row[:, None] > row[None, :]
             decay_at = decay + token * decay_token + head * decay_head
+            to = rows_of(rows, token, head, G)
+            strength = tl.load(beta + token * beta_token + head, mask=is_row, other=0.0)
+            k_rows = _rows(k_at, in_k, G)
+            q_rows = _rows(q_at, in_k, G)
+            is_before = row[:, None] > row[None, :]
+            # sums: [CHUNK, dk], or [CHUNK, 1]. Tokens past the end have no decay: the last sum is the last token's.
             if G.CHANNELS:
                 decays_at = decay_at[:, None] + channel[None, :]
                 sums = tl.cumsum(tl.load(decays_at, mask=in_k, other=0.0), 0)
                 a, p = _channel_products(
-                    (k_of, q_of),
-                    k_of,
-                    sums,
-                    k_at,
-                    decays_at,
-                    row,
-                    num_rows,
-                    is_channel[None, :],
-                    k_token,
-                    decay_token,
-                    G,
+                    k_rows, q_rows, sums, k_at, decays_at, row, num_rows, in_k, k_token, decay_token, G
                 )
             else:
                 sum_of = tl.cumsum(tl.load(decay_at, mask=is_row, other=0.0), 0)
-                since = tl.where(is_before, sum_of[:, None] - sum_of[None, :], 0.0)
-                factor = tl.exp(since)
+                factor = tl.exp(tl.where(is_before, sum_of[:, None] - sum_of[None, :], 0.0))
                 a = tl.dot(k_rows, tl.trans(k_rows), input_precision="ieee") * factor
-                p = tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee") * factor * G.SCALE
-                sums = sum_of[:, None] + tl.zeros([_CHUNK, G.DK_BLOCK], tl.float32)
-            # Tokens past the end have no decay, so the last sum is that of the last token.
+                p = tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee") * factor
+                sums = sum_of[:, None]
+            p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
+            tl.store(to.products[:, None] + row[None, :], p.to(G.DTYPE), mask=is_row[:, None])
+            decayed = tl.exp(sums)
+            read = q_rows.to(tl.float32) * (decayed * G.SCALE)
+            tl.store(to.read[:, None] + channel[None, :], read.to(G.DTYPE), mask=in_k)
             last = tl.sum(tl.where(row[:, None] == _CHUNK - 1, sums, 0.0), 0)
-            to = rows_of(rows, token, head, G)
+            write = k_rows.to(tl.float32) * tl.exp(last[None, :] - sums)
+            tl.store(to.write[:, None] + channel[None, :], write.to(G.DTYPE), mask=in_k)
             decay_to = chunk_decay_at(chunk_decays, place, head, G)
             if G.CHANNELS:
                 tl.store(decay_to + channel, tl.exp(last), mask=is_channel)
             else:
-                tl.store(decay_to, tl.exp(tl.max(last, 0)))
-            p = tl.where(row[:, None] >= row[None, :], p, 0.0)
-            tl.store(to.products[:, None] + row[None, :], p.to(G.DTYPE), mask=is_row[:, None])
-            tl.store(to.write[:, None] + channel[None, :], (k_of * tl.exp(last[None, :] - sums)).to(G.DTYPE), mask=in_k)
-            decayed = tl.exp(sums)
-            tl.store(to.read[:, None] + channel[None, :], (q_of * decayed).to(G.DTYPE), mask=in_k)
-            v_rows = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
+                tl.store(decay_to + tl.arange(0, 1), tl.exp(last))
+            v_at = v + (token * v_token + head * v_head)[:, None] + column[None, :]
             if G.DELTA:
-                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0)).to(G.DTYPE)
-                w = tl.dot(inverse, (k_of * decayed * strength[:, None]).to(G.DTYPE), input_precision="ieee")
+                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(G.DTYPE)
+                # Loaded again: registers have no room for them while the inverse is computed.
+                w = _rows(k_at, in_k, G).to(tl.float32) * (decayed * strength[:, None])
+                w = tl.dot(inverse, w.to(G.DTYPE), input_precision="ieee")
                 tl.store(to.w[:, None] + channel[None, :], w.to(G.DTYPE), mask=in_k)
-                v_rows = tl.dot(inverse, v_rows.to(G.DTYPE), input_precision="ieee")
-            tl.store(to.u[:, None] + column[None, :], v_rows.to(G.DTYPE), mask=in_v)
+                u = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
+                u = tl.dot(inverse, u.to(G.DTYPE), input_precision="ieee")
+            else:
+                u = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
+            tl.store(to.u[:, None] + column[None, :], u.to(G.DTYPE), mask=in_v)
 
 
 def launch_chunk_rows(
@@ -244,5 +245,6 @@ def launch_chunk_rows(
         tokens.beta.stride(0),
         *tokens.out.stride()[:2],
         G=geometry,
-        num_warps=4,
+        num_warps=int(__import__("os").environ.get("NW", "4")),
+        num_stages=1,
     )

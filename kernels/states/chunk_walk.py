@@ -165,4 +165,5 @@ def launch_chunk_walk(
         G=geometry,
         COLUMNS=columns,
         num_warps=4,
+        num_stages=1,
     )

@@ -114,13 +114,13 @@ def _token_steps_kernel(
     first_token = tl.load(q_indptr + seq)
     q_len = tl.load(q_indptr + seq + 1) - first_token
     if G.CLEARS:
-        for token in range(tl.load(q_indptr + num_seqs) + seq, num_tokens, tl.num_programs(1)):
-            tl.store(out_rows + tl.cast(token, tl.int64) * out_token, zeros, mask=is_column)
+        for pad in range(tl.load(q_indptr + num_seqs) + seq, num_tokens, tl.num_programs(1)):
+            tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
     if q_len <= most_q_len:
         slot = tl.load(source + seq).to(tl.int64)
         if slot < _BEGINS:
-            for token in range(first_token, first_token + q_len):
-                tl.store(out_rows + tl.cast(token, tl.int64) * out_token, zeros, mask=is_column)
+            for pad in range(first_token, first_token + q_len):
+                tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
         else:
             is_kept = q_len <= G.MOST_KEPT
             in_state = is_channel[:, None] & is_column[None, :]

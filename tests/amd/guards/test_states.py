@@ -35,7 +35,7 @@ def go_on(world: Hybrid, requests: Sequence[Told], kv_len: Sequence[int]) -> tor
 
 
 def rejected_drafts(world: Hybrid) -> tuple[Told, int]:
-    """vllm#53912, rMLX#436: drafts were folded, and the sequence goes back further than the last step's."""
+    """vllm#39273, rMLX#436: drafts were folded, and the sequence goes back further than the last step's."""
     one = world.admit()
     world.run([one], [world.ids(2 * KEPT)])
     world.run([one], [world.ids(1)])
@@ -53,7 +53,7 @@ def counts_of_another_row(world: Hybrid) -> tuple[Told, int]:
 
 
 def uninitialised(world: Hybrid) -> tuple[Told, int]:
-    """imp#1503: the pages of a row are filled from elsewhere, and its slot holds what was there."""
+    """imp#1503, LMCache#4247: the pages of a row are filled from elsewhere, and its slot holds what was there."""
     one = world.admit()
     one.ids = world.ids(6)
     world.runtime.table.reserve(one.row, 7)
@@ -69,7 +69,18 @@ def of_the_request_before(world: Hybrid) -> tuple[Told, int]:
     return uninitialised(world)
 
 
-CASES = [rejected_drafts, counts_of_another_row, uninitialised, of_the_request_before]
+def in_wrong_units(world: Hybrid) -> tuple[Told, int]:
+    """vllm#55600, vllm#53142: a checkpoint is looked up in blocks of another size, and is that of fewer tokens."""
+    kept, one = world.runtime.table.kept, world.admit()
+    world.run([one], [world.ids(PAGE_SIZE)])
+    ids = kept.keep(one.row, 0, 1)
+    late = Told(kept.admit_over(ids, PAGE_SIZE), list(one.ids) + world.ids(PAGE_SIZE))
+    world.runtime.table.reserve(late.row, 2 * PAGE_SIZE + 1)
+    world.runtime.table.mark_stored([late.row], [2 * PAGE_SIZE])
+    return late, 2 * PAGE_SIZE + 1
+
+
+CASES = [rejected_drafts, counts_of_another_row, uninitialised, of_the_request_before, in_wrong_units]
 
 
 @both_ways
@@ -98,7 +109,7 @@ def test_a_state_that_is_not_the_one_before_the_step_is_refused(case: Case, grap
 
 
 def test_a_prefix_without_its_state_is_not_handed_out(device: torch.device) -> None:
-    """atlas#743, vllm#47491: pages are found in the cache, and the checkpoint that belongs to them is empty."""
+    """atlas#743: pages are found in the cache, and the checkpoint that belongs to them is empty."""
     world = Hybrid(device, "torch", checkpoints=1)
     kept, one = world.runtime.table.kept, world.admit()
     world.run([one], [world.ids(PAGE_SIZE)])
@@ -112,8 +123,18 @@ def test_a_prefix_without_its_state_is_not_handed_out(device: torch.device) -> N
         kept.admit_over(first, PAGE_SIZE)
 
 
+def test_a_state_within_a_page_is_not_kept_with_it(device: torch.device) -> None:
+    """vllm#43559: a chunk ends within a block, and its state is handed out as that of the whole block."""
+    world = Hybrid(device, "torch")
+    kept, one = world.runtime.table.kept, world.admit()
+    world.run([one], [world.ids(2 * PAGE_SIZE - 1)])
+    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
+    world.run([one], [world.ids(KEPT + 1)])  # past the border by a step that keeps no token
+    assert not kept.have_states(kept.keep(one.row, 1, 2)).any()
+
+
 def test_a_checkpoint_holds_no_draft(device: torch.device) -> None:
-    """sglang#31594, vllm#53912: the state that the cache keeps has drafts in it that were rejected later."""
+    """vllm#53912: the state in the cache has rejected drafts in it; sglang#34043: its convolution has zeros."""
     world = Hybrid(device, "torch")
     kept, one = world.runtime.table.kept, world.admit()
     world.run([one], [world.ids(PAGE_SIZE - 1)])
@@ -127,7 +148,7 @@ def test_a_checkpoint_holds_no_draft(device: torch.device) -> None:
 
 
 def test_a_copy_of_a_state_that_is_gone_is_none(device: torch.device) -> None:
-    """atlas#155: the state is copied after its tokens were overwritten. The copy is refused when a step needs it."""
+    """vllm#53505: a running state is copied back after other tokens. The copy is refused when a step needs it."""
     world = Hybrid(device, "torch")
     one = world.admit()
     world.run([one], [world.ids(6)])

@@ -181,10 +181,15 @@ class ModelConfig:
         """The layers with attention, in order."""
         return tuple(layer for layer in self.layers if isinstance(layer, LayerConfig))
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Places of the layers with attention among all layers."""
+        return tuple(place for place, layer in enumerate(self.layers) if isinstance(layer, LayerConfig))
+
     def keeps_kv(self, place: int) -> bool:
         """True if the layer at a place among all layers keeps K and V."""
-        attention = self.attention
-        return place in attention.places and attention.keeps_kv(attention.places.index(place))
+        places = self.places
+        return place in places and self.attention.keeps_kv(places.index(place))
 
     @property
     def attention(self) -> AttentionGeometry:

@@ -86,7 +86,7 @@ class Model:
         # rounded like the embeddings: models with a scale were trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
         self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
-        for layer, place in enumerate(config.attention.places):
+        for layer, place in enumerate(config.places):
             of_attention = weights.layers[place].attention
             if isinstance(of_attention, AttentionHeadWeights) and of_attention.sinks is not None:
                 head_weights.set(layer, HeadWeights(sinks=of_attention.sinks))

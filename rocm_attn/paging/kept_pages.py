@@ -177,6 +177,25 @@ class KeptPages:
         places = self._places(ids)
         return (self._states[places] > 0) | self._rows.states.is_empty
 
+    def states_due(self, rows: Integers, page_no: Integers) -> npt.NDArray[np.bool_]:
+        """bool [n]: True if keep_all() keeps a state with this page, as long as num_free_states is large enough.
+
+        rows, page_no: integers [n]; of admitted rows
+        """
+        kv_len = (as_int32("page_no", page_no) + 1) * self._rows.page_size
+        return self._rows.states.are_due(as_int32("rows", rows), kv_len)
+
+    @property
+    def num_free_states(self) -> int:
+        """States of recurrent layers that can be kept in addition to those that are."""
+        return self._rows.states.num_free
+
+    def drop_states(self, ids: GivenIds) -> None:
+        """Gives back the states that are kept with pages; the pages stay kept. Raises WrongState for unknown ids."""
+        places = self._places(ids)
+        self._rows.states.drop(self._states[places].tolist())
+        self._states[places] = 0
+
     def are_kept(self, pages: Sequence[int], space: Space) -> bool:
         """True if all of these pages of a space are kept; 0 stands for none. Raises BadSetting."""
         kept = self._pages[self._rows.spaces.index(self._rows.space(space))]

@@ -93,16 +93,28 @@ class RowStates:
         The step after the one that made the state may be staged already.
         """
         states = np.zeros(len(rows), np.int32)
-        if self.is_empty:
-            return states
-        for at in np.flatnonzero(kv_len % self.spacing == 0).tolist():
+        for at in np.flatnonzero(self.are_due(rows, kv_len)).tolist():
             row, tokens = int(rows[at]), int(kv_len[at])
-            if self._free and self._serves(row, tokens):
+            if self._free:
                 states[at] = slot = self._free.pop()
                 self._tag_of[slot] = tag = self._new_tag()
                 source = SLOTS_OF_ROW * row
                 self.copies.append(StateCopy(slot, tag, False, source, SLOTS_OF_ROW, int(self.tags[row]), tokens))
         return states
+
+    def are_due(self, rows: Int32Array, kv_len: Int32Array) -> npt.NDArray[np.bool_]:
+        """bool [n]: True if keep_all() takes a checkpoint of rows[i] after kv_len[i] tokens, as long as one is free."""
+        due: npt.NDArray[np.bool_] = kv_len % self.spacing == 0
+        if self.is_empty:
+            due[:] = False
+        for at in np.flatnonzero(due).tolist():
+            due[at] = self._serves(int(rows[at]), int(kv_len[at]))
+        return due
+
+    @property
+    def num_free(self) -> int:
+        """Number of checkpoints that are free."""
+        return len(self._free)
 
     def drop(self, checkpoints: Sequence[int]) -> None:
         """Gives checkpoints back; 0 stands for none, and one that was given back is left alone."""

@@ -19,9 +19,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model, StepInputs
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
-LAYER = RecurrentLayer(
-    Rule.GATED_DELTA, num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=8, conv_width=4
-)
+LAYER = RecurrentLayer(Rule.GATED_DELTA, num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=8, conv_width=4)
 _V_ROW = LAYER.num_value_heads * LAYER.value_dim
 
 
@@ -64,9 +62,7 @@ class RecurrentModel(Model):
         decay, beta = -F.softplus(projected(rows, LAYER.num_value_heads)), projected(rows, LAYER.num_value_heads)
         out = x.new_empty(num_tokens, LAYER.num_value_heads, LAYER.value_dim)
         heads = num_tokens, LAYER.num_key_heads, LAYER.key_dim
-        states.recur(
-            0, q.view(heads), k.view(heads), v.view(out.shape), decay.float(), beta.sigmoid().float(), out
-        )
+        states.recur(0, q.view(heads), k.view(heads), v.view(out.shape), decay.float(), beta.sigmoid().float(), out)
         return rows + projected(out.flatten(1), rows.shape[1]) * 2
 
 

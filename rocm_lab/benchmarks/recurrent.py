@@ -110,7 +110,10 @@ def error_of(made: StateTensors) -> float:
 def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
     """The same work by flash-linear-attention; None if it is not installed, or has no such work."""
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
+            chunk_gated_delta_rule,
+            fused_recurrent_gated_delta_rule,
+        )
     except ImportError:
         return None
     if case.work == "verify":

@@ -71,6 +71,16 @@ class EngineOptions(AttentionOptions):
         "requests with the same first tokens",
         default_is="on",
     )
+    state_checkpoints: int | None = option(
+        None,
+        "states of recurrent layers that the prefix cache keeps: a later request with the same first tokens begins "
+        "after one of them",
+        kind=int,
+        unit="STATES",
+        least=0,
+        default_is="as much memory as K and V have, but no more than one for each 64 tokens",
+        on_generate=False,
+    )
     priority_aging: int = option(
         0,
         "steps after which a request that waits counts as one priority better than new ones, so that none waits for "

@@ -115,7 +115,9 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Allocation]:
     """The buffers of captured steps, at the size of the largest step. padding: says which steps are captured"""
-    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, mask_keys=padding.mask_keys)
+    memory = StepMemory(
+        runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, runtime.states, mask_keys=padding.mask_keys
+    )
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
     return [Allocation(name, tensor.nbytes, knobs[name]) for name, tensor in memory.sealed_tensors().items()]

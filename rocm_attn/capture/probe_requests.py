@@ -126,6 +126,7 @@ class ProbeRequests:
             table.reserve(rows[seq], kv_len[seq])
         self._fill(rows)
         table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
+        self._fill_states(rows, [all_tokens - new for all_tokens, new in zip(kv_len, q_len, strict=True)])
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
@@ -192,6 +193,19 @@ class ProbeRequests:
                         raw.index_copy_(0, some, self._random_pages(len(some), raw, scale, layer.format))
                     if scale is not None and layer.format.scales is Scales.TOKEN:
                         scale.index_fill_(0, ids, 1.0)
+
+    def _fill_states(self, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """Gives recurrent layers random states before the rows' new tokens."""
+        states = self._runtime.states
+        if states.is_empty:
+            return
+        slots, headers = self._runtime.table.states.give(np.array(rows, np.int32), np.array(num_tokens, np.int32))
+        at = torch.from_numpy(slots).to(states.device)
+        for tensor in states.before_kept_tokens():
+            shape = len(slots), *tensor.shape[1:]
+            random = torch.randn(shape, generator=self._generator, device=states.device)
+            tensor.index_copy_(0, at, random.to(tensor.dtype))
+        states.headers.index_copy_(0, at, torch.from_numpy(headers).to(states.device))
 
     def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
         """Pages of random numbers, encoded in the format of raw."""

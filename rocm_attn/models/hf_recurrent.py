@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.recurrent import Recurrence, RecurrentLayer
+from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.problem import EarlierSelection
 
 _LINEAR = "linear_attention"
@@ -62,7 +62,7 @@ def gated_delta(fields: Fields) -> RecurrentLayer:
         )
     key_dim, value_dim = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
     width = fields.count("linear_conv_kernel_dim")
-    return RecurrentLayer(Recurrence.GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
+    return RecurrentLayer(Rule.GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
 
 
 def kimi_delta(fields: Fields) -> RecurrentLayer:
@@ -72,4 +72,4 @@ def kimi_delta(fields: Fields) -> RecurrentLayer:
     heads, dim, width = (
         older.count(old) if older.has(old) else fields.count(f"linear_{name}") for old, name in names.items()
     )
-    return RecurrentLayer(Recurrence.KIMI_DELTA, heads, heads, dim, dim, width)
+    return RecurrentLayer(Rule.KIMI_DELTA, heads, heads, dim, dim, width)

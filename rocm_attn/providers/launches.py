@@ -18,6 +18,14 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import SelectedKeys, SparseTokens
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
+from rocm_attn.kernels.states.arguments import (
+    Convolution,
+    ConvolutionSlots,
+    Recurrence,
+    RecurrentSlots,
+    RecurrentTokens,
+    StatePlaces,
+)
 
 # launch_next_step, or its twin: picked, given, width.
 MakeNextStep = Callable[[Tensor, SpeculativeStep, int], None]
@@ -68,6 +76,35 @@ class FoldRows(Protocol):
         tokens: int,
         overlaps: bool,
     ) -> None: ...
+
+
+class Convolve(Protocol):
+    """launch_convolve, or its twin."""
+
+    def __call__(
+        self, x: Tensor, out: Tensor, convolution: Convolution, slots: ConvolutionSlots, places: StatePlaces
+    ) -> None: ...
+
+
+class Recur(Protocol):
+    """launch_recur, or its twin."""
+
+    def __call__(
+        self,
+        tokens: RecurrentTokens,
+        recurrence: Recurrence,
+        slots: RecurrentSlots,
+        places: StatePlaces,
+        workspace: Tensor,
+        *,
+        deterministic: bool,
+    ) -> None: ...
+
+
+class StatePlacing(Protocol):
+    """launch_state_places, or its twin."""
+
+    def __call__(self, step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None: ...
 
 
 class ZeroTails(Protocol):
@@ -139,6 +176,9 @@ class StepOps:
     finish: Callable[[Tensor, Tensor | None, RopeTable | None, Tensor, Tensor], None]
     zero_tails: ZeroTails
     fold_rows: FoldRows
+    state_places: StatePlacing
+    convolve: Convolve
+    recur: Recur
     clear_pads: Callable[[Tensor, Tensor, Tensor | None], None]  # counts, out, lse
     # out_a, lse_a, out_b, lse_b, out, lse
     merge_states: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]

@@ -26,6 +26,8 @@ from rocm_attn.kernels.refs import (
     sampling,
     sparse,
     speculative,
+    state_places,
+    states,
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -198,13 +200,16 @@ def _ops() -> StepOps:
         place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,
-        # If a K with gradients joined the pages to its graph, they would keep the graph alive for good.
+        # If a K with gradients joined the pages, or slots, to its graph, they would keep the graph alive for good.
         store_kv=torch.no_grad()(cache.store_kv),
         rope_store=torch.no_grad()(rope.rope_store),
         rope_queries=rope.rope_queries,
         finish=rope.finish,
         zero_tails=cache.zero_tails,
         fold_rows=cache.fold_rows,
+        state_places=state_places.state_places,
+        convolve=torch.no_grad()(states.convolve),
+        recur=torch.no_grad()(states.recur),
         clear_pads=pads.clear_pads,
         merge_states=merge_states.merge_states,
         publish_engine=engine_metadata.publish_engine,

@@ -63,17 +63,25 @@ class Layers:
     Arguments of a call are checked here; its caller checks that the call may come now. Each call raises BadTensor, and
     attend raises WrongState for a layer that lacks head weights.
 
+    of_states: what recurrent layers store; see Sides
+
     Raises BadTensor if a pool has another format than the kernels of a layer: both must use one layout.
     """
 
     def __init__(
-        self, kinds: LayerKinds, pool: PagePool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
+        self,
+        kinds: LayerKinds,
+        pool: PagePool,
+        head_weights: LayerHeadWeights,
+        ops: StepOps,
+        guards: LayerGuards,
+        of_states: tuple[tuple[int, str], ...] = (),
     ) -> None:
         self._read_by = guards.read_by
         self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
         self._pool, self._head_weights, self._ops = pool, head_weights, ops
         folding = tuple(layer for layer, problem in enumerate(kinds.problems) if problem.state_format is not None)
-        self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding)
+        self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding, of_states)
         self._device, self._device_index = pool.device, pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:

@@ -39,7 +39,7 @@ class KeptGraph(torch.cuda.CUDAGraph):
         return super().__new__(cls, True)
 
     def __init__(self) -> None:
-        super().__init__(True)  # the class below torch's reads its arguments here
+        super().__init__(True)  # type: ignore[call-arg]  # the class below torch's reads its arguments here
 
     def capture_end(self) -> None:
         super().capture_end()

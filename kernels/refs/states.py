@@ -1,0 +1,166 @@
+"""Torch twins of kernels/states: same signatures, same results, fixed shapes, no host synchronisation.
+
+They take one token of every sequence at a time, and as many as the padded shape allows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.states.arguments import (
+    BEGINS,
+    NORM_EPSILON,
+    Convolution,
+    ConvolutionSlots,
+    Recurrence,
+    RecurrentSlots,
+    RecurrentTokens,
+    StatePlaces,
+)
+
+
+def convolve(x: Tensor, out: Tensor, convolution: Convolution, slots: ConvolutionSlots, places: StatePlaces) -> None:
+    """Twin of launch_convolve. All tokens are summed at once, place by place of the width."""
+    slots.check(x, out, convolution, places)
+    weight, inputs = convolution.weight, slots.inputs
+    before = weight.shape[1] - 1
+    token = torch.arange(places.num_tokens, device=x.device)
+    seq, is_token = _seq_of_token(places)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if convolution.bias is not None:
+        total += convolution.bias.float()
+    for back in range(before, -1, -1):
+        row = token - places.q_indptr.long()[seq] - back
+        total += weight[:, before - back].float() * _stream_rows(x, inputs, places, seq, row, before).float()
+    result = total * total.sigmoid() if convolution.silu else total
+    out.copy_(torch.where(is_token[:, None], result, 0))
+    q_len, is_kept = _lengths(places, slots.most_kept(before + 1))
+    # [S, W - 1 + D]: rows before the first new token, and then it and the next ones.
+    row = torch.arange(inputs.shape[1], device=x.device) - before + torch.where(is_kept, 0, q_len)[:, None]
+    all_seqs = torch.arange(places.num_seqs, device=x.device)[:, None].expand(row.shape)
+    written = _stream_rows(x, inputs, places, all_seqs, row, before)
+    _write(inputs, places, written, row < q_len[:, None])
+
+
+def recur(
+    tokens: RecurrentTokens,
+    recurrence: Recurrence,
+    slots: RecurrentSlots,
+    places: StatePlaces,
+    workspace: Tensor,
+    *,
+    deterministic: bool,
+) -> None:
+    """Twin of launch_recur. It takes tokens one by one in any case, and needs no workspace."""
+    slots.check(tokens, places)
+    most_kept, source = slots.most_kept, places.source.clamp(min=0).long()
+    q_len, is_kept = _lengths(places, most_kept)
+    pending = _pending(places)
+    state = torch.where(_of_seqs(places.source != BEGINS, 4), slots.state[source].float(), 0)
+    first_state = state
+    # The last row takes the results of steps of the loop that are no token's.
+    results = torch.zeros(places.num_tokens + 1, *tokens.out.shape[1:], device=tokens.out.device)
+    groups = slots.state.shape[1] // slots.k.shape[2]
+    for step in range(most_kept + places.max_q_len):
+        first_state = torch.where(_of_seqs(pending == step, 4), state, first_state)
+        new = step - pending
+        is_old, is_new = new < 0, (new >= 0) & (new < q_len) & (places.source >= BEGINS)
+        at = (places.q_indptr[:-1].long() + new).clamp(0, max(places.num_tokens - 1, 0))
+        q, k, v, decay, beta = (
+            _taken(given, kept, at, source, step, is_old, is_new)
+            for given, kept in (
+                (tokens.q, None),
+                (tokens.k, slots.k),
+                (tokens.v, slots.v),
+                (tokens.decay, slots.decay),
+                (tokens.beta, slots.beta),
+            )
+        )
+        q, k = (_normal(rows, recurrence).repeat_interleave(groups, 1) for rows in (q, k))
+        decayed = state * (decay if slots.has_channels else decay[..., None]).exp()[..., None]
+        predicted = (k[..., None] * decayed).sum(2) if recurrence.delta else torch.zeros_like(v)
+        change = beta[..., None] * (v - predicted)
+        state = torch.where(_of_seqs(is_old | is_new, 4), decayed + k[..., None] * change[..., None, :], state)
+        out = recurrence.scale * (q[..., None] * state).sum(2)
+        results[torch.where(is_new, at, places.num_tokens)] = out
+    tokens.out.copy_(results[:-1])
+    kept_state = torch.where(_of_seqs(is_kept, 4), first_state, state)
+    _write(slots.state, places, kept_state.to(slots.state.dtype), torch.ones_like(is_kept))
+    if most_kept and places.num_tokens:
+        row = torch.arange(most_kept, device=q_len.device)
+        at = (places.q_indptr[:-1, None].long() + row).clamp(max=places.num_tokens - 1)
+        is_written = is_kept[:, None] & (row < q_len[:, None])
+        for side, given in (
+            (slots.k, tokens.k),
+            (slots.v, tokens.v),
+            (slots.decay, tokens.decay),
+            (slots.beta, tokens.beta),
+        ):
+            _write(side, places, given[at], is_written)
+
+
+def _of_seqs(values: Tensor, dims: int) -> Tensor:
+    """Values of sequences, with as many dimensions as their states."""
+    return values.view(-1, *(1,) * (dims - 1))
+
+
+def _lengths(places: StatePlaces, most_kept: int) -> tuple[Tensor, Tensor]:
+    """New tokens of each sequence, and whether they are kept, int64 and bool [S]."""
+    q_len = places.q_indptr.diff().long()
+    return q_len, q_len <= most_kept
+
+
+def _pending(places: StatePlaces) -> Tensor:
+    """Kept tokens that are folded in, int64 [S]."""
+    return torch.where(places.source >= 0, places.pending, 0).long()
+
+
+def _seq_of_token(places: StatePlaces) -> tuple[Tensor, Tensor]:
+    """The sequence of each token, int64 [T], and whether it belongs to one that is not left out, bool [T]."""
+    token = torch.arange(places.num_tokens, device=places.source.device)
+    seq = torch.searchsorted(places.q_indptr[1:].long(), token, right=True)
+    is_token = seq < places.num_seqs
+    seq = seq.clamp(max=places.num_seqs - 1)
+    return seq, is_token & (places.source[seq] >= BEGINS)
+
+
+def _stream_rows(x: Tensor, inputs: Tensor, places: StatePlaces, seq: Tensor, row: Tensor, before: int) -> Tensor:
+    """Inputs of sequences: rows from 0 are new tokens, earlier ones are in the source slot, or 0 before it begins."""
+    at = (places.q_indptr.long()[seq] + row).clamp(0, max(places.num_tokens - 1, 0))
+    old = (before + _pending(places)[seq] + row).clamp(0, inputs.shape[1] - 1)
+    from_slot = torch.where(
+        (places.source[seq] >= 0)[..., None], inputs[places.source.clamp(min=0).long()[seq], old], 0
+    )
+    return torch.where((row >= 0)[..., None], x[at] if len(x) else torch.zeros_like(from_slot), from_slot)
+
+
+def _taken(
+    given: Tensor, kept: Tensor | None, at: Tensor, source: Tensor, step: int, is_old: Tensor, is_new: Tensor
+) -> Tensor:
+    """The rows of one token of each sequence in float32: a kept one, a new one, or 0."""
+    rows = given[at].float() if len(given) else torch.zeros(len(at), *given.shape[1:], device=given.device)
+    rows = torch.where(_of_seqs(is_new, rows.dim()), rows, 0)
+    if kept is not None and step < kept.shape[1]:
+        rows = torch.where(_of_seqs(is_old, rows.dim()), kept[source, step].float(), rows)
+    return rows
+
+
+def _normal(rows: Tensor, recurrence: Recurrence) -> Tensor:
+    if not recurrence.normalises:
+        return rows
+    return rows * (rows.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+
+
+def _write(side: Tensor, places: StatePlaces, values: Tensor, is_written: Tensor) -> None:
+    """Writes rows of sequences to their target slots. values: [S, ...]; is_written: bool [S] or [S, rows]
+
+    Shapes stay fixed: a sequence that is left out repeats the write of one that is not, or, if all are, writes the
+    content of slot 0 again. Rows that are not written keep their content.
+    """
+    live = places.source >= BEGINS
+    any_live = live.any()
+    seq = torch.where(live, torch.arange(len(live), device=live.device), live.int().argmax())
+    slot = torch.where(any_live, places.target[seq].long(), 0)
+    mask = (any_live & is_written[seq]).view(*is_written.shape, *(1,) * (side.dim() - is_written.dim()))
+    side[slot] = torch.where(mask, values[seq], side[slot])

@@ -1,0 +1,223 @@
+"""The arguments of recurrent states, as values that launchers and their torch twins take whole.
+
+A layer with a recurrence keeps a state for each sequence instead of K and V for each token. It lies in a slot, which
+also has room for the last D new tokens: a later step may keep only some of them, as it does after drafts. A step reads
+a sequence's state from one slot and writes it to another one, so that it may run twice.
+
+A step does this for each sequence with q new tokens. S is the state before the first of them: that of the source slot,
+with the first `pending` of its kept tokens folded in.
+
+* q <= D: the target slot gets S, and the new tokens are kept in it. They are not part of its state.
+* q > D:  the target slot gets the state after all q tokens, and keeps no token.
+
+All q tokens have an output in both cases. The target's memory is undefined before a step; the memory of kept tokens
+that a step does not count in `pending` is undefined too, and neither is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Values of StatePlaces.source that are no slots.
+BEGINS = -1
+LEFT_OUT = -2
+
+# Tokens that the form for prompts takes at once.
+CHUNK = 64
+
+# Added to the sum of squares whose root a row is divided by.
+NORM_EPSILON = 1e-6
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatePlaces:
+    """The slots that a step of S sequences and T tokens, both padded, reads and writes.
+
+    source:     int32 [S]      slot of the state before the new tokens. BEGINS: the sequence begins, and its state is 0.
+                               LEFT_OUT: the sequence is a pad, or was refused: nothing of it is read or written, and
+                               its rows of out are 0
+    target:     int32 [S]      slot that is written; neither a source nor another target of the step
+    pending:    int32 [S]      kept tokens of the source slot that come before the first new token; 0 if a sequence
+                               begins
+    q_indptr:   int32 [S + 1]  sequence -> first token; later tokens than [S] says belong to no sequence, and their rows
+                               of out are 0
+    num_tokens: T
+    max_q_len:  no sequence has more new tokens
+    """
+
+    source: Tensor
+    target: Tensor
+    pending: Tensor
+    q_indptr: Tensor
+    num_tokens: int
+    max_q_len: int
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return self.source.shape[0]
+
+    def check(self) -> None:
+        """Asserts dtypes, shapes and contiguity."""
+        for places in (self.source, self.target, self.pending):
+            assert places.dtype == torch.int32
+            assert places.shape == (self.num_seqs,)
+            assert places.is_contiguous()
+        assert self.q_indptr.dtype == torch.int32
+        assert self.q_indptr.shape == (self.num_seqs + 1,)
+        assert self.q_indptr.is_contiguous()
+        assert self.num_seqs >= 1
+        assert self.max_q_len >= 1
+
+
+class Recurrence(NamedTuple):
+    """The recurrence of a layer, for each v head with state S [dk, dv] and each token t:
+
+        S <- exp(decay_t) * S           a head's decay, or row i of S by that of channel i
+        u  = beta_t * (v_t - S^T k_t)   delta
+        u  = beta_t * v_t               otherwise
+        S <- S + k_t u^T
+        out_t = scale * S^T q_t
+
+    delta:      whether u is the difference to v that the state predicts
+    scale:      of outputs
+    normalises: whether q and k are divided by their norms first: x / sqrt(sum(x^2) + 1e-6)
+
+    The gated delta rule is from Gated Delta Networks (arXiv 2412.06464), decays of channels are from Kimi Linear (arXiv
+    2510.26692), and the form without delta is from Mamba 2 (arXiv 2405.21060): k is B, q is C, beta is the step size dt
+    and decay is dt * A. The norm is transformers' l2norm (modeling_qwen3_next.py).
+    """
+
+    delta: bool
+    scale: float
+    normalises: bool
+
+
+class RecurrentTokens(NamedTuple):
+    """New tokens of a layer, and their outputs. The last stride of each tensor is 1, the others are free.
+
+    q, k:  [T, Hk, dk]
+    v:     [T, Hv, dv], of the dtype of q and k; v head h has the q and k of head h // (Hv // Hk)
+    decay: float32 [T, Hv], or [T, Hv, dk] if each channel decays by itself; a natural logarithm, at most 0
+    beta:  float32 [T, Hv]
+    out:   [T, Hv, dv], of the dtype of v, written
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentSlots:
+    """The slots of one layer with a recurrence. The last stride of each tensor is 1, the others are free.
+
+    state: float32 or bfloat16 [slots, Hv, dk, dv]
+    k:     [slots, D, Hk, dk], kept tokens, of the new tokens' dtype
+    v:     [slots, D, Hv, dv], of the same dtype
+    decay: float32 [slots, D, Hv], or [slots, D, Hv, dk] if each channel decays by itself
+    beta:  float32 [slots, D, Hv]
+    Kept tokens are as they were given: k is not divided by its norm.
+    """
+
+    state: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    @property
+    def most_kept(self) -> int:
+        """D."""
+        return self.k.shape[1]
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether each channel of dk decays by itself."""
+        return self.decay.dim() == 4
+
+    def workspace_words(self, num_tokens: int, num_seqs: int) -> int:
+        """The float32 words of workspace that `recur` needs for steps of T tokens and S sequences, both padded.
+
+        A token has three rows of k, one of v and one of a chunk's products for each v head, and a chunk has one decay
+        of each head or channel.
+        """
+        _, num_heads, dk, dv = self.state.shape
+        row_bytes = (3 * dk + dv + CHUNK) * self.k.itemsize
+        rows = (num_tokens * num_heads * row_bytes + 15) // 16 * 4
+        return rows + (num_tokens // CHUNK + num_seqs) * num_heads * (dk if self.has_channels else 1)
+
+    def check(self, tokens: RecurrentTokens, places: StatePlaces) -> None:
+        """Asserts dtypes, shapes and strides of slots, tokens and places."""
+        places.check()
+        num_slots, num_heads, dk, dv = self.state.shape
+        num_k_heads, num_tokens = self.k.shape[2], places.num_tokens
+        channels = (dk,) * self.has_channels
+        assert self.state.dtype in STATE_DTYPES
+        assert tokens.v.dtype in DTYPES
+        assert num_heads % num_k_heads == 0
+        for lead, side in (((num_tokens,), tokens), ((num_slots, self.most_kept), self)):
+            assert side.k.shape == (*lead, num_k_heads, dk)
+            assert side.v.shape == (*lead, num_heads, dv)
+            assert side.decay.shape == (*lead, num_heads, *channels)
+            assert side.beta.shape == (*lead, num_heads)
+            assert side.k.dtype == side.v.dtype == tokens.v.dtype
+            assert side.decay.dtype == side.beta.dtype == torch.float32
+        assert tokens.q.shape == tokens.k.shape
+        assert tokens.out.shape == tokens.v.shape
+        assert tokens.q.dtype == tokens.out.dtype == tokens.v.dtype
+        kept = (self.k, self.v, self.decay, self.beta) if self.most_kept else ()
+        assert all(tensor.stride(-1) == 1 for tensor in (*tokens, self.state, *kept)), "the last stride must be 1"
+
+
+class Convolution(NamedTuple):
+    """A causal convolution of each channel: out[t] = act(bias + sum over j < W: weight[:, j] * x[t - W + 1 + j]).
+
+    weight: [C, W], contiguous, of the dtype of x
+    bias:   [C], of the dtype of x, or None
+    silu:   whether act is y * sigmoid(y), and not y
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvolutionSlots:
+    """The slots of one layer's convolution.
+
+    inputs: [slots, W - 1 + D, C], of the dtype of x; the last stride is 1, the others are free. In a slot lie the last
+            W - 1 inputs before the kept tokens, which are 0 before the sequence begins, and then the kept tokens'
+    """
+
+    inputs: Tensor
+
+    def most_kept(self, width: int) -> int:
+        """D. width: W of the convolution"""
+        return self.inputs.shape[1] - width + 1
+
+    def check(self, x: Tensor, out: Tensor, convolution: Convolution, places: StatePlaces) -> None:
+        """Asserts dtypes, shapes and strides of slots, tokens, weights and places."""
+        places.check()
+        weight, bias = convolution.weight, convolution.bias
+        channels, width = weight.shape
+        assert x.shape == out.shape == (places.num_tokens, channels)
+        assert self.inputs.shape[2] == channels
+        assert self.most_kept(width) >= 0
+        assert width >= 2
+        assert x.dtype == out.dtype == self.inputs.dtype == weight.dtype
+        assert x.dtype in DTYPES
+        assert bias is None or (bias.dtype == x.dtype and bias.shape == (channels,) and bias.is_contiguous())
+        assert weight.is_contiguous()
+        assert x.stride(1) == out.stride(1) == self.inputs.stride(2) == 1, "the last stride must be 1"

@@ -1,0 +1,35 @@
+"""One token of a recurrence (arguments.Recurrence), for a block of a state's columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.states import arguments
+
+NORM_EPSILON = tl.constexpr(arguments.NORM_EPSILON)
+
+
+@triton.jit
+def fold_token(state, k, v, decay, beta, DELTA: tl.constexpr):
+    """The state [dk, columns] with a token folded in, in float32.
+
+    k: [dk]; v: [columns]; decay: [dk], natural logarithms, equal if a head decays as one
+    """
+    state = state * tl.exp(decay)[:, None]
+    change = v
+    if DELTA:
+        change -= tl.sum(state * k[:, None], 0)
+    return state + k[:, None] * (beta * change)[None, :]
+
+
+@triton.jit
+def normal_row(row):
+    """A row in float32, divided by its norm."""
+    return row * tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON)
+
+
+@triton.jit
+def normal_rows(rows):
+    """Rows [n, dk] in float32, each divided by its norm."""
+    return rows * tl.rsqrt(tl.sum(rows * rows, 1) + NORM_EPSILON)[:, None]

@@ -1,0 +1,247 @@
+"""A recurrence (arguments.Recurrence) token by token: decode, verification, and every step of deterministic mode.
+
+A program has a block of columns of one v head's state of one sequence, and folds its tokens in one after the other: the
+pending ones of the source slot, then the new ones. Columns do not depend on each other.
+
+One loop folds both. So a token that is kept now and folded in by a later step gives the same bits as one that is folded
+in at once, and a sequence's bits depend neither on its batch nor on how its tokens were cut into steps, as long as
+states are in float32: one in bfloat16 is rounded after each step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.states import arguments
+from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.fold_token import fold_token, normal_row
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_BEGINS = tl.constexpr(arguments.BEGINS)
+# Most elements of a program's state: 16 or 32 registers of a lane.
+_STATE_ELEMENTS = 4096
+_MOST_COLUMNS = 64
+
+
+class StepGeometry(NamedTuple):
+    """The values that the kernel is compiled for.
+
+    RATIO:         v heads for each k head
+    DK, DV:        of a state
+    DK_BLOCK:      DK or the next power of two
+    COLUMNS:       of a program's block
+    MOST_KEPT:     tokens that a slot has room for
+    CHANNELS:      whether each channel decays by itself
+    DELTA, SCALE, NORMALISES: the recurrence
+    CLEARS:        whether rows of out that belong to no sequence are cleared
+    """
+
+    RATIO: int
+    DK: int
+    DV: int
+    DK_BLOCK: int
+    COLUMNS: int
+    MOST_KEPT: int
+    CHANNELS: bool
+    DELTA: bool
+    SCALE: float
+    NORMALISES: bool
+    CLEARS: bool
+
+
+@triton.jit
+def _token_steps_kernel(
+    q,
+    k,
+    v,
+    decay,
+    beta,
+    out,
+    state,
+    kept_k,
+    kept_v,
+    kept_decay,
+    kept_beta,
+    source,
+    target,
+    pending,
+    q_indptr,
+    num_seqs,
+    num_tokens,
+    most_q_len,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    decay_token,
+    decay_head,
+    beta_token,
+    out_token,
+    out_head,
+    state_slot,
+    state_head,
+    state_row,
+    kept_k_slot,
+    kept_k_row,
+    kept_k_head,
+    kept_v_slot,
+    kept_v_row,
+    kept_v_head,
+    kept_decay_slot,
+    kept_decay_row,
+    kept_decay_head,
+    kept_beta_slot,
+    kept_beta_row,
+    G: tl.constexpr,
+):
+    seq = tl.program_id(1)
+    BLOCKS: tl.constexpr = (G.DV + G.COLUMNS - 1) // G.COLUMNS
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    k_head_of = head // G.RATIO
+    block = tl.program_id(0) % BLOCKS
+    column = block * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    is_column = column < G.DV
+    channel = tl.arange(0, G.DK_BLOCK)
+    is_channel = channel < G.DK
+    out_rows = out + head * out_head + column
+    zeros = tl.zeros([G.COLUMNS], out.dtype.element_ty)
+    first_token = tl.load(q_indptr + seq)
+    q_len = tl.load(q_indptr + seq + 1) - first_token
+    if G.CLEARS:
+        for pad in range(tl.load(q_indptr + num_seqs) + seq, num_tokens, tl.num_programs(1)):
+            tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
+    if q_len <= most_q_len:
+        slot = tl.load(source + seq).to(tl.int64)
+        if slot < _BEGINS:
+            for pad in range(first_token, first_token + q_len):
+                tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
+        else:
+            is_kept = q_len <= G.MOST_KEPT
+            in_state = is_channel[:, None] & is_column[None, :]
+            at = (channel.to(tl.int64) * state_row)[:, None] + (head * state_head + column)[None, :]
+            target_slot = tl.load(target + seq).to(tl.int64)
+            to = state + target_slot * state_slot + at
+            held = 0
+            states = tl.zeros([G.DK_BLOCK, G.COLUMNS], tl.float32)
+            if slot >= 0:
+                held = tl.load(pending + seq)
+                states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
+            # Columns that belong to one program of those that share a kept row of k, beta or decay.
+            is_first = block == 0
+            for step in range(held + q_len):
+                new = step - held
+                is_new = new >= 0
+                if is_kept & (new == 0):
+                    tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
+                token = tl.cast(first_token + tl.maximum(new, 0), tl.int64)
+                old = tl.cast(step, tl.int64)
+                k_new = k + token * k_token + k_head_of * k_head
+                k_old = kept_k + slot * kept_k_slot + old * kept_k_row + k_head_of * kept_k_head
+                v_new = v + token * v_token + head * v_head
+                v_old = kept_v + slot * kept_v_slot + old * kept_v_row + head * kept_v_head
+                decay_new = decay + token * decay_token + head * decay_head
+                decay_old = kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head
+                beta_new = beta + token * beta_token + head
+                beta_old = kept_beta + slot * kept_beta_slot + old * kept_beta_row + head
+                k_row = tl.load(tl.where(is_new, k_new, k_old) + channel, mask=is_channel, other=0.0)
+                v_row = tl.load(tl.where(is_new, v_new, v_old) + column, mask=is_column, other=0.0)
+                beta_of = tl.load(tl.where(is_new, beta_new, beta_old))
+                if G.CHANNELS:
+                    decay_at = tl.where(is_new, decay_new, decay_old) + channel
+                    decay_row = tl.load(decay_at, mask=is_channel, other=0.0)
+                else:
+                    decay_of = tl.load(tl.where(is_new, decay_new, decay_old))
+                    decay_row = tl.zeros([G.DK_BLOCK], tl.float32) + decay_of
+                k_of = k_row.to(tl.float32)
+                if G.NORMALISES:
+                    k_of = normal_row(k_of)
+                states = fold_token(states, k_of, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
+                if is_new:
+                    q_at = q + token * q_token + k_head_of * q_head + channel
+                    q_of = tl.load(q_at, mask=is_channel, other=0.0).to(tl.float32)
+                    if G.NORMALISES:
+                        q_of = normal_row(q_of)
+                    row = tl.sum(states * (q_of * G.SCALE)[:, None], 0)
+                    tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
+                    if is_kept:
+                        room = tl.cast(new, tl.int64)
+                        v_to = kept_v + target_slot * kept_v_slot + room * kept_v_row + head * kept_v_head
+                        tl.store(v_to + column, v_row, mask=is_column)
+                        beta_to = kept_beta + target_slot * kept_beta_slot + room * kept_beta_row + head
+                        decay_to = kept_decay + target_slot * kept_decay_slot + room * kept_decay_row
+                        decay_to += head * kept_decay_head
+                        if is_first:
+                            tl.store(beta_to, beta_of)
+                            if G.CHANNELS:
+                                tl.store(decay_to + channel, decay_row, mask=is_channel)
+                            else:
+                                tl.store(decay_to, decay_of)
+                            if head % G.RATIO == 0:
+                                k_to = kept_k + target_slot * kept_k_slot + room * kept_k_row + k_head_of * kept_k_head
+                                tl.store(k_to + channel, k_row, mask=is_channel)
+            if (q_len > G.MOST_KEPT) | (q_len == 0):
+                tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
+
+
+def launch_token_steps(
+    tokens: RecurrentTokens,
+    recurrence: Recurrence,
+    slots: RecurrentSlots,
+    places: StatePlaces,
+    *,
+    most_q_len: int,
+    clears: bool,
+) -> None:
+    """Writes rows of out and target slots of sequences with at most most_q_len new tokens.
+
+    clears: whether rows of out that belong to no sequence are cleared
+    """
+    _, num_heads, dk, dv = slots.state.shape
+    dk_block = next_power_of_2(dk)
+    columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_ELEMENTS // dk_block))
+    kept_strides = (*slots.k.stride()[:3], *slots.v.stride()[:3], *slots.decay.stride()[:3], *slots.beta.stride()[:2])
+    launch(
+        _token_steps_kernel,
+        (num_heads * triton.cdiv(dv, columns), places.num_seqs),
+        *tokens,
+        slots.state,
+        slots.k,
+        slots.v,
+        slots.decay,
+        slots.beta,
+        places.source,
+        places.target,
+        places.pending,
+        places.q_indptr,
+        places.num_seqs,
+        places.num_tokens,
+        most_q_len,
+        *tokens.q.stride()[:2],
+        *tokens.k.stride()[:2],
+        *tokens.v.stride()[:2],
+        *tokens.decay.stride()[:2],
+        tokens.beta.stride(0),
+        *tokens.out.stride()[:2],
+        *slots.state.stride()[:3],
+        *kept_strides,
+        G=StepGeometry(
+            RATIO=num_heads // slots.k.shape[2],
+            DK=dk,
+            DV=dv,
+            DK_BLOCK=dk_block,
+            COLUMNS=columns,
+            MOST_KEPT=slots.most_kept,
+            CHANNELS=slots.has_channels,
+            DELTA=recurrence.delta,
+            SCALE=recurrence.scale,
+            NORMALISES=recurrence.normalises,
+            CLEARS=clears,
+        ),
+        num_warps=4,
+    )

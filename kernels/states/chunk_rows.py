@@ -139,11 +139,12 @@ def _chunk_rows_kernel(
     place = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     k_head_of = head // G.RATIO
-    column = tl.arange(0, G.DV_BLOCK)
+    DV_BLOCK: tl.constexpr = G.DV_BLOCK
+    column = tl.arange(0, DV_BLOCK)
     channel = tl.arange(0, G.DK_BLOCK)
     is_column = column < G.DV
     is_channel = channel < G.DK
-    zeros = tl.zeros([G.DV_BLOCK], out.dtype.element_ty)
+    zeros = tl.zeros([DV_BLOCK], out.dtype.element_ty)
     out_rows = out + head * out_head + column
     for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
         tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
@@ -158,7 +159,7 @@ def _chunk_rows_kernel(
         if G.DV != G.DV_BLOCK:
             in_v = in_v & is_column[None, :]
         if tl.load(source + tile.seq) < _BEGINS:
-            none = tl.zeros([_CHUNK, G.DV_BLOCK], out.dtype.element_ty)
+            none = tl.zeros([_CHUNK, DV_BLOCK], out.dtype.element_ty)
             tl.store(out_rows[None, :] + token[:, None] * out_token, none, mask=in_v)
         else:
             in_k = is_row[:, None]

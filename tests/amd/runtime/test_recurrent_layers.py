@@ -11,7 +11,7 @@ from rocm_attn.errors import BadBatch, BadSetting, BadTensor, DeviceFault
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.recurrence import Recurrence
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
-from tests.amd.worlds.problems import providers
+from tests.amd.worlds.problems import deterministic_providers, providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -155,7 +155,7 @@ def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, de
         world.runtime.check_device()
 
 
-@each_provider
+@pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_bits_depend_on_no_chunk_and_no_batch(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider, deterministic=True)
     one, other = world.admit(), world.admit()

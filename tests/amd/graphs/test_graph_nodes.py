@@ -26,7 +26,7 @@ from rocm_attn.problem import PoolKind
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from tests.amd.graphs.small_models import Tiny, WrappedRecorder
-from tests.amd.worlds.problems import deterministic_providers, providers
+from tests.amd.worlds.problems import deterministic_providers
 
 OPTIONS = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "capture_sizes": [1, 4], "capture_tokens": [4, 8]}
 LARGEST = 64

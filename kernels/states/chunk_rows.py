@@ -11,8 +11,9 @@ Numbers of a chunk are i, j in [0, CHUNK). With G[i] the sum of the decays of to
 With S the state before the chunk, the changes that its tokens make are u - w S, as chunk_walk.py goes on to say. The
 form is that of Gated Delta Networks (arXiv 2412.06464, section 3.3) and Kimi Linear (arXiv 2510.26692, section 3.2).
 
-No exponent is positive. If channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column: it is
-taken apart at the first token of the BAND that i is in, and within a band token by token, by how far j lies before i.
+No exponent is positive, and none is a difference of sums: those of strong decays have too few digits left for weak ones
+after them. If channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column: it is taken apart
+at the end of j's BAND of tokens and at the begin of i's, and within a band token by token, by how far j lies before i.
 T is computed in float32 by forward substitution within bands, and then from band to band: powers of A would lose all
 digits where keys repeat.
 """
@@ -74,34 +75,49 @@ def _rows(at, in_k, G: tl.constexpr):
 
 
 @triton.jit
-def _channel_products(k_rows, q_rows, sums, k_at, decay_at, row, num_rows, in_k, k_token, decay_token, G: tl.constexpr):
+def _sums(at, in_k, is_row, reverse: tl.constexpr, G: tl.constexpr):
+    """Running sums of decays at addresses of heads, [CHUNK]: [CHUNK, dk], or [CHUNK, 1]."""
+    if G.CHANNELS:
+        channel = tl.arange(0, G.DK_BLOCK)
+        decays = tl.load(at[:, None] + channel[None, :], mask=in_k, other=0.0)
+        sums = tl.cumsum(decays, 0, reverse=reverse)
+    else:
+        sums = tl.cumsum(tl.load(at, mask=is_row, other=0.0), 0, reverse=reverse)[:, None]
+    return sums
+
+
+@triton.jit
+def _channel_products(k_rows, q_rows, k_at, decay_at, num_rows, in_k, k_token, decay_token, G: tl.constexpr):
     """A without beta, and P without scale, for j <= i: [CHUNK, CHUNK].
 
-    sums:           G, [CHUNK, dk]
     k_at, decay_at: addresses of the tokens' keys and decays, [CHUNK, dk]
     """
+    BANDS: tl.constexpr = _CHUNK // _BAND
     k = k_rows.to(tl.float32)
     q = q_rows.to(tl.float32)
-    column = tl.arange(0, _CHUNK)
+    row = tl.arange(0, _CHUNK)
+    band_of = (row // _BAND)[:, None]
     products = tl.zeros([_CHUNK, _CHUNK], tl.float32)
     others = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    # From a band's begin until a token, that one included, and from the next token until the band's end.
+    decays = tl.load(decay_at, mask=in_k, other=0.0)
+    has_next = ((row % _BAND < _BAND - 1) & (row < num_rows - 1))[:, None] & in_k
+    nexts = tl.load(decay_at + decay_token, mask=has_next, other=0.0)
+    since = tl.reshape(tl.cumsum(tl.reshape(decays, [BANDS, _BAND, G.DK_BLOCK]), 1), [_CHUNK, G.DK_BLOCK])
+    until = tl.reshape(tl.cumsum(tl.reshape(nexts, [BANDS, _BAND, G.DK_BLOCK]), 1, reverse=True), [_CHUNK, G.DK_BLOCK])
     for band in range(1, tl.cdiv(num_rows, _BAND)):
-        start = band * _BAND
-        # The decays up to the token before the band.
-        at_start = tl.sum(tl.where(row[:, None] == start - 1, sums, 0.0), 0)
-        until = tl.where((row < start)[:, None], at_start[None, :] - sums, float("-inf"))
-        earlier = tl.trans((k * tl.exp(until)).to(G.DTYPE))
-        is_band = (row // _BAND == band)[:, None]
-        since = tl.where(is_band, sums - at_start[None, :], float("-inf"))
-        factor = tl.exp(since)
+        of_last = tl.sum(tl.where(band_of == band - 1, decays, 0.0), 0)[None, :]
+        until += tl.where(band_of < band - 1, of_last, 0.0)
+        earlier = tl.trans((k * tl.exp(tl.where(band_of < band, until, float("-inf")))).to(G.DTYPE))
+        factor = tl.exp(tl.where(band_of == band, since, float("-inf")))
         products += tl.dot((k * factor).to(G.DTYPE), earlier, input_precision="ieee")
         others += tl.dot((q * factor).to(G.DTYPE), earlier, input_precision="ieee")
-    decayed = tl.zeros_like(sums)
+    decayed = tl.zeros_like(k)
     for back in range(tl.minimum(_BAND, num_rows)):
         is_there = row % _BAND >= back
         there = is_there[:, None] & in_k
         factor = _rows(k_at - back * k_token, there, G).to(tl.float32) * tl.exp(decayed)
-        at = (column[None, :] == row[:, None] - back) & is_there[:, None]
+        at = (row[None, :] == row[:, None] - back) & is_there[:, None]
         products += tl.where(at, tl.sum(k * factor, 1)[:, None], 0.0)
         others += tl.where(at, tl.sum(q * factor, 1)[:, None], 0.0)
         decayed += tl.load(decay_at - back * decay_token, mask=there, other=0.0)
@@ -173,37 +189,36 @@ def _chunk_rows_kernel(
             k_rows = _rows(k_at, in_k, G)
             q_rows = _rows(q_at, in_k, G)
             is_before = row[:, None] > row[None, :]
-            # sums: [CHUNK, dk], or [CHUNK, 1]. Tokens past the end have no decay: the last sum is the last token's.
             if G.CHANNELS:
                 decays_at = decay_at[:, None] + channel[None, :]
-                sums = tl.cumsum(tl.load(decays_at, mask=in_k, other=0.0), 0)
-                a, p = _channel_products(
-                    k_rows, q_rows, sums, k_at, decays_at, row, num_rows, in_k, k_token, decay_token, G
-                )
+                a, p = _channel_products(k_rows, q_rows, k_at, decays_at, num_rows, in_k, k_token, decay_token, G)
             else:
-                sum_of = tl.cumsum(tl.load(decay_at, mask=is_row, other=0.0), 0)
-                factor = tl.exp(tl.where(is_before, sum_of[:, None] - sum_of[None, :], 0.0))
+                decays = tl.load(decay_at, mask=is_row, other=0.0)
+                factor = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
                 a = tl.dot(k_rows, tl.trans(k_rows), input_precision="ieee") * factor
                 p = tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee") * factor
-                sums = sum_of[:, None]
             p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
             tl.store(to.products[:, None] + row[None, :], p.to(G.DTYPE), mask=is_row[:, None])
-            decayed = tl.exp(sums)
-            read = q_rows.to(tl.float32) * (decayed * G.SCALE)
+            since = _sums(decay_at, in_k, is_row, False, G)
+            read = q_rows.to(tl.float32) * (tl.exp(since) * G.SCALE)
             tl.store(to.read[:, None] + channel[None, :], read.to(G.DTYPE), mask=in_k)
-            last = tl.sum(tl.where(row[:, None] == _CHUNK - 1, sums, 0.0), 0)
-            write = k_rows.to(tl.float32) * tl.exp(last[None, :] - sums)
-            tl.store(to.write[:, None] + channel[None, :], write.to(G.DTYPE), mask=in_k)
+            # Tokens past the end have no decay: the last sum is that of the last token.
+            last = tl.exp(tl.sum(tl.where(row[:, None] == _CHUNK - 1, since, 0.0), 0))
             decay_to = chunk_decay_at(chunk_decays, place, head, G)
             if G.CHANNELS:
-                tl.store(decay_to + channel, tl.exp(last), mask=is_channel)
+                tl.store(decay_to + channel, last, mask=is_channel)
             else:
-                tl.store(decay_to + tl.arange(0, 1), tl.exp(last))
+                tl.store(decay_to + tl.arange(0, 1), last)
+            has_next = row < num_rows - 1
+            until = _sums(decay_at + decay_token, in_k & has_next[:, None], has_next, True, G)
+            write = k_rows.to(tl.float32) * tl.exp(until)
+            tl.store(to.write[:, None] + channel[None, :], write.to(G.DTYPE), mask=in_k)
             v_at = v + (token * v_token + head * v_head)[:, None] + column[None, :]
             if G.DELTA:
                 inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(G.DTYPE)
                 # Loaded again: registers have no room for them while the inverse is computed.
-                w = _rows(k_at, in_k, G).to(tl.float32) * (decayed * strength[:, None])
+                decayed = tl.exp(_sums(decay_at, in_k, is_row, False, G)) * strength[:, None]
+                w = _rows(k_at, in_k, G).to(tl.float32) * decayed
                 w = tl.dot(inverse, w.to(G.DTYPE), input_precision="ieee")
                 tl.store(to.w[:, None] + channel[None, :], w.to(G.DTYPE), mask=in_k)
                 u = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]

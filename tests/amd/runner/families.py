@@ -185,7 +185,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {}),
-    "qwen3_5": ("Qwen3_5", _GATED_DELTA),
+    "qwen3_5": ("Qwen3_5", {**_GATED_DELTA, "linear_conv_kernel_dim": 4}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_QWEN_EXPERTS}),
     "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
     "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1], "attention_bias": True}),

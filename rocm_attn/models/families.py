@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentTensors
+from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
@@ -48,13 +48,16 @@ from rocm_attn.models.hf_projections import (
     Projections,
     bias_everywhere_if_said,
     bias_on_qkv,
+    by_key_head,
+    by_kind,
     gated_heads,
     interleaved_rows,
     no_bias,
     normed_heads,
+    of_mamba,
     rows_with_indexers,
 )
-from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta
+from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta, mamba
 from rocm_attn.models.hf_rope import one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.rope import Rope
@@ -88,7 +91,8 @@ class Decoder:
     own_inputs: the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
-    recurrent_tensors: how a file holds the matrices around recurrent layers, if there are any
+    recurrent_projections: of recurrent layers, if there are any
+    renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -100,7 +104,8 @@ class Decoder:
     own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
     has_layer_factors: bool = False
     gguf: str = ""
-    recurrent_tensors: RecurrentTensors = RecurrentTensors.BY_KIND
+    recurrent_projections: Callable[[Fields], RecurrentProjections] = by_kind
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +240,7 @@ _QWEN3_NEXT_FAMILY = Family(
         gated_heads,
         rope_of_first_elements,
         norm_offset=1.0,
-        recurrent_tensors=RecurrentTensors.BY_KEY_HEAD,
+        recurrent_projections=by_key_head,
     ),
 )
 _QWEN3_5_FAMILY = Family(
@@ -247,6 +252,25 @@ _QWEN3_5_EXPERTS_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 2},
     Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0),
+)
+_BAMBA_FAMILY = Family(
+    HybridAttention(GroupedAttention(no_window), mamba),
+    {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+    Decoder(
+        swiglu_with_bias,
+        ropes=rope_of_first_elements,
+        recurrent_projections=of_mamba,
+        renamed={
+            ".feed_forward.": ".mlp.",
+            ".pre_ff_layernorm.": ".post_attention_layernorm.",
+            "model.final_layernorm.": "model.norm.",
+        },
+    ),
 )
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
@@ -268,6 +292,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
+    "BambaForCausalLM": _BAMBA_FAMILY,
     "Gemma2ForCausalLM": Family(
         GroupedAttention(even_layers_slide),
         _GEMMA2,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rocm_attn.models.config import RecurrentTensors
+from rocm_attn.models.config import RecurrentProjections, RecurrentTensors
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.shards import GroupedRows, HeadSpans, Shard, ShardRange
 from rocm_attn.models.tensors import TensorPart, TensorReader
-from rocm_serve.models.mlp_weights import Named
+from rocm_serve.models.mlp_weights import Named, with_bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +40,56 @@ class DeltaNetWeights:
         return None
 
 
-RecurrentWeights = DeltaNetWeights
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSpaceWeights:
+    """Weights of a Mamba2 layer, or a rank's part of them, as in DeltaNetWeights. A bias that the model lacks is None.
+
+    first:            [channels + value_heads * (value_dim + 1), hidden]; rows of C, B and x, which are q, k and v and
+                      the convolution's channels, then of the gate and of the step size
+    convolution:      [channels, width], convolution_bias: [channels]
+    decay_factor:     float32 [value_heads], below 0; A
+    step_bias:        float32 [value_heads]
+    skip:             float32 [value_heads, 1]; D
+    norm:             [value_heads * value_dim], over the heads of a group
+    num_normed:       elements of a group, over all ranks
+    out:              [hidden, value_heads * value_dim]
+    """
+
+    first: Tensor
+    first_bias: Tensor | None
+    convolution: Tensor
+    convolution_bias: Tensor | None
+    decay_factor: Tensor
+    step_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+    num_normed: int
+    out: Tensor
+    out_bias: Tensor | None
 
 
-def recurrent_shapes(layer: RecurrentLayer, tensors: RecurrentTensors, hidden: int) -> Named:
+RecurrentWeights = DeltaNetWeights | StateSpaceWeights
+
+
+def recurrent_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidden: int) -> Named:
     """Yields the name within a layer and the shape of every tensor around its recurrence, including its norm."""
+    if projections.tensors is RecurrentTensors.MAMBA:
+        yield from _mamba_shapes(layer, projections, hidden)
+    else:
+        yield from _delta_shapes(layer, projections.tensors, hidden)
+
+
+def _mamba_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidden: int) -> Named:
+    values, heads = layer.num_value_heads * layer.value_dim, layer.num_value_heads
+    yield from with_bias("mamba.in_proj", (layer.conv_channels + values + heads, hidden), projections.has_bias)
+    yield from with_bias("mamba.conv1d", (layer.conv_channels, 1, layer.conv_width), projections.convolved_bias)
+    for name in ("A_log", "dt_bias", "D"):
+        yield f"mamba.{name}", (heads,)
+    yield "mamba.norm.weight", (values,)
+    yield from with_bias("mamba.out_proj", (hidden, values), projections.has_bias)
+
+
+def _delta_shapes(layer: RecurrentLayer, tensors: RecurrentTensors, hidden: int) -> Named:
     values = layer.num_value_heads * layer.value_dim
     if tensors is RecurrentTensors.BY_KEY_HEAD:
         yield "linear_attn.in_proj_qkvz.weight", (layer.conv_channels + values, hidden)
@@ -62,16 +107,46 @@ def recurrent_shapes(layer: RecurrentLayer, tensors: RecurrentTensors, hidden: i
 
 
 def read_recurrent(
-    reader: TensorReader, layer: RecurrentLayer, tensors: RecurrentTensors, prefix: str, shard: Shard
+    reader: TensorReader, layer: RecurrentLayer, projections: RecurrentProjections, prefix: str, shard: Shard
 ) -> RecurrentWeights:
     """Reads a rank's part of the weights around a recurrence. Raises BadModel.
 
     layer:  of the whole model
     prefix: the start of the layer's names
     """
-    part = _Part(layer, f"{prefix}linear_attn.", shard.heads(layer.num_value_heads, layer.num_key_heads))
-    values = part.heads.q.of_elements(layer.value_dim)
-    out = f"{part.prefix}out_proj.weight"
+    heads = shard.heads(layer.num_value_heads, layer.num_key_heads)
+    if projections.tensors is RecurrentTensors.MAMBA:
+        return _read_mamba(reader, _Part(layer, f"{prefix}mamba.", heads), projections)
+    return _read_delta(reader, _Part(layer, f"{prefix}linear_attn.", heads), projections.tensors)
+
+
+def _read_mamba(reader: TensorReader, part: _Part, projections: RecurrentProjections) -> StateSpaceWeights:
+    first, first_bias, convolution, convolution_bias = (
+        list(part.of_mamba(name)) if wanted else []
+        for name, wanted in (
+            ("in_proj.weight", True),
+            ("in_proj.bias", projections.has_bias),
+            ("conv1d.weight", True),
+            ("conv1d.bias", projections.convolved_bias),
+        )
+    )
+    heads = part.heads.q
+    return StateSpaceWeights(
+        first=reader.join(*first),
+        first_bias=reader.join(*first_bias) if first_bias else None,
+        convolution=reader.join(*convolution).squeeze(1),
+        convolution_bias=reader.join(*convolution_bias) if convolution_bias else None,
+        decay_factor=-reader.in_float32(part.piece("A_log", heads)).exp(),
+        step_bias=reader.in_float32(part.piece("dt_bias", heads)),
+        skip=reader.in_float32(part.piece("D", heads))[:, None],
+        num_normed=part.layer.num_value_heads // part.layer.num_key_heads * part.layer.value_dim,
+        norm=reader.join(part.piece("norm.weight", heads.of_elements(part.layer.value_dim))),
+        out=reader.join(part.out(reader)),
+        out_bias=reader.join(part.piece("out_proj.bias")) if projections.has_bias else None,
+    )
+
+
+def _read_delta(reader: TensorReader, part: _Part, tensors: RecurrentTensors) -> DeltaNetWeights:
     rows = part.by_key_head() if tensors is RecurrentTensors.BY_KEY_HEAD else part.by_kind()
     return DeltaNetWeights(
         first=reader.join(*rows),
@@ -79,7 +154,7 @@ def read_recurrent(
         decay_factor=-reader.in_float32(part.piece("A_log", part.heads.q)).exp(),
         decay_bias=reader.in_float32(part.piece("dt_bias", part.heads.q)),
         norm=reader.join(part.piece("norm.weight")),
-        out=reader.join(TensorPart(out, (ShardRange.whole(reader.shapes[out][0]), values))),
+        out=reader.join(part.out(reader)),
     )
 
 
@@ -94,6 +169,25 @@ class _Part:
     def piece(self, name: str, *cut: ShardRange) -> TensorPart:
         """A tensor under its name within the recurrence, or a part of it."""
         return TensorPart(self.prefix + name, cut)
+
+    def out(self, reader: TensorReader) -> TensorPart:
+        """The output's matrix, with columns of the rank's value heads."""
+        name = f"{self.prefix}out_proj.weight"
+        hidden = ShardRange.whole(reader.shapes[name][0])
+        return TensorPart(name, (hidden, self.heads.q.of_elements(self.layer.value_dim)))
+
+    def of_mamba(self, name: str) -> Iterator[TensorPart]:
+        """The rows of StateSpaceWeights.first or .convolution; files have those of the gate first, and then x, B, C."""
+        layer = self.layer
+        values, keys = self.heads.q.of_elements(layer.value_dim), self.heads.kv.of_elements(layer.key_dim)
+        of_values, of_keys = layer.num_value_heads * layer.value_dim, layer.num_key_heads * layer.key_dim
+        is_first = name.startswith("in_proj")
+        x = of_values * is_first
+        for begin, span in ((x + of_values + of_keys, keys), (x + of_values, keys), (x, values)):
+            yield self.piece(name, span.after(begin))
+        if is_first:
+            yield self.piece(name, values)
+            yield self.piece(name, self.heads.q.after(x + layer.conv_channels))
 
     def channels(self, name: str) -> Iterator[TensorPart]:
         """Rows of q, of k and of v, of a tensor that holds those of all heads in this order."""

@@ -93,6 +93,18 @@ _QWEN_EXPERTS = {
 
 # name -> transformers' class (less "ForCausalLM") and the settings in addition to hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 8,
+        },
+    ),
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED}),
@@ -185,7 +197,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {}),
-    "qwen3_5": ("Qwen3_5", _GATED_DELTA),
+    "qwen3_5": ("Qwen3_5", {**_GATED_DELTA, "linear_conv_kernel_dim": 4}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_QWEN_EXPERTS}),
     "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
     "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1], "attention_bias": True}),

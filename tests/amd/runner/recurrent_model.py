@@ -30,7 +30,7 @@ class RecurrentTiny(ModelConfig):
     @property
     def attention(self) -> AttentionGeometry:
         """The attention layers, and the recurrent one."""
-        layers = tuple(layer.attention for layer in self.layers)
+        layers = tuple(layer.attention for layer in self.attending)
         return replace(AttentionGeometry.of(layers), recurrent=((0, LAYER),))
 
 

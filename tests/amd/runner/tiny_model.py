@@ -50,7 +50,7 @@ def word_tokenizer() -> Tokenizer:
 
 def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:
     """The model with these windows, one per layer."""
-    layers = zip(config.layers, window_left, strict=True)
+    layers = zip(config.attending, window_left, strict=True)
     return replace(
         config,
         layers=tuple(replace(layer, attention=replace(layer.attention, window_left=left)) for layer, left in layers),

@@ -17,7 +17,7 @@ def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: State
     row, end = torch.where(live, step.row_of_seq, 0).long(), step.kv_len
     start, tag = end - step.q_len, tags[row, 0]
     # of_row: [S, 2, 4], the headers of both slots of each row
-    of_row = headers.view(-1, 2, 4)[row]
+    of_row = headers[: 2 * len(tags)].view(-1, 2, 4)[row]
     written_at, first = of_row[..., 1], of_row[..., 2]
     serves = (of_row[..., 0] == tag[:, None]) & (written_at < start[:, None]) & (first <= start[:, None])
     serves &= start[:, None] <= of_row[..., 3]

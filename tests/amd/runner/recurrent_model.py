@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,10 @@ from rocm_attn.step.step import Part
 from rocm_serve import engine_runtime
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model, StepInputs
+from rocm_serve.models.weights import ModelWeights
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
-LAYER = RecurrentLayer(
-    Rule.GATED_DELTA, num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=8, conv_width=4
-)
-_V_ROW = LAYER.num_value_heads * LAYER.value_dim
+LAYER = RecurrentLayer(Rule.GATED_DELTA, num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=8, conv_width=4)
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,24 @@ class RecurrentTiny(ModelConfig):
 
 
 class RecurrentModel(Model):
-    """The tiny model; its embeddings pass the recurrent layer first."""
+    """The tiny model; its embeddings pass the recurrent layer first. Arguments are those of Model."""
 
     _step: Part
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, *others: Any, **options: Any) -> None:
+        super().__init__(config, weights, *others, **options)
+        generator = torch.Generator().manual_seed(5)
+
+        def random(rows: int, columns: int) -> Tensor:
+            return (torch.randn(rows, columns, generator=generator) * 0.4).to(weights.embedding)
+
+        hidden, heads = config.hidden_size, LAYER.num_value_heads
+        self._qkv, self._convolution = (
+            random(hidden, LAYER.conv_channels),
+            random(LAYER.conv_channels, LAYER.conv_width),
+        )
+        self._decay, self._beta = random(hidden, heads), random(hidden, heads)
+        self._out = random(heads * LAYER.value_dim, hidden) * 2
 
     def hidden_and_inputs(self, step: StepInputs, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """Like Model.hidden_and_inputs."""
@@ -50,24 +64,16 @@ class RecurrentModel(Model):
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden]: embeddings, and the recurrent layer's output added to them. token_ids: integer [T]"""
         rows, states = super().embed(token_ids), self._step.states
-        random = torch.Generator().manual_seed(5)
-
-        def projected(x: Tensor, size: int) -> Tensor:
-            return x @ (torch.randn(x.shape[1], size, generator=random) * 0.4).to(x)
-
-        num_tokens, key = len(rows), LAYER.num_key_heads * LAYER.key_dim
-        x = projected(rows, LAYER.conv_channels)
-        weight = (torch.randn(LAYER.conv_channels, LAYER.conv_width, generator=random) * 0.5).to(x)
-        mixed = torch.empty_like(x)
-        states.convolve(0, x, weight, None, mixed)
-        q, k, v = mixed.split([key, key, _V_ROW], 1)
-        decay, beta = -F.softplus(projected(rows, LAYER.num_value_heads)), projected(rows, LAYER.num_value_heads)
-        out = x.new_empty(num_tokens, LAYER.num_value_heads, LAYER.value_dim)
+        x = rows @ self._qkv
+        mixed, num_tokens = torch.empty_like(x), len(rows)
+        states.convolve(0, x, self._convolution, None, mixed)
+        key = LAYER.num_key_heads * LAYER.key_dim
+        q, k, v = mixed.split([key, key, LAYER.num_value_heads * LAYER.value_dim], 1)
         heads = num_tokens, LAYER.num_key_heads, LAYER.key_dim
-        states.recur(
-            0, q.view(heads), k.view(heads), v.view(out.shape), decay.float(), beta.sigmoid().float(), out
-        )
-        return rows + projected(out.flatten(1), rows.shape[1]) * 2
+        out = x.new_empty(num_tokens, LAYER.num_value_heads, LAYER.value_dim)
+        decay, beta = -F.softplus(rows @ self._decay).float(), (rows @ self._beta).sigmoid().float()
+        states.recur(0, q.view(heads), k.view(heads), v.view(out.shape), decay, beta, out)
+        return rows + out.flatten(1) @ self._out
 
 
 def recurrent_model(patch: pytest.MonkeyPatch, *window_left: int, device: torch.device | None = None) -> LoadedModel:

@@ -146,7 +146,8 @@ def problems_of(loaded: LoadedModel, options: EngineOptions) -> tuple[Problem, .
     """One problem for each layer that keeps K and V, over pages of one token. Raises BadSetting, Unsupported."""
     config, weights = loaded.config, loaded.weights
     geometry = config.attention.without_idle_windows(_max_kv_len(loaded, options))
-    has_scales = all(layer.kv_scale_values is not None for layer in weights.layers)
+    attending = (weights.layers[place] for place in config.places)
+    has_scales = all(layer.kv_scale_values is not None for layer in attending)
     kv = KVFormat.named(options.kv_dtype, options.kv_scales, detect_target(weights.device), has_scales=has_scales)
     return geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
 
@@ -180,13 +181,14 @@ def _max_kv_len(loaded: LoadedModel, options: EngineOptions) -> int:
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
     """The model, with its attention on a runtime, which gets the model's scales of eight-bit K and V, if any."""
-    for layer in range(loaded.config.attention.num_storing):
-        scale_values, form = loaded.weights.layers[layer].kv_scale_values, runtime.pool.layer(layer).format
+    config = loaded.config
+    for layer, place in enumerate(config.places[: config.attention.num_storing]):
+        scale_values, form = loaded.weights.layers[place].kv_scale_values, runtime.pool.layer(layer).format
         if scale_values is not None and form.scales in (Scales.LAYER, Scales.HEAD):
             k, v = (torch.full(form.scale_shape, scale_value) for scale_value in scale_values)
             runtime.set_kv_scales(layer, KVScales(k, v, made_for=KVEncoding.E4M3FN))
     return Model(
-        loaded.config,
+        config,
         loaded.weights,
         runtime.head_weights,
         max_kv_len=runtime.max_kv_len,

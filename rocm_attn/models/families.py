@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.models.config import Multipliers, OwnInputs
+from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentTensors
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
@@ -48,6 +48,7 @@ from rocm_attn.models.hf_projections import (
     Projections,
     bias_everywhere_if_said,
     bias_on_qkv,
+    gated_heads,
     interleaved_rows,
     no_bias,
     normed_heads,
@@ -87,6 +88,7 @@ class Decoder:
     own_inputs: the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
+    recurrent_tensors: how a file holds the matrices around recurrent layers, if there are any
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -98,6 +100,7 @@ class Decoder:
     own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
     has_layer_factors: bool = False
     gguf: str = ""
+    recurrent_tensors: RecurrentTensors = RecurrentTensors.BY_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,35 @@ _MINIMAX_M3_FAMILY = Family(
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
 )
-_QWEN_HYBRID = Family(HybridAttention(GroupedAttention(no_window), gated_delta))
+_QWEN_LAYERS = HybridAttention(GroupedAttention(no_window), gated_delta)
+_QWEN_HYBRID: dict[str, object] = {
+    "head_dim": 256,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "norm_topk_prob": True,
+}
+_QWEN3_NEXT_FAMILY = Family(
+    _QWEN_LAYERS,
+    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    Decoder(
+        qwen_experts,
+        gated_heads,
+        rope_of_first_elements,
+        norm_offset=1.0,
+        recurrent_tensors=RecurrentTensors.BY_KEY_HEAD,
+    ),
+)
+_QWEN3_5_FAMILY = Family(
+    _QWEN_LAYERS,
+    {**_QWEN_HYBRID, "num_key_value_heads": 4},
+    Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0),
+)
+_QWEN3_5_EXPERTS_FAMILY = Family(
+    _QWEN_LAYERS,
+    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0),
+)
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
 _GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))
@@ -270,11 +301,11 @@ FAMILIES: Mapping[str, Family] = {
     "KimiLinearForCausalLM": _KIMI_HYBRID,
     "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
     "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
-    "Qwen3NextForCausalLM": _QWEN_HYBRID,
-    "Qwen3_5ForCausalLM": _QWEN_HYBRID,
-    "Qwen3_5ForConditionalGeneration": _QWEN_HYBRID,
-    "Qwen3_5MoeForCausalLM": _QWEN_HYBRID,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN_HYBRID,
+    "Qwen3NextForCausalLM": _QWEN3_NEXT_FAMILY,
+    "Qwen3_5ForCausalLM": _QWEN3_5_FAMILY,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5_FAMILY,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_EXPERTS_FAMILY,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_EXPERTS_FAMILY,
     "Qwen4ExpForCausalLM": _QWEN_SPARSE_HYBRID,
     "Qwen4ExpForConditionalGeneration": _QWEN_SPARSE_HYBRID,
 }

@@ -35,6 +35,12 @@ def normed_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True),) * num_layers
 
 
+def gated_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Like normed_heads, with a gate on the output of each head."""
+    has_bias = fields.flag("attention_bias", False)
+    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True, gate=True),) * num_layers
+
+
 def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:
     """[layers] Like interleaved_rows, with an indexer in each layer that selects its own keys."""
 

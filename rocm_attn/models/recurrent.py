@@ -12,7 +12,7 @@ from rocm_attn.recurrence import Convolution, Recurrence, Update
 
 
 class Rule(enum.Enum):
-    """The rule by which a layer folds a token into its state: one decay for a head, or one for each element of k."""
+    """How a layer folds a token into its state: the delta rule, with decays of heads or of elements of k; or sums."""
 
     GATED_DELTA = "gated delta rule"
     KIMI_DELTA = "Kimi delta attention"

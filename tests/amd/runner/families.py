@@ -73,6 +73,24 @@ _GEMMA4 = {
 }
 _QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
+# so small and so fast to forget that a text of 20 tokens shows both
+_GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+_QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+
 # name -> transformers' class (less "ForCausalLM") and the settings in addition to hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
@@ -167,7 +185,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {}),
+    "qwen3_5": ("Qwen3_5", {**_GATED_DELTA, "linear_conv_kernel_dim": 4}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_QWEN_EXPERTS}),
     "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
+    "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1], "attention_bias": True}),
 }
 
 

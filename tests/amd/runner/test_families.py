@@ -67,7 +67,7 @@ def requests_of(served: Served) -> list[Request]:
 
 
 # A family's kind of attention could make serving depend on order: every run has one family of each kind, the night all.
-ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32")
+ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next")
 of_some_families = pytest.mark.parametrize(
     "served",
     [pytest.param(family, marks=[pytest.mark.nightly] * (family not in ONE_OF_EACH_KIND)) for family in FAMILIES],

@@ -88,9 +88,9 @@ def test_each_sequence_reads_the_slot_that_its_tokens_follow_from(
     error, places_wanted = 0, list[tuple[int, int, int]]()
     after = list(headers)
     for row, start, new in seqs:
-        source, target, pending, of_row = wanted(tags[row], headers[2 * row : 2 * row + 2], row, start, new, kept)
-        places_wanted.append((source, target, pending))
-        error |= WRONG_STATE * (source == LEFT_OUT and new > 0)
+        reads, writes, folds, of_row = wanted(tags[row], headers[2 * row : 2 * row + 2], row, start, new, kept)
+        places_wanted.append((reads, writes, folds))
+        error |= WRONG_STATE * (reads == LEFT_OUT and new > 0)
         if of_row is not None:
             after[2 * row : 2 * row + 2] = of_row
     places_wanted += [(LEFT_OUT, 0, 0)] * num_pads
@@ -102,7 +102,8 @@ def test_each_sequence_reads_the_slot_that_its_tokens_follow_from(
             kv_len=ints([start + new for _, start, new in seqs] + garbage),
             q_len=ints([new for _, _, new in seqs] + garbage),
         )
-        places = StatePlaces(*(ints([GARBAGE] * padded) for _ in range(3)), ints([0] * (padded + 1)), 1, 1)
+        source, target, pending = (ints([GARBAGE] * padded) for _ in range(3))
+        places = StatePlaces(source, target, pending, ints([0] * (padded + 1)), 1, 1)
         made = ints([word for slot in headers for word in _words(slot)]).view(-1, 4)
         launch(step, ints(tags)[:, None], made, places, kept=kept)
         found = list(zip(places.source.tolist(), places.target.tolist(), places.pending.tolist(), strict=True))

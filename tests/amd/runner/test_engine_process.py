@@ -21,7 +21,7 @@ from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
 from rocm_serve.engine_thread import EngineThread, Message, StepOutput
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Completion, Event, Request
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd import forked
 from tests.amd.runner.async_engines import LONG, read
@@ -49,7 +49,7 @@ def without_old_garbage() -> Iterator[Engine]:
     with served() as made:
         step = made.step
 
-        def checked() -> list[Completion]:
+        def checked() -> list[Event]:
             assert len(gc.get_objects()) < gc.get_freeze_count() / 10
             return step()
 

@@ -75,6 +75,21 @@ class RecurrentTensors(enum.Enum):
 
     BY_KEY_HEAD = "the rows of q, k, v and the gate of a key head, then those of the next one"
     BY_KIND = "q, k and v in one tensor, the gate in another"
+    MAMBA = "the rows of the gate, v, k and q, and the step sizes"
+    KIMI = "q, k and v each, with a convolution each; gates of a rank"
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentProjections:
+    """How a token's q, k and v are computed in a recurrent layer.
+
+    has_bias:       whether the projections of the input and of the output add a bias
+    convolved_bias: whether the convolution adds one
+    """
+
+    tensors: RecurrentTensors
+    has_bias: bool = False
+    convolved_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,7 @@ class RecurrentConfig:
 
     recurrent: RecurrentLayer
     mlp: Mlp
-    tensors: RecurrentTensors
+    projections: RecurrentProjections
 
     def on_one_of(self, num_ranks: int) -> RecurrentConfig:
         """The part of one tensor-parallel rank."""

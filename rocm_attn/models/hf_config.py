@@ -56,8 +56,9 @@ def _layers(
     layers: dict[int, LayerConfig | RecurrentConfig] = {
         place: LayerConfig(layer, rope, mlps[place], projections[place]) for place, layer, rope in attending
     }
+    of_recurrent = decoder.recurrent_projections(fields)
     for place, layer in attention.recurrent:
-        layers[place] = RecurrentConfig(layer, mlps[place], decoder.recurrent_tensors)
+        layers[place] = RecurrentConfig(layer, mlps[place], of_recurrent)
     return tuple(layers[place] for place in range(num_layers))
 
 

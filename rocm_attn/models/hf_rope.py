@@ -42,6 +42,11 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     return tuple(Rope(theta, layer.rope_dim, kind) for layer in attention.layers)
 
 
+def no_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] Rows that do not turn (Kimi-Linear)."""
+    return (Rope(1.0, 0),) * len(attention.layers)
+
+
 def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     """[layers] One rotary embedding, without scaling, of partial_rotary_factor of every row. Raises BadModel."""
     parameters = fields.inner("rope_parameters")

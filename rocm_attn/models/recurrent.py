@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rocm_attn.errors import Unsupported
 from rocm_attn.models.shards import Shard
 from rocm_attn.recurrence import Convolution, Recurrence, Update
 
@@ -62,6 +63,15 @@ class RecurrentLayer:
         )
 
     def on_one_of(self, num_ranks: int) -> RecurrentLayer:
-        """The part of one tensor-parallel rank: value heads are cut like query heads, key heads like KV heads."""
+        """The part of one tensor-parallel rank: value heads are cut like query heads, key heads like KV heads.
+
+        Raises Unsupported if a norm of Mamba2 would be cut that is not one over all heads.
+        """
+        if self.rule is Rule.STATE_SPACE and self.num_key_heads > 1 and self.num_key_heads % num_ranks:
+            raise Unsupported(
+                f"Mamba2's {self.num_key_heads} groups, each with a norm over its heads, are not divided over "
+                f"{num_ranks} ranks; use a number of ranks that divides the groups",
+                [],
+            )
         heads = Shard(0, num_ranks).heads(self.num_value_heads, self.num_key_heads)
         return replace(self, num_value_heads=heads.q.size, num_key_heads=heads.kv.size)

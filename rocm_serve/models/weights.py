@@ -161,7 +161,7 @@ def layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]
     """Yields the name within a layer and the shape of every tensor of it."""
     layer, hidden = config.layers[number], config.hidden_size
     if isinstance(layer, RecurrentConfig):
-        yield from recurrent_shapes(layer.recurrent, layer.tensors, hidden)
+        yield from recurrent_shapes(layer.recurrent, layer.projections, hidden)
     elif isinstance(layer.projections, LatentProjections):
         yield from latent_shapes(layer.attention, layer.projections, hidden)
     else:
@@ -273,7 +273,7 @@ def read_layer(reader: TensorReader, config: ModelConfig, number: int, shard: Sh
     norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
     return LayerWeights(
         attention_norm=norms["attention_norm"],
-        attention=read_recurrent(reader, layer.recurrent, layer.tensors, prefix, shard)
+        attention=read_recurrent(reader, layer.recurrent, layer.projections, prefix, shard)
         if isinstance(layer, RecurrentConfig)
         else _attention(reader, config, number, layer, shard),
         attention_out_norm=norms.get("attention_out_norm"),

@@ -93,6 +93,18 @@ _QWEN_EXPERTS = {
 
 # name -> transformers' class (less "ForCausalLM") and the settings in addition to hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 8,
+        },
+    ),
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED}),
@@ -146,6 +158,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
             "swiglu_limit": 2.0,
             "rope_parameters": _GPT_OSS_ROPE,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 20,
         },
     ),
     "minicpm3": (

@@ -61,7 +61,7 @@ class RecurrentWorld(World):
     @property
     def plain_options(self) -> EngineOptions:
         """Options of the reference, which serves one request at a time."""
-        return replace(super(RecurrentWorld, self).plain_options, max_batch_size=1, state_checkpoints=None)
+        return replace(super().plain_options, max_batch_size=1, state_checkpoints=None)
 
 
 def counts(worlds: Sequence[RecurrentWorld], device: torch.device | None = None) -> dict[str, int]:

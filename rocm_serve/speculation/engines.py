@@ -63,8 +63,8 @@ def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     small = load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
     if small.config.attention.recurrent:
         raise BadSetting(
-            f"speculative is {options.speculative}, a model with recurrent layers, and drafts are made in rounds on the "
-            "device, which have no states; use a draft model without recurrent layers, or ngram"
+            f"speculative is {options.speculative}, a model with recurrent layers, and drafts are made in rounds on "
+            "the device, which have no states; use a draft model without recurrent layers, or ngram"
         )
     return small
 

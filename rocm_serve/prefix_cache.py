@@ -211,7 +211,7 @@ class PrefixCache:
         if numbers:
             kept, of_pages = self._table.kept, (np.array(numbers, np.int32), np.array(page_nos, np.int32))
             if self._has_states:
-                self._make_room_for_states(np.count_nonzero(kept.states_due(*of_pages)))
+                self._make_room_for_states(int(np.count_nonzero(kept.states_due(*of_pages))))
             ids = kept.keep_all(*of_pages)
             for page, kept_id in zip(fresh.values(), ids.tolist(), strict=True):
                 page.kept_id = kept_id

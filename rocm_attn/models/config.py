@@ -76,6 +76,7 @@ class RecurrentTensors(enum.Enum):
     BY_KEY_HEAD = "the rows of q, k, v and the gate of a key head, then those of the next one"
     BY_KIND = "q, k and v in one tensor, the gate in another"
     MAMBA = "the rows of the gate, v, k and q, and the step sizes"
+    KIMI = "q, k and v each, with a convolution each; gates of a rank"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from rocm_attn.models.hf_mlp import (
     deepseek_v3_experts,
     geglu,
     gpt_oss_experts,
+    kimi_experts,
     qwen_experts,
     swiglu,
     swiglu_with_bias,
@@ -54,11 +55,12 @@ from rocm_attn.models.hf_projections import (
     interleaved_rows,
     no_bias,
     normed_heads,
+    of_kimi,
     of_mamba,
     rows_with_indexers,
 )
 from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta, mamba
-from rocm_attn.models.hf_rope import one_rope, rope_of_each_kind, rope_of_first_elements
+from rocm_attn.models.hf_rope import no_rope, one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.rope import Rope
 
@@ -114,11 +116,13 @@ class Family:
 
     defaults: values that a published file may leave out because the model's class has them; a null overrides one
     decoder:  None if the runner does not run the model; its attention is served all the same
+    names:    names of fields -> those in this family's files, which the usual ones may stand for too
     """
 
     attention: Callable[[Fields], AttentionGeometry]
     defaults: Mapping[str, object] = field(default_factory=dict)
     decoder: Decoder | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
@@ -144,8 +148,9 @@ def text_fields(config: Mapping[str, object]) -> Fields:
             f"the attention of {architecture} is not known; config.json must name one of {', '.join(FAMILIES)}"
         )
     text = config.get("text_config")
-    given = text if isinstance(text, Mapping) else config
-    return Fields({**FAMILIES[architecture].defaults, **given}, "config.json")
+    given, family = text if isinstance(text, Mapping) else config, FAMILIES[architecture]
+    named = {name: given[theirs] for name, theirs in family.names.items() if theirs in given}
+    return Fields({**family.defaults, **given, **named}, "config.json")
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
@@ -273,6 +278,30 @@ _BAMBA_FAMILY = Family(
     ),
 )
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
+_KIMI_LINEAR_FAMILY = Family(
+    HybridAttention(latent_layers, kimi_delta),
+    {"rms_norm_eps": 1e-5, "rope_interleave": False, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446},
+    Decoder(
+        kimi_experts,
+        interleaved_rows,
+        no_rope,
+        recurrent_projections=of_kimi,
+        renamed={
+            ".block_sparse_moe.": ".mlp.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+    ),
+    {
+        "max_position_embeddings": "model_max_length",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+    },
+)
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
 _GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))
 
@@ -323,7 +352,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV4ForCausalLM": Family(compressed_layers),
     "DeepseekV41ForCausalLM": Family(compressed_layers),
     "Glm5NextForConditionalGeneration": _GLM_HYBRID,
-    "KimiLinearForCausalLM": _KIMI_HYBRID,
+    "KimiLinearForCausalLM": _KIMI_LINEAR_FAMILY,
     "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
     "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
     "Qwen3NextForCausalLM": _QWEN3_NEXT_FAMILY,

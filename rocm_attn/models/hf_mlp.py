@@ -103,6 +103,17 @@ def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     return _after_dense(fields, num_layers, routing)
 
 
+def kimi_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """Like deepseek_v3_experts, in every layer after the first ones."""
+    scores, period = fields.text("moe_router_activation_func", "sigmoid"), fields.count("moe_layer_freq", 1)
+    if scores != "sigmoid" or period != 1:
+        raise BadModel(
+            f"config.json: moe_router_activation_func is {shown(scores)} and moe_layer_freq {period}; they must be "
+            "'sigmoid' and 1"
+        )
+    return deepseek_v3_experts(fields, num_layers)
+
+
 def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp, ...]:
     """[layers] first_k_dense_replace dense MLPs, then experts with shared ones, or as mlp_layer_types says."""
     _activation(fields, "hidden_act", "silu")

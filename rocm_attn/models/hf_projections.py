@@ -51,6 +51,11 @@ def by_kind(fields: Fields) -> RecurrentProjections:
     return RecurrentProjections(RecurrentTensors.BY_KIND)
 
 
+def of_kimi(fields: Fields) -> RecurrentProjections:
+    """The projections of Kimi's recurrent layers."""
+    return RecurrentProjections(RecurrentTensors.KIMI)
+
+
 def of_mamba(fields: Fields) -> RecurrentProjections:
     """The projections of Mamba2's layers, which add a bias as mamba_proj_bias and mamba_conv_bias say."""
     return RecurrentProjections(

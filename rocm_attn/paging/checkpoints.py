@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, slot_bytes
 
@@ -35,9 +35,14 @@ class StateMemory:
     page_size: int
 
     @property
+    def of_each_request(self) -> int:
+        """Bytes of the states of a request that runs."""
+        return SLOTS_OF_ROW * slot_bytes(self.recurrent)
+
+    @property
     def of_rows(self) -> int:
-        """Bytes of the states of requests that run."""
-        return SLOTS_OF_ROW * self.num_rows * slot_bytes(self.recurrent)
+        """Bytes of the states of all rows."""
+        return self.num_rows * self.of_each_request
 
     def of_checkpoints(self, num: int) -> int:
         """Bytes of so many checkpoints."""
@@ -46,6 +51,10 @@ class StateMemory:
     def checkpoints(self, kv_bytes: int) -> int:
         """The checkpoints next to pages of kv_bytes: as many bytes, and no more than one after each spacing."""
         return kv_bytes // self._least_kv_bytes if self.recurrent.layers else 0
+
+    def with_checkpoints(self, kv_bytes: int) -> RecurrentLayers:
+        """The layers, with the checkpoints next to pages of kv_bytes."""
+        return replace(self.recurrent, checkpoints=self.checkpoints(kv_bytes))
 
     def kv_bytes(self, num_bytes: int) -> int:
         """Memory for K and V, if they and checkpoints() together have num_bytes."""

@@ -129,7 +129,11 @@ class OverLatentRows:
         rows = torch.empty((*q.shape[:2], heads.head_dim), dtype=q.dtype, device=q.device)
         rows[..., :latent_dim] = linears.of_heads(q[..., :nope_dim], weights.absorbed_k)
         q_rope, latent = q[..., nope_dim:], row[..., :latent_dim]
-        attention.rope_and_store(self.number, q_rope, row, latent, rows[..., latent_dim:], self.work)
+        if self.work.rope is not None:
+            attention.rope_and_store(self.number, q_rope, row, latent, rows[..., latent_dim:], self.work)
+        else:
+            rows[..., latent_dim:] = q_rope
+            attention.rope_and_store(self.number, rows, row, latent, rows, self.work)
         q, out = rows, torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
         if isinstance(heads.indexer, AllKeys):
             attention.attend(self.number, q, out)
@@ -154,12 +158,12 @@ LayerAttention = OverHeads | OverLatentRows
 
 
 def layer_attention(
-    number: int, reads: int, layer: LayerConfig, weights: MixerWeights, arithmetic: Arithmetic, rope: RopeTable
+    number: int, reads: int, layer: LayerConfig, weights: MixerWeights, arithmetic: Arithmetic, rope: RopeTable | None
 ) -> LayerAttention:
     """The attention of layer `number`, which reads K and V of layer `reads`. rope: the layer's"""
     if isinstance(weights, LatentWeights):
         assert isinstance(layer.projections, LatentProjections), "weights are read by their config"
-        at_end = RopeTable(rope.cos_sin, at_end=True)
+        at_end = None if rope is None else RopeTable(rope.cos_sin, at_end=True)
         arithmetic = replace(arithmetic, eps=_LATENT_NORM_EPS)
         work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, _LATENT_NORM_EPS))
         return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic, layer.rope, work)

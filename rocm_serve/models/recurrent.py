@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention import CosSin
-from rocm_serve.models.recurrent_weights import DeltaNetWeights, StateSpaceWeights
+from rocm_serve.models.recurrent_weights import DeltaNetWeights, KimiDeltaWeights, StateSpaceWeights
 from rocm_serve.models.step_calls import StepCalls
 from rocm_serve.models.weights import MixerWeights
 
@@ -42,7 +42,7 @@ class GatedDeltaNet:
         decay = weights.decay_factor * F.softplus(a.float() + weights.decay_bias)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, decay, b.float().sigmoid(), out)
-        normed = self.arithmetic.norm(out.float(), weights.norm.float())
+        normed = self.arithmetic.norm(out.float(), weights.norm)
         return (normed * F.silu(gate.float().view(out.shape))).to(out.dtype).flatten(1)
 
 
@@ -72,7 +72,7 @@ class StateSpace:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, weights.decay_factor * size, size, out)
         gated = torch.addcmul(out.float(), weights.skip, v.float()).flatten(1) * F.silu(gate.float())
-        return (self._normed(gated) * weights.norm.float()).to(x.dtype)
+        return (self._normed(gated) * weights.norm).to(x.dtype)
 
     def _normed(self, rows: Tensor) -> Tensor:
         """[T, value_heads * value_dim]: each group divided by the root of its mean square. rows: float32, such"""
@@ -83,7 +83,37 @@ class StateSpace:
         return (groups * torch.rsqrt(squares / self.weights.num_normed + self.arithmetic.eps)).flatten(1)
 
 
-RecurrentMixer = GatedDeltaNet | StateSpace
+@dataclass(frozen=True, slots=True, eq=False)
+class KimiDelta:
+    """Kimi delta attention (arXiv 2510.26692), as transformers' KimiLinearDeltaAttention computes it.
+
+        decay = decay_factor * softplus(decay @ a + decay_bias)        for each element of k; beta = sigmoid(b)
+        out   = norm(recurrence) * sigmoid(gate @ g)                   for each head
+
+    number, form: see GatedDeltaNet
+    """
+
+    number: int
+    form: RecurrentLayer
+    weights: KimiDeltaWeights
+    arithmetic: Arithmetic
+
+    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+        """[T, value_heads * value_dim]; see OverHeads."""
+        form, weights, linears = self.form, self.weights, self.arithmetic.linears
+        heads, dim = form.num_value_heads, form.value_dim
+        rows = linears.linear(x, weights.first)
+        inputs, a, g, b = torch.split(rows, [form.conv_channels, dim, dim, heads], 1)
+        q, k, v = convolved(step, self.number, form, inputs, weights.convolution, None)
+        rates = F.softplus(linears.linear(a, weights.decay).float() + weights.decay_bias)
+        decay = weights.decay_factor * rates.view(v.shape)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        step.states.recur(self.number, q, k, v, decay, b.float().sigmoid(), out)
+        gate = linears.linear(g, weights.gate).float().sigmoid().view(v.shape)
+        return (self.arithmetic.norm(out.float(), weights.norm) * gate).to(out.dtype).flatten(1)
+
+
+RecurrentMixer = GatedDeltaNet | StateSpace | KimiDelta
 
 
 def convolved(
@@ -105,5 +135,7 @@ def recurrent_layer(number: int, form: RecurrentLayer, weights: MixerWeights, ar
     """The recurrence of layer `number` among the recurrent layers."""
     if isinstance(weights, StateSpaceWeights):
         return StateSpace(number, form, weights, arithmetic)
+    if isinstance(weights, KimiDeltaWeights):
+        return KimiDelta(number, form, weights, arithmetic)
     assert isinstance(weights, DeltaNetWeights), "weights are read by their config"
     return GatedDeltaNet(number, form, weights, arithmetic)

@@ -23,7 +23,7 @@ class DeltaNetWeights:
     convolution:  [channels, width]
     decay_factor: float32 [value_heads], below 0
     decay_bias:   float32 [value_heads]
-    norm:         [value_dim], on each head of the output
+    norm:         float32 [value_dim], on each head of the output
     out:          [hidden, value_heads * value_dim]
     """
 
@@ -50,7 +50,7 @@ class StateSpaceWeights:
     decay_factor:     float32 [value_heads], below 0; A
     step_bias:        float32 [value_heads]
     skip:             float32 [value_heads, 1]; D
-    norm:             [value_heads * value_dim], over the heads of a group
+    norm:             float32 [value_heads * value_dim], over the heads of a group
     num_normed:       elements of a group, over all ranks
     out:              [hidden, value_heads * value_dim]
     """
@@ -68,13 +68,42 @@ class StateSpaceWeights:
     out_bias: Tensor | None
 
 
-RecurrentWeights = DeltaNetWeights | StateSpaceWeights
+@dataclass(frozen=True, slots=True, eq=False)
+class KimiDeltaWeights:
+    """Weights of Kimi delta attention, or a rank's part of them, as in DeltaNetWeights. dim: of a row of q, k and v
+
+    first:        [channels + 2 * dim + heads, hidden]; rows of q, k and v, which the convolution takes, then of
+                  the inputs of decay and gate, whole on every rank, and of beta
+    decay_factor: float32 [heads, 1], below 0
+    decay:        [heads * dim, dim], decay_bias: float32 [heads * dim]
+    gate:         [heads * dim, dim]
+    norm:         float32 [dim], on each head of the output
+    """
+
+    first: Tensor
+    convolution: Tensor
+    decay_factor: Tensor
+    decay: Tensor
+    decay_bias: Tensor
+    gate: Tensor
+    norm: Tensor
+    out: Tensor
+
+    @property
+    def out_bias(self) -> None:
+        """The output has no bias."""
+        return None
+
+
+RecurrentWeights = DeltaNetWeights | StateSpaceWeights | KimiDeltaWeights
 
 
 def recurrent_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidden: int) -> Named:
     """Yields the name within a layer and the shape of every tensor around its recurrence, including its norm."""
     if projections.tensors is RecurrentTensors.MAMBA:
         yield from _mamba_shapes(layer, projections, hidden)
+    elif projections.tensors is RecurrentTensors.KIMI:
+        yield from _kimi_shapes(layer, hidden)
     else:
         yield from _delta_shapes(layer, projections.tensors, hidden)
 
@@ -87,6 +116,21 @@ def _mamba_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidd
         yield f"mamba.{name}", (heads,)
     yield "mamba.norm.weight", (values,)
     yield from with_bias("mamba.out_proj", (hidden, values), projections.has_bias)
+
+
+def _kimi_shapes(layer: RecurrentLayer, hidden: int) -> Named:
+    heads, dim = layer.num_value_heads, layer.value_dim
+    for name in "qkv":
+        yield f"self_attn.{name}_proj.weight", (heads * dim, hidden)
+        yield f"self_attn.{name}_conv1d.weight", (heads * dim, 1, layer.conv_width)
+    for name in "fg":
+        yield f"self_attn.{name}_a_proj.weight", (dim, hidden)
+        yield f"self_attn.{name}_b_proj.weight", (heads * dim, dim)
+    yield "self_attn.b_proj.weight", (heads, hidden)
+    yield "self_attn.A_log", (1, 1, heads, 1)
+    yield "self_attn.dt_bias", (heads * dim,)
+    yield "self_attn.o_norm.weight", (dim,)
+    yield "self_attn.o_proj.weight", (hidden, heads * dim)
 
 
 def _delta_shapes(layer: RecurrentLayer, tensors: RecurrentTensors, hidden: int) -> Named:
@@ -117,6 +161,8 @@ def read_recurrent(
     heads = shard.heads(layer.num_value_heads, layer.num_key_heads)
     if projections.tensors is RecurrentTensors.MAMBA:
         return _read_mamba(reader, _Part(layer, f"{prefix}mamba.", heads), projections)
+    if projections.tensors is RecurrentTensors.KIMI:
+        return _read_kimi(reader, _Part(layer, f"{prefix}self_attn.", heads))
     return _read_delta(reader, _Part(layer, f"{prefix}linear_attn.", heads), projections.tensors)
 
 
@@ -140,9 +186,27 @@ def _read_mamba(reader: TensorReader, part: _Part, projections: RecurrentProject
         step_bias=reader.in_float32(part.piece("dt_bias", heads)),
         skip=reader.in_float32(part.piece("D", heads))[:, None],
         num_normed=part.layer.num_value_heads // part.layer.num_key_heads * part.layer.value_dim,
-        norm=reader.join(part.piece("norm.weight", heads.of_elements(part.layer.value_dim))),
-        out=reader.join(part.out(reader)),
+        norm=reader.in_float32(part.piece("norm.weight", heads.of_elements(part.layer.value_dim))),
+        out=reader.join(part.out(reader, "out_proj.weight")),
         out_bias=reader.join(part.piece("out_proj.bias")) if projections.has_bias else None,
+    )
+
+
+def _read_kimi(reader: TensorReader, part: _Part) -> KimiDeltaWeights:
+    heads, one = part.heads.q, ShardRange.whole(1)
+    rows = heads.of_elements(part.layer.value_dim)
+    projected = [part.piece(f"{name}_proj.weight", rows) for name in "qkv"]
+    inputs = [part.piece(f"{name}_a_proj.weight") for name in "fg"]
+    factor = reader.in_float32(part.piece("A_log", one, one, heads))
+    return KimiDeltaWeights(
+        first=reader.join(*projected, *inputs, part.piece("b_proj.weight", heads)),
+        convolution=reader.join(*(part.piece(f"{name}_conv1d.weight", rows) for name in "qkv")).squeeze(1),
+        decay_factor=-factor.view(-1, 1).exp(),
+        decay=reader.join(part.piece("f_b_proj.weight", rows)),
+        decay_bias=reader.in_float32(part.piece("dt_bias", rows)),
+        gate=reader.join(part.piece("g_b_proj.weight", rows)),
+        norm=reader.in_float32(part.piece("o_norm.weight")),
+        out=reader.join(part.out(reader, "o_proj.weight")),
     )
 
 
@@ -153,8 +217,8 @@ def _read_delta(reader: TensorReader, part: _Part, tensors: RecurrentTensors) ->
         convolution=reader.join(*part.channels("conv1d.weight")).squeeze(1),
         decay_factor=-reader.in_float32(part.piece("A_log", part.heads.q)).exp(),
         decay_bias=reader.in_float32(part.piece("dt_bias", part.heads.q)),
-        norm=reader.join(part.piece("norm.weight")),
-        out=reader.join(part.out(reader)),
+        norm=reader.in_float32(part.piece("norm.weight")),
+        out=reader.join(part.out(reader, "out_proj.weight")),
     )
 
 
@@ -170,11 +234,10 @@ class _Part:
         """A tensor under its name within the recurrence, or a part of it."""
         return TensorPart(self.prefix + name, cut)
 
-    def out(self, reader: TensorReader) -> TensorPart:
+    def out(self, reader: TensorReader, name: str) -> TensorPart:
         """The output's matrix, with columns of the rank's value heads."""
-        name = f"{self.prefix}out_proj.weight"
-        hidden = ShardRange.whole(reader.shapes[name][0])
-        return TensorPart(name, (hidden, self.heads.q.of_elements(self.layer.value_dim)))
+        hidden = ShardRange.whole(reader.shapes[self.prefix + name][0])
+        return self.piece(name, hidden, self.heads.q.of_elements(self.layer.value_dim))
 
     def of_mamba(self, name: str) -> Iterator[TensorPart]:
         """The rows of StateSpaceWeights.first or .convolution; files have those of the gate first, and then x, B, C."""

@@ -160,6 +160,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _GPT_OSS_ROPE,
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+    ),
     "minicpm3": (
         "MiniCPM3",
         {

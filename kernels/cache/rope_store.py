@@ -21,13 +21,13 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
 from rocm_attn.kernels.cache.codes import (
-    GROUP_SCALES,
     HEAD_SCALES,
     NO_SCALES,
     TOKEN_SCALES,
     as_bfloat16,
     encoded,
     is_coded,
+    is_record,
     scale_of_rows,
     store_groups,
 )
@@ -203,9 +203,9 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
         if S.SCALES == TOKEN_SCALES:
             scale_value = tl.maximum(scale_value, scale_of_rows(near.to(tl.float32), ENCODING))
             scale_value = tl.maximum(scale_value, scale_of_rows(far.to(tl.float32), ENCODING))
-    if S.SCALES == GROUP_SCALES:
+    if is_record(S.SCALES):
         # One head's row: elements that do not turn have codes, and the others are stored as they are.
-        store_groups(rest, to.at, to.scale, R.REST, ENCODING)
+        store_groups(rest, to.at, to.scale, R.REST, ENCODING, S.SCALES)
         if R.PAIRS > 0:
             tl.store(to.apart + (near_place - R.REST), as_bfloat16(near), mask=is_pair)
             tl.store(to.apart + (far_place - R.REST), as_bfloat16(far), mask=is_pair)
@@ -270,6 +270,8 @@ def _rope_store_kernel(
     vp_group,
     vp_head,
     vp_vector,
+    page_scales,
+    token_scales,
     G: tl.constexpr,
 ):
     Q: tl.constexpr = G.q
@@ -301,8 +303,8 @@ def _rope_store_kernel(
             to = k_pages + at + head64 * kp_head
             scale = k_scale
             apart = k_apart
-            if K.SCALES == GROUP_SCALES:
-                scale = k_scale + at // 4
+            if is_record(K.SCALES):
+                scale = k_scale + page * page_scales + offset * token_scales
                 apart = k_apart + at // 2
             strange = _carry(
                 rows,
@@ -335,13 +337,13 @@ def launch_rope_store(
 
     Padded tokens of q_out are computed like others. At a position that the table does not have, q_out is NaN, and K is
     stored as 0 with the error bit.
-    pages:     linear, with any strides but the last, or vectorised; written in place. The elements after V of records
-               turn, and no others
+    pages:     linear, with any strides but the last, or vectorised; written in place. The elements of records that have
+               no codes turn, and no others
     null_page: whether page 0 belongs to no sequence
     """
     form = pages.format
     turned_elements = 0 if work.rope is None else work.rope.dim
-    assert pages.record is None or turned_elements == form.head_dim - form.v_head_dim, "a record turns what follows V"
+    assert pages.record is None or turned_elements == form.head_dim - form.coded, "a record turns what has no codes"
     k_row = RowGeometry.of(form.head_dim, work.rope, work.k_norm)
     v_row = RowGeometry.of(form.v_head_dim, None, work.v_norm)
     block = _heads_block(form.num_kv_heads, max(k_row.columns, v_row.columns))
@@ -354,16 +356,20 @@ def launch_rope_store(
         FIRST_SLOT=form.page_size if null_page else 0,
     )
     page_strides = *pages.keys.cells.stride()[:4], *pages.values.cells.stride()[:4]
-    scales, apart = (pages.k_scale, None) if pages.record is None else pages.record[1:]
+    scales, apart = pages.k_scale, None
+    record_strides: tuple[int, ...] = (0, 0)
+    if pages.record is not None:
+        _, scales, apart = pages.record
+        record_strides = scales.stride()[:2]
     memory = pages.raw_k, pages.raw_v, scales, pages.v_scale, apart
-    _launch(given, tokens, work, memory, page_strides, geometry)
+    _launch(given, tokens, work, memory, (*page_strides, *record_strides), geometry)
 
 
 def launch_rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
     """Writes q_out alone, for a layer that reads the pages that another one stores. See launch_rope_store."""
     geometry = _geometry(q, work)
     given, tokens = Projected(q, q, q, q_out), TokenPlaces(positions, positions, positions)
-    _launch(given, tokens, work, (q, q, None, None, None), (0,) * 8, geometry)
+    _launch(given, tokens, work, (q, q, None, None, None), (0,) * 10, geometry)
 
 
 def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:

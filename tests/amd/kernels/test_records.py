@@ -15,7 +15,7 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs.cache import store_kv
 from rocm_attn.kernels.refs.rope import rope_store
-from rocm_attn.kernels.sparse.arguments import AllTokens
+from rocm_attn.kernels.sparse.arguments import LastTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
@@ -116,7 +116,7 @@ def test_without_a_selection_a_token_sees_all_up_to_its_own(
         step, (4, 1), (152, 128), latent=True, encoding=encoding, scales=Scales.GROUP, dense=True, width=50, sinks=True
     )
     problem = build_selected(case, kernel_device)
-    args = problem.args._replace(selection=AllTokens(problem.args.tokens.max_kv_len))
+    args = problem.args._replace(selection=LastTokens(problem.args.tokens.max_kv_len))
     shape = {"gqa_ratio": 4, "head_dim": 152, "v_head_dim": 128, "dtype": case.dtype}
     tiles = selected_tiles(arch_of(kernel_device), **shape, is_coded=True, is_record=True)  # type: ignore[arg-type]
     cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)

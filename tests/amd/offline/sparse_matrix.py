@@ -15,10 +15,10 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
-    AllTokens,
     IndexArgs,
     Indexing,
     IndexPages,
+    LastTokens,
     LastUnit,
     Pooling,
     SelectedArgs,
@@ -132,7 +132,7 @@ class LayerRow:
             pages=self._pages(),
             table=_table(64),
             tokens=_tokens(1),
-            selection=AllTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens),
+            selection=LastTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens),
             out=torch.empty(NUM_TOKENS, num_heads, v_head_dim, dtype=self.dtype),
             lse=torch.empty(NUM_TOKENS, num_heads),
             sinks=torch.empty(num_heads),

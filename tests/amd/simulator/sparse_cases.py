@@ -11,10 +11,10 @@ from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
-    AllTokens,
     IndexArgs,
     Indexing,
     IndexPages,
+    LastTokens,
     LastUnit,
     SelectedArgs,
     SelectedKeys,
@@ -155,7 +155,7 @@ def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Sim
     problem = build_selected(replace(RECORDS, encoding=encoding), CPU)
     args = with_large_pages(problem.args) if is_large else problem.args
     dense = build_selected(replace(RECORDS, encoding=encoding, dense=True, width=70), CPU)
-    everything = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
+    everything = dense.args._replace(selection=LastTokens(dense.args.tokens.max_kv_len))
     head_dim, v_head_dim = RECORDS.dims
     tiles = selected_tiles(
         arch, gqa_ratio=16, head_dim=head_dim, v_head_dim=v_head_dim, dtype=BF16, is_coded=True, is_record=True
@@ -174,7 +174,7 @@ def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Sim
 def run_rows(arch: str) -> Simulation:
     """Runs folds of rows of 4 tokens that overlap, and of 3 from bfloat16, then attention in both modes."""
     dense, exact = build_selected(ROWS, CPU), build_selected(ROWS, CPU)
-    given = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
+    given = dense.args._replace(selection=LastTokens(dense.args.tokens.max_kv_len))
     tiles = selected_tiles(arch, gqa_ratio=16, head_dim=64, v_head_dim=64, dtype=BF16, is_coded=False)
     cut = selected_cut(len(given.q), given.selection.width, heads=given.heads, tiles=tiles, programs=60)
     workspace = torch.full((cut.words(len(given.q), 64),), float("nan"))

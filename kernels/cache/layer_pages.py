@@ -99,7 +99,7 @@ class LayerPages:
 
     @classmethod
     def latent(cls, memory: Tensor, form: PageFormat, scale: Tensor | None = None) -> LayerPages:
-        """Latent pages in memory, a page in each line. memory: [pages, form.line or more]; scale: of K and of V"""
+        """Latent pages in memory. memory: [pages, form.line], rows first, and then the footer; scale: of K and of V"""
         k = memory[:, : form.page_size * form.k_row].unflatten(1, (form.page_size, 1, form.k_row))
         return cls(k, k[..., : form.v_head_dim], form, scale, scale)
 

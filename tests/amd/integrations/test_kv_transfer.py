@@ -114,7 +114,8 @@ def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRunt
 
 
 def storages(runtime: AttentionRuntime) -> list[Tensor]:
-    return [tensor for space in runtime.table.spaces for tensor in runtime.pool.in_space(space.space)._storages()]
+    pools = (runtime.pool.in_space(table.space) for table in runtime.table.spaces)
+    return [line for pool in pools for layer in pool.layers for line in layer.lines]
 
 
 def assert_others_untouched(runtime: AttentionRuntime, pages: Tensor, before: Tensor) -> None:

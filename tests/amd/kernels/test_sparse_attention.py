@@ -36,6 +36,12 @@ CASES = {
     "records": SelectedCase(
         STEP, heads=(4, 1), dims=(152, 128), latent=True, encoding=Encoding.E4M3FN, scales=Scales.GROUP, sinks=True
     ),
+    "records_of_v4": SelectedCase(
+        STEP, heads=(4, 1), dims=(512, 512), latent=True, encoding=Encoding.E4M3FN, scales=Scales.FOOTER, sinks=True
+    ),
+    "footers_of_three_groups": SelectedCase(
+        STEP, heads=(4, 1), dims=(256, 256), latent=True, encoding=Encoding.E4M3FNUZ, scales=Scales.FOOTER
+    ),
     "records_of_three_groups": SelectedCase(
         STEP, heads=(4, 1), dims=(384, 384), latent=True, encoding=Encoding.E4M3FNUZ, scales=Scales.GROUP, unit_tokens=2
     ),

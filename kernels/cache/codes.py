@@ -287,6 +287,16 @@ def store_groups(v, codes, scales, DIM: tl.constexpr, ENCODING: tl.constexpr, SC
 
 
 @triton.jit
+def scales_of(scales, at, offset, NEARER: tl.constexpr):
+    """Pointers to the first scales of records.
+
+    scales: to that of page 0's first record; at: bytes from this record to each, int64; offset: places in their pages
+    NEARER: PageFormat.scales_nearer
+    """
+    return scales + (at - offset * NEARER) // (scales.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
 def group_scales(scales):
     """Scales of records as float32: unchanged, or powers of two, by their exponents (records.py)."""
     if scales.dtype == tl.uint8:

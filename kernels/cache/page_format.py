@@ -196,6 +196,11 @@ class PageFormat:
         return self.coded + scales + (self.head_dim - self.coded) * torch.bfloat16.itemsize
 
     @property
+    def scales_nearer(self) -> int:
+        """Bytes by which the scales of neighbouring records are nearer to each other than the records are."""
+        return self.k_row - self.record.footer if self.record is not None and self.record.footer else 0
+
+    @property
     def side_elements(self) -> tuple[int, int]:
         """Elements that a token takes in the K pages and in the V pages; V of latent pages is part of K."""
         v = 0 if self.kind is PoolKind.LATENT else self.v_head_dim

@@ -29,6 +29,7 @@ from rocm_attn.kernels.cache.codes import (
     is_coded,
     is_record,
     scale_of_rows,
+    scales_of,
     store_groups,
 )
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -84,6 +85,7 @@ class RopeStoreGeometry(NamedTuple):
     q, k, v:   its sides; k and v do nothing if STORES is False, nor does v if LATENT
     Q_BLOCKS:  programs of a token for its q
     PAGE_SIZE: tokens of a page
+    NEARER:    PageFormat.scales_nearer
     FIRST_SLOT: slots before it are dropped
     """
 
@@ -94,6 +96,7 @@ class RopeStoreGeometry(NamedTuple):
     STORES: bool
     LATENT: bool
     PAGE_SIZE: int
+    NEARER: int
     FIRST_SLOT: int
 
 
@@ -270,8 +273,6 @@ def _rope_store_kernel(
     vp_group,
     vp_head,
     vp_vector,
-    page_scales,
-    token_scales,
     G: tl.constexpr,
 ):
     Q: tl.constexpr = G.q
@@ -304,7 +305,7 @@ def _rope_store_kernel(
             scale = k_scale
             apart = k_apart
             if is_record(K.SCALES):
-                scale = k_scale + page * page_scales + offset * token_scales
+                scale = scales_of(k_scale, at, offset, G.NEARER)
                 apart = k_apart + at // 2
             strange = _carry(
                 rows,
@@ -353,23 +354,20 @@ def launch_rope_store(
         STORES=True,
         LATENT=form.kind is PoolKind.LATENT,
         PAGE_SIZE=form.page_size,
+        NEARER=form.scales_nearer,
         FIRST_SLOT=form.page_size if null_page else 0,
     )
     page_strides = *pages.keys.cells.stride()[:4], *pages.values.cells.stride()[:4]
-    scales, apart = pages.k_scale, None
-    record_strides: tuple[int, ...] = (0, 0)
-    if pages.record is not None:
-        _, scales, apart = pages.record
-        record_strides = scales.stride()[:2]
+    scales, apart = (pages.k_scale, None) if pages.record is None else pages.record[1:]
     memory = pages.raw_k, pages.raw_v, scales, pages.v_scale, apart
-    _launch(given, tokens, work, memory, (*page_strides, *record_strides), geometry)
+    _launch(given, tokens, work, memory, page_strides, geometry)
 
 
 def launch_rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
     """Writes q_out alone, for a layer that reads the pages that another one stores. See launch_rope_store."""
     geometry = _geometry(q, work)
     given, tokens = Projected(q, q, q, q_out), TokenPlaces(positions, positions, positions)
-    _launch(given, tokens, work, (q, q, None, None, None), (0,) * 10, geometry)
+    _launch(given, tokens, work, (q, q, None, None, None), (0,) * 8, geometry)
 
 
 def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
@@ -377,7 +375,7 @@ def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
     row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
     block = _heads_block(q.shape[1], row.columns)
     side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).number, Scales.NONE.number)
-    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0)
+    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0, 0)
 
 
 def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:

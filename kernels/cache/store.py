@@ -31,6 +31,7 @@ from rocm_attn.kernels.cache.codes import (
     encoded,
     is_coded,
     scale_of_rows,
+    scales_of,
     store_groups,
 )
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -149,6 +150,7 @@ class RecordGeometry(NamedTuple):
     CODED, REST:                 elements that have codes, and those after them
     CODED_COLUMNS, REST_COLUMNS: with padding
     ENCODING, SCALES:            numbers of the codes' Encoding and of Scales
+    NEARER:                      PageFormat.scales_nearer
     FIRST_SLOT:                  slots before it are dropped
     """
 
@@ -159,6 +161,7 @@ class RecordGeometry(NamedTuple):
     REST_COLUMNS: int
     ENCODING: int
     SCALES: int
+    NEARER: int
     FIRST_SLOT: int
 
 
@@ -173,17 +176,14 @@ def _store_records_kernel(
     k_token,
     page_bytes,
     token_bytes,
-    page_scales,
-    token_scales,
     G: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot = tl.load(slot_of_token + token).to(tl.int64)
     if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
         row = k + token.to(tl.int64) * k_token
-        page = slot // G.PAGE_SIZE
         offset = slot % G.PAGE_SIZE
-        at = page * page_bytes + offset * token_bytes
+        at = slot // G.PAGE_SIZE * page_bytes + offset * token_bytes
         # All loads come before the first store, because no load could pass a store.
         d = tl.arange(0, G.CODED_COLUMNS)[None, :]
         coded = tl.load(row + d, mask=d < G.CODED, other=0.0)
@@ -192,8 +192,8 @@ def _store_records_kernel(
             is_rest = rest_d < G.REST
             rest_row = tl.load(row + G.CODED + rest_d, mask=is_rest, other=0.0)
         coded, strange = _finite_row(coded)
-        scales_at = page * page_scales + offset * token_scales
-        store_groups(coded, codes + at, scales + scales_at, G.CODED, G.ENCODING, G.SCALES)
+        scales = scales_of(scales, at, offset, G.NEARER)
+        store_groups(coded, codes + at, scales, G.CODED, G.ENCODING, G.SCALES)
         if G.REST > 0:
             rest_row, rest_strange = _finite_row(rest_row)
             strange |= rest_strange
@@ -255,9 +255,10 @@ def _launch_records(k: Tensor, slot_of_token: Tensor, counts: Tensor, pages: Lay
         triton.next_power_of_2(max(rest, 1)),
         form.encoding.number,
         form.scales.number,
+        form.scales_nearer,
         form.page_size if null_page else 0,
     )
-    strides = k.stride(0), *record.codes.stride()[:2], *record.scales.stride()[:2]
+    strides = k.stride(0), *record.codes.stride()[:2]
     launch(_store_records_kernel, k.shape[:1], k, slot_of_token, counts, *record, *strides, G=geometry, num_warps=1)
 
 

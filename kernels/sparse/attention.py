@@ -32,8 +32,9 @@ from rocm_attn.kernels.attention.coded import (
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import in_range, rounded, sum_by_pairs
-from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, group_of, group_scales, is_record
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, group_of, group_scales, is_record, scales_of
 from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
@@ -56,16 +57,6 @@ class Listing(NamedTuple):
     visible: Any
     pages: Any
     width: Any
-
-
-class RecordPointers(NamedTuple):
-    """Parts of records (records.py), and the distances between the scales of pages and of tokens."""
-
-    codes: Any
-    scales: Any
-    rest: Any
-    page_scales: Any
-    token_scales: Any
 
 
 class SparseQuery(NamedTuple):
@@ -117,16 +108,16 @@ def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.c
 
 
 @triton.jit
-def _load_latents(record, page, offset, k_at, live, G: tl.constexpr):
-    """V of records, float32 [n, K_COLUMNS]: codes times scales, and the part of the rest that is V.
+def _load_latents(record, offset, k_at, live, DTYPE: tl.constexpr, G: tl.constexpr):
+    """V of records, DTYPE [n, K_COLUMNS]: codes times scales, and the part of the rest that is V.
 
-    page, offset: places, int64 [n]; k_at: bytes from the first record to each, int64 [n]
+    offset: places in pages; k_at: bytes from the first record to each; int64 [n]
     """
     GROUP: tl.constexpr = group_of(G.coding.SCALES)
     GROUPS: tl.constexpr = G.K_COLUMNS // GROUP
     codes = _load_rows(record.codes + k_at, live, 0, G.K_COLUMNS, G.CODED)
-    scales_at = page * record.page_scales + offset * record.token_scales
-    scale = group_scales(_load_rows(record.scales + scales_at, live, 0, GROUPS, G.CODED // GROUP))
+    scales = scales_of(record.scales, k_at, offset, G.NEARER)
+    scale = group_scales(_load_rows(scales, live, 0, GROUPS, G.CODED // GROUP))
     groups = tl.reshape(decoded(codes, G.coding.ENCODING, tl.float32), [G.KEY_BLOCK, GROUPS, GROUP])
     values = tl.reshape(groups * scale[:, :, None], [G.KEY_BLOCK, G.K_COLUMNS])
     if G.CODED < G.K_DIM:
@@ -135,7 +126,7 @@ def _load_latents(record, page, offset, k_at, live, G: tl.constexpr):
         rest = record.rest + k_at // 2 - G.CODED
         plain = tl.load(rest[:, None] + column[None, :], mask=live[:, None] & is_rest[None, :], other=0.0)
         values = tl.where(is_rest[None, :], plain.to(tl.float32), values)
-    return values
+    return rounded(values, DTYPE)
 
 
 @triton.jit
@@ -168,7 +159,7 @@ def _attend(query, k_side, v_side, record, scale_values, listing, G: tl.constexp
         k_at = page * k_side.page + offset * k_side.token
         k_rows = k_side.at + k_at
         if is_record(C.SCALES):
-            k = rounded(_load_latents(record, page, offset, k_at, live, G), DTYPE)
+            k = _load_latents(record, offset, k_at, live, DTYPE, G)
             k_block = k
         else:
             k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.K_DIM)
@@ -238,8 +229,6 @@ def _selected_attention_kernel(
     vp_page,
     vp_token,
     vp_head,
-    page_scales,
-    token_scales,
     table_row,
     out_token,
     out_head,
@@ -283,7 +272,7 @@ def _selected_attention_kernel(
             SparseQuery(q_block, q_rest, k_scaled),
             PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head),
             PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head),
-            RecordPointers(k_pages, record_scales, record_rest, page_scales, token_scales),
+            RecordParts(k_pages, record_scales, record_rest),
             ScalePointers(k_scale, v_scale, kv_head),
             Listing(listed, hidden, first, end, visible, line, width),
             G,
@@ -373,7 +362,6 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         args.q.stride(1),
         *pages.k.stride()[:3],
         *pages.v.stride()[:3],
-        *((0, 0) if pages.record is None else pages.record.scales.stride()[:2]),
         args.table.stride(0),
         args.out.stride(0),
         args.out.stride(1),
@@ -406,6 +394,7 @@ def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: 
         V_HEAD_DIM=v_head_dim,
         K_DIM=v_head_dim if is_latent else head_dim,
         CODED=form.coded,
+        NEARER=form.scales_nearer,
         K_COLUMNS=max(16, next_power_of_2(v_head_dim if is_latent else head_dim)),
         V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
         REST=max(16, next_power_of_2(rest)) if rest else 0,

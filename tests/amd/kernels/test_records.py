@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.cache.codes import group_scales
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, FormatMismatch, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.records import RecordParts
@@ -27,6 +23,7 @@ from rocm_attn.kernels.sparse.arguments import LastTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
+from tests.amd.kernels.codes_kernels import scales_of_exponents
 from tests.amd.kernels.record_cases import POISON, RecordPages
 from tests.amd.kernels.sparse_cases import UNTOUCHED, SelectedCase, Step, arch_of, build_selected
 
@@ -104,21 +101,14 @@ def test_every_exponent_of_a_footer_is_read_as_a_power_of_two(exponent: int, ker
     k = pages.read_keys(*(torch.tensor([each], device=kernel_device) for each in (2, 3)))
     expected = RecordPages((128, 128), Encoding.E4M3FN, PAGE_SIZE, Scales.FOOTER).value(held_by(pages)[2], 3)
     torch.testing.assert_close(k[0, 0].cpu().double(), expected, rtol=0.0, atol=0.0, equal_nan=True)
-    out = torch.zeros(4, dtype=torch.float32, device=kernel_device)
-    _scales_kernel[(1,)](torch.full((4,), exponent, dtype=torch.uint8, device=kernel_device), out)
-    torch.testing.assert_close(out.cpu().double(), expected[:4], rtol=0.0, atol=0.0, equal_nan=True)
+    read = scales_of_exponents(torch.full((4,), exponent, dtype=torch.uint8, device=kernel_device))
+    torch.testing.assert_close(read.cpu().double(), expected[:4], rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _ones(exponent: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the parts of a page: codes of 1, an exponent, and bfloat16 of 2."""
     codes = torch.full((1, PAGE_SIZE, 1, 64), 0x38, dtype=torch.uint8, device=device)
     return codes, torch.full_like(codes[..., :1], exponent), torch.full_like(codes, 2).bfloat16()
-
-
-@triton.jit
-def _scales_kernel(scales: Any, out: Any) -> None:
-    at = tl.arange(0, 4)
-    tl.store(out + at, group_scales(tl.load(scales + at)))
 
 
 @every_store

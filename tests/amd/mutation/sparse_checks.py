@@ -151,15 +151,20 @@ def selected_attention(memory: Memory) -> None:
             scales=Scales.GROUP,
             sinks=True,
         ),
-        SelectedCase(
-            STEP,
-            heads=(3, 1),
-            dims=(256, 256),
-            width=9,
-            latent=True,
-            encoding=Encoding.E4M3FN,
-            scales=Scales.FOOTER,
-            sinks=True,
+        # With a dense selection the last row of the memory is read.
+        *(
+            SelectedCase(
+                Step([21, 1, 7, 8], [3, 1, 2, 1], page_size=4, tail=1),
+                heads=(3, 1),
+                dims=(192, 192),
+                width=21,
+                latent=True,
+                encoding=Encoding.E4M3FN,
+                scales=Scales.FOOTER,
+                sinks=True,
+                dense=dense,
+            )
+            for dense in (False, True)
         ),
     ):
         for programs in (1, 100):

@@ -179,9 +179,9 @@ def test_what_no_record_can_hold_is_no_problem() -> None:
         ):
             replace(good, **wrong)
     of_pages = record_layer(scales=Scales.FOOTER)
-    for wrong in ({"v_head_dim": 128}, {"head_dim": 200, "v_head_dim": 200}, {"head_dim": 640, "v_head_dim": 640}):
+    for head_dim, v_head_dim in ((192, 128), (200, 200), (640, 640)):
         with pytest.raises(BadProblem, match="that is 64 more than a multiple of 64, at most 8 times, and no"):
-            replace(of_pages, **wrong)
+            replace(of_pages, head_dim=head_dim, v_head_dim=v_head_dim)
     with pytest.raises(BadProblem, match="index keys have one head and no records"):
         replace(indexer(TOKENS), key_encoding=KVEncoding.E4M3FN, key_scales=Scales.GROUP)
 

@@ -313,7 +313,16 @@ def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
 @pytest.mark.parametrize("scales", RECORDS, ids=lambda scales: scales.name)
 def test_records_of_accepted_drafts_move_with_their_scales(scales: Scales, device: torch.device) -> None:
     """Masks over records are torch's alone."""
-    serve_trees(World.build([replace(record_layer(scales=scales), custom_mask=True)], device, "torch", num_pages=80))
+    problem = replace(record_layer(scales=scales), custom_mask=True)
+    serve_trees(UnevenWorld.build([problem], device, "torch", num_pages=80))
+
+
+class UnevenWorld(World):
+    """A world whose tokens differ in size, so that the scales of neighbours differ."""
+
+    def random(self, *shape: int) -> torch.Tensor:
+        rows = super().random(*shape)
+        return rows * 2.0 ** torch.randint(-3, 2, (shape[0], 1, 1), generator=self.generator).to(rows)
 
 
 def serve_trees(world: World) -> None:

@@ -153,10 +153,10 @@ def test_rope_and_store_writes_the_records_of_its_twin(
         launch_rope_store(Projected(q, k, k, q), TokenPlaces(positions, slots, counts), QkvWork(None), pages)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(4, interpreted=3)
 @every_encoding
 @pytest.mark.parametrize("programs", [1, 40])
-@pytest.mark.parametrize("width", [50, 7])
+@pytest.mark.parametrize("width", [50, 20])
 @pytest.mark.parametrize(("dims", "scales"), [((152, 128), Scales.GROUP), ((192, 192), Scales.FOOTER)], ids=str)
 def test_without_a_selection_a_token_sees_the_last_ones_up_to_its_own(
     dims: tuple[int, int], scales: Scales, width: int, programs: int, encoding: Encoding, kernel_device: torch.device

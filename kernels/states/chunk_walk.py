@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, rows_of
+from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
 from rocm_attn.kernels.states.fold_token import fold_token, normal_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -106,12 +106,12 @@ def _chunk_walk_kernel(
             operand = states.to(G.DTYPE)
             if G.DELTA:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
-                changes -= tl.dot(w, operand, input_precision="ieee")
+                changes -= tl.dot(w, operand, input_precision=exact())
             changed = changes.to(G.DTYPE)
             read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
-            result = tl.dot(read, operand, input_precision="ieee")
-            result = tl.dot(products, changed, result, input_precision="ieee")
+            result = tl.dot(read, operand, input_precision=exact())
+            result = tl.dot(products, changed, result, input_precision=exact())
             out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
             decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
@@ -120,7 +120,7 @@ def _chunk_walk_kernel(
             else:
                 states = states * tl.load(decay_at)
             write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
-            states = tl.dot(tl.trans(write), changed, states, input_precision="ieee")
+            states = tl.dot(tl.trans(write), changed, states, input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 

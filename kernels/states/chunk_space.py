@@ -24,7 +24,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 _CHUNK = tl.constexpr(arguments.CHUNK)
 # Rows and columns of a product are no fewer.
 _LEAST_BLOCK = 16
-_MOST_OF_A_PART = 64
+_BYTES_OF_A_PART = 128
 
 
 class ChunkGeometry(NamedTuple):
@@ -87,6 +87,7 @@ def chunk_geometry(
     num_decays = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads
     num_decays *= dk if slots.has_channels else 1
     dk_block, dv_block = (max(_LEAST_BLOCK, next_power_of_2(dim)) for dim in (dk, dv))
+    part = _BYTES_OF_A_PART // slots.k.itemsize
     geometry = ChunkGeometry(
         HEADS=num_heads,
         RATIO=num_heads // slots.k.shape[2],
@@ -94,8 +95,8 @@ def chunk_geometry(
         DV=dv,
         DK_BLOCK=dk_block,
         DV_BLOCK=dv_block,
-        DK_PART=min(dk_block, _MOST_OF_A_PART),
-        DV_PART=min(dv_block, _MOST_OF_A_PART),
+        DK_PART=min(dk_block, part),
+        DV_PART=min(dv_block, part),
         CHANNELS=slots.has_channels,
         DELTA=recurrence.delta,
         SCALE=recurrence.scale,

@@ -24,8 +24,9 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
-# Columns of a program's state.
-_COLUMNS = 32
+# Columns of a program's state, and bytes of the copy of it that is an operand.
+_STATE_BYTES = 8192
+_MOST_COLUMNS = 32
 
 
 @triton.jit
@@ -140,8 +141,8 @@ def launch_chunk_walk(
     """
     assert most_q_len >= slots.most_kept
     _, num_heads, _, dv = slots.state.shape
-    columns = max(16, min(next_power_of_2(dv), _COLUMNS))
     geometry, rows, chunk_decays = chunk_geometry(recurrence, slots, places, workspace)
+    columns = max(16, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_BYTES // (geometry.DK_BLOCK * slots.k.itemsize)))
     kept_strides = (*slots.k.stride()[:3], *slots.v.stride()[:3], *slots.decay.stride()[:3], *slots.beta.stride()[:2])
     launch(
         _chunk_walk_kernel,

@@ -34,7 +34,7 @@ from rocm_attn.selection.pages import PageChoice
 _STATE = (
     "recurrent, {rule}, {num_value_heads} value heads over {num_key_heads} key heads, each with a {state_dtype} state "
     "of {key_dim} x {value_dim}, convolution of width {conv_width} over {conv_channels} channels\n"
-    "  no pages: {bytes_per_request} bytes a layer and request, which rocm_attn does not keep"
+    "  no pages: {bytes_per_request} bytes a layer and request, in two slots: a step reads the one and writes the other"
 )
 
 

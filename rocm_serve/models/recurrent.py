@@ -42,7 +42,7 @@ class GatedDeltaNet:
         decay = weights.decay_factor * F.softplus(a.float() + weights.decay_bias)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, decay, b.float().sigmoid(), out)
-        normed = self.arithmetic.norm(out.float(), weights.norm.float())
+        normed = self.arithmetic.norm(out.float(), weights.norm)
         return (normed * F.silu(gate.float().view(out.shape))).to(out.dtype).flatten(1)
 
 
@@ -72,7 +72,7 @@ class StateSpace:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, weights.decay_factor * size, size, out)
         gated = torch.addcmul(out.float(), weights.skip, v.float()).flatten(1) * F.silu(gate.float())
-        return (self._normed(gated) * weights.norm.float()).to(x.dtype)
+        return (self._normed(gated) * weights.norm).to(x.dtype)
 
     def _normed(self, rows: Tensor) -> Tensor:
         """[T, value_heads * value_dim]: each group divided by the root of its mean square. rows: float32, such"""
@@ -110,7 +110,7 @@ class KimiDelta:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, decay, b.float().sigmoid(), out)
         gate = linears.linear(g, weights.gate).float().sigmoid().view(v.shape)
-        return (self.arithmetic.norm(out.float(), weights.norm.float()) * gate).to(out.dtype).flatten(1)
+        return (self.arithmetic.norm(out.float(), weights.norm) * gate).to(out.dtype).flatten(1)
 
 
 RecurrentMixer = GatedDeltaNet | StateSpace | KimiDelta

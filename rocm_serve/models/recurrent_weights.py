@@ -23,7 +23,7 @@ class DeltaNetWeights:
     convolution:  [channels, width]
     decay_factor: float32 [value_heads], below 0
     decay_bias:   float32 [value_heads]
-    norm:         [value_dim], on each head of the output
+    norm:         float32 [value_dim], on each head of the output
     out:          [hidden, value_heads * value_dim]
     """
 
@@ -50,7 +50,7 @@ class StateSpaceWeights:
     decay_factor:     float32 [value_heads], below 0; A
     step_bias:        float32 [value_heads]
     skip:             float32 [value_heads, 1]; D
-    norm:             [value_heads * value_dim], over the heads of a group
+    norm:             float32 [value_heads * value_dim], over the heads of a group
     num_normed:       elements of a group, over all ranks
     out:              [hidden, value_heads * value_dim]
     """
@@ -77,7 +77,7 @@ class KimiDeltaWeights:
     decay_factor: float32 [heads, 1], below 0
     decay:        [heads * dim, dim], decay_bias: float32 [heads * dim]
     gate:         [heads * dim, dim]
-    norm:         [dim], on each head of the output
+    norm:         float32 [dim], on each head of the output
     """
 
     first: Tensor
@@ -186,7 +186,7 @@ def _read_mamba(reader: TensorReader, part: _Part, projections: RecurrentProject
         step_bias=reader.in_float32(part.piece("dt_bias", heads)),
         skip=reader.in_float32(part.piece("D", heads))[:, None],
         num_normed=part.layer.num_value_heads // part.layer.num_key_heads * part.layer.value_dim,
-        norm=reader.join(part.piece("norm.weight", heads.of_elements(part.layer.value_dim))),
+        norm=reader.in_float32(part.piece("norm.weight", heads.of_elements(part.layer.value_dim))),
         out=reader.join(part.out(reader, "out_proj.weight")),
         out_bias=reader.join(part.piece("out_proj.bias")) if projections.has_bias else None,
     )
@@ -205,7 +205,7 @@ def _read_kimi(reader: TensorReader, part: _Part) -> KimiDeltaWeights:
         decay=reader.join(part.piece("f_b_proj.weight", rows)),
         decay_bias=reader.in_float32(part.piece("dt_bias", rows)),
         gate=reader.join(part.piece("g_b_proj.weight", rows)),
-        norm=reader.join(part.piece("o_norm.weight")),
+        norm=reader.in_float32(part.piece("o_norm.weight")),
         out=reader.join(part.out(reader, "o_proj.weight")),
     )
 
@@ -217,7 +217,7 @@ def _read_delta(reader: TensorReader, part: _Part, tensors: RecurrentTensors) ->
         convolution=reader.join(*part.channels("conv1d.weight")).squeeze(1),
         decay_factor=-reader.in_float32(part.piece("A_log", part.heads.q)).exp(),
         decay_bias=reader.in_float32(part.piece("dt_bias", part.heads.q)),
-        norm=reader.join(part.piece("norm.weight")),
+        norm=reader.in_float32(part.piece("norm.weight")),
         out=reader.join(part.out(reader, "out_proj.weight")),
     )
 

@@ -195,7 +195,8 @@ def load_weights(
     """Reads a rank's part of the weights of the model, one tensor at a time.
 
     config: of the whole model
-    dtype:  of all weights except sinks and norms with an offset, which are float32: 1 + w needs more digits than w
+    dtype:  of all weights except sinks, norms with an offset, and the decays and norms of recurrences, which are
+            float32: 1 + w needs more digits than w
     shard:  the part; each rank holds the whole embedding
     Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite.
     """

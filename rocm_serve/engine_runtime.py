@@ -230,7 +230,7 @@ class _Sizing:
         """Memory for K and V, and its measurement. A requested size is not cut to the free memory.
 
         The memory for K and V of the draft model, which has room for as many tokens, is subtracted, and so is that of
-        states, unless the size was requested.
+        the states that the prefix cache keeps. A measured size has the states of requests subtracted too.
         """
         own, (num_bytes, measured) = page_bytes(self.problems), self._all_kv_bytes()
         return num_bytes * own // (own + self._beside_bytes), measured
@@ -246,12 +246,12 @@ class _Sizing:
     def _all_kv_bytes(self) -> tuple[int, MeasuredMemory]:
         options, device = self.options, self.loaded.weights.device
         if options.kv_bytes is not None:
-            return options.kv_bytes, NOT_MEASURED
+            return self._without_checkpoints(options.kv_bytes), NOT_MEASURED
         if options.num_pages is not None:
             return options.num_pages * (page_bytes(self.problems) + self._beside_bytes), NOT_MEASURED
         memory = memory_of(device)
         if memory is None:
-            return CPU_BYTES, NOT_MEASURED
+            return self._without_checkpoints(CPU_BYTES), NOT_MEASURED
         ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
         of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + speculative_bytes(options, self.max_kv_len)
         of_rows = self.states.of_rows
@@ -332,7 +332,7 @@ class _Sizing:
                 drafts=self.forms.drafts,
                 deterministic=self.options.deterministic,
             ),
-            replace(self.states.recurrent, checkpoints=checkpoints),
+            recurrent=replace(self.states.recurrent, checkpoints=checkpoints),
             device=self.loaded.weights.device,
             agree=self.loaded.ranks.agree,
         )

@@ -53,7 +53,7 @@ class EngineOptions(AttentionOptions):
     )
     kv_bytes: int | None = option(
         None,
-        "most memory for K and V",
+        "most memory for K and V, and for the states of recurrent layers that the prefix cache keeps",
         kind=int,
         unit="BYTES",
         default_is="1 GiB on a CPU; on a GPU the remainder of gpu_memory_share",

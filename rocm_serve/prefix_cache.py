@@ -211,7 +211,8 @@ class PrefixCache:
         if numbers:
             kept, of_pages = self._table.kept, (np.array(numbers, np.int32), np.array(page_nos, np.int32))
             if self._has_states:
-                self._make_room_for_states(int(np.count_nonzero(kept.states_due(*of_pages))))
+                due = np.flatnonzero(kept.states_due(*of_pages)).tolist()
+                self._make_room_for_states(len(due), [owners[at] for at in due])
             ids = kept.keep_all(*of_pages)
             for page, kept_id in zip(fresh.values(), ids.tolist(), strict=True):
                 page.kept_id = kept_id
@@ -358,8 +359,12 @@ class PrefixCache:
             return False
         return bool(self._table.kept.states_due([row], [page_no])[0])
 
-    def _make_room_for_states(self, num: int) -> None:
-        """Gives states back until so many are free, or none is left."""
+    def _make_room_for_states(self, num: int, rows: Sequence[CachedRow] = ()) -> None:
+        """Gives states back until so many are free, or none is left. rows: their texts have passed their states"""
+        for row in rows:
+            passed = row.newest_state
+            if passed is not None and passed in self._states and passed.num_rows[_FULL] <= 1:  # no other row holds it
+                self._states.move_to_end(passed, last=False)
         kept, given_back = self._table.kept, list[int]()
         while self._states and kept.num_free_states + len(given_back) < num:
             page, _ = self._states.popitem(last=False)
@@ -369,9 +374,6 @@ class PrefixCache:
     def _put_state(self, page: CachedPage, num_tokens: int, row: CachedRow) -> None:
         """Notes that a page is kept with the state after its last token, num_tokens from the beginning."""
         self._states[page] = None
-        older = row.newest_state
-        if older is not None and older in self._states and older.num_rows[_FULL] <= 1:  # no other row began there
-            self._states.move_to_end(older, last=False)
         row.newest_state = None if num_tokens in row.states_at else page
 
     def _hold(self, page: CachedPage, space: int) -> None:

@@ -35,6 +35,8 @@ def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: State
     at = torch.where(found, target, 0)
     headers.index_copy_(0, at, torch.where(found[:, None], made, headers[at]))
     other = torch.where(found & begins, target + 1, 0)
-    headers.index_copy_(0, other, torch.where((found & begins)[:, None], 0, headers[other]))
+    gone = headers[other]
+    gone[:, 0] = torch.where(found & begins, 0, gone[:, 0])
+    headers.index_copy_(0, other, gone)
     counts = step.counts
     counts[ERROR_WORD].bitwise_or_((live & ~found).any().to(torch.int32) * WRONG_STATE)

@@ -73,8 +73,8 @@ def _convolve_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < CHANNELS
     zeros = tl.zeros([BLOCK], out.dtype.element_ty)
-    for token in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
-        tl.store(out + tl.cast(token, tl.int64) * out_token + channel, zeros, mask=is_channel)
+    for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
+        tl.store(out + tl.cast(pad, tl.int64) * out_token + channel, zeros, mask=is_channel)
     tile = tile_at(place, q_indptr, num_seqs, TILE, ONE_EACH)
     slot = tl.load(source + tile.seq)
     first_row = 0

@@ -183,9 +183,9 @@ def _state_parts(runtime: AttentionRuntime) -> Iterator[Allocation]:
     of_slot = slot_bytes(states.recurrent)
     of_rows = f"{SLOTS_OF_ROW} x {_rows_knob(runtime)} {runtime.options.num_rows}"
     of_checkpoints = num * of_slot
-    kept = f"{of_slot} bytes, {states.recurrent.kept} tokens of them kept"
-    yield Allocation("states of requests", states.num_bytes - of_checkpoints, f"{of_rows}, of {kept}")
-    yield Allocation("kept states", of_checkpoints, f"checkpoints {num}, of {kept}")
+    of_each = f"{of_slot} bytes, kept {states.recurrent.kept}"
+    yield Allocation("states of requests", states.num_bytes - of_checkpoints, f"{of_rows} of {of_each}")
+    yield Allocation("kept states", of_checkpoints, f"checkpoints {num} of {of_each}")
     yield Allocation("state headers", states.headers.nbytes, f"{of_rows}, checkpoints {num}")
     yield Allocation("state tags", states.tags.nbytes, f"{_rows_knob(runtime)} {runtime.options.num_rows}")
 

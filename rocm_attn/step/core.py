@@ -53,6 +53,7 @@ class LaunchGuards:
     draft_lengths: OpsChange = unchanged
     path_pages: OpsChange = unchanged
     full_refresh: OpsChange = unchanged
+    state_lineage: OpsChange = unchanged
     length_bounds: OpsChange = unchanged
     slots_in_table: OpsChange = unchanged
     v_mask: SelectionChange = unchanged

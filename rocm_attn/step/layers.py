@@ -447,11 +447,12 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
                 "rope rotates the first elements of a latent layer's rows, and must rotate the last; make the "
                 "table with at_end=True"
             )
-    turned, rest = 0 if work.rope is None else work.rope.dim, problem.head_dim - problem.v_head_dim
-    if problem.kv_scales is Scales.GROUP and turned != rest:
+    form = problem.page_format
+    turned, rest = 0 if work.rope is None else work.rope.dim, form.head_dim - form.coded
+    if form.record is not None and turned != rest:
         raise BadTensor(
             f"rope rotates {turned} elements of rows that are stored as records, and must rotate the {rest} that "
-            "follow V; give such a table, or rotate before store()"
+            "have no codes; give such a table, or rotate before store()"
         )
     if is_latent and work.v_norm is not None:
         raise BadTensor("v_norm was given for a latent layer, whose V is part of K; normalise it with k_norm")

@@ -1,8 +1,8 @@
-"""Sequences with recurrent states that are run step by step, in poisoned slots, and what float64 says of them."""
+"""Sequences with states in slots, taken from step to step: memory that a step may not read is NaN before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from rocm_attn.kernels.states.arguments import (
     BEGINS,
     LEFT_OUT,
+    Convolution,
+    ConvolutionSlots,
     Recurrence,
     RecurrentSlots,
     RecurrentTokens,
@@ -18,22 +20,20 @@ from rocm_attn.kernels.states.arguments import (
 )
 from tests.amd.worlds.recurrent import Drawn, Layer
 
-Recur = Callable[..., None]
+Launch = Callable[..., None]
 NAN = float("nan")
-
-
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32, gap: int = 3) -> Tensor:
-    """NaN, with rows that do not follow each other at once."""
-    return torch.full((*shape[:-1], shape[-1] + gap), NAN, dtype=dtype)[..., : shape[-1]]
+# No slot and no number of kept tokens: a step may not use it.
+UNUSED = 1 << 30
+PADS = 2
 
 
 @dataclass
 class New:
     """A sequence's part of a step.
 
-    seq:      which sequence; None is a pad, or a refused one, whose tokens are drawn anew
+    seq:      its number; None if it is a pad, or refused
     q_len:    its new tokens
-    accepted: those of them that later steps count; all if they are not kept
+    accepted: those of them that the next step builds on; None: all
     """
 
     seq: int | None
@@ -43,133 +43,236 @@ class New:
 
 @dataclass
 class Place:
-    """A sequence between steps: its slot, its tokens that are in the state or kept, and the kept ones among them."""
+    """A sequence between two steps: its slot, and how many of its tokens lie before it, kept ones included."""
 
     slot: int = BEGINS
     tokens: int = 0
     pending: int = 0
 
 
-def places_of(
-    steps: Sequence[tuple[New, Place, int]], pads: int, max_q_len: int | None, device: torch.device
-) -> tuple[StatePlaces, list[int]]:
-    """The places of a step, and each sequence's first token. steps: sequence, where it is, and its target slot"""
-    firsts = [0]
-    for new, *_ in steps:
-        firsts.append(firsts[-1] + new.q_len)
+@dataclass
+class Step:
+    """A step: its sequences, where they are, their target slots, the launch's places, and each one's first token."""
 
-    def int32(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+    news: tuple[New, ...]
+    taken: list[Place]
+    targets: list[int]
+    places: StatePlaces
+    firsts: list[int]
 
-    source = [LEFT_OUT if new.seq is None else place.slot for new, place, _ in steps]
-    # Values that nothing may read are no slots.
-    target = [1 << 30 if new.seq is None else slot for new, _, slot in steps]
-    pending = [1 << 30 if new.seq is None else place.pending for new, place, _ in steps]
-    longest = max(new.q_len for new, *_ in steps)
-    places = StatePlaces(
-        int32(source), int32(target), int32(pending), int32(firsts), firsts[-1] + pads, max(1, max_q_len or longest)
-    )
-    return places, firsts
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """Rows of tokens, for each sequence."""
+        return [rows[first : first + new.q_len].cpu() for new, first in zip(self.news, self.firsts, strict=False)]
 
 
 @dataclass
-class StateRun:
-    """Sequences of a layer that one launch takes from step to step; each step's slots are poisoned before.
+class Sequences:
+    """The places of sequences in slots that hold the last most_kept tokens of a step."""
 
-    tokens:    inputs of each sequence
-    most_kept: D
-    """
-
-    recur: Recur
-    layer: Layer
-    tokens: list[Drawn]
+    num_seqs: int
     most_kept: int
-    dtype: torch.dtype
     device: torch.device
-    state_dtype: torch.dtype = torch.float32
-    deterministic: bool = False
     places: list[Place] = field(init=False)
-    slots: RecurrentSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.places = [Place() for _ in self.tokens]
-        self.slots = self.poisoned_slots(2 * len(self.tokens) + 1)
+        self.places = [Place() for _ in range(self.num_seqs)]
 
-    def poisoned_slots(self, num_slots: int) -> RecurrentSlots:
-        layer, lead = self.layer, (num_slots, self.most_kept)
+    @property
+    def num_slots(self) -> int:
+        return 2 * self.num_seqs + 1
+
+    def begin(self, news: tuple[New, ...], max_q_len: int | None) -> Step:
+        """A step of these sequences, and a bound on their new tokens; None is the most of them."""
+        free = iter(sorted(set(range(self.num_slots)) - {place.slot for place in self.places}, reverse=True))
+        taken = [Place(LEFT_OUT, 0, UNUSED) if new.seq is None else self.places[new.seq] for new in news]
+        targets = [UNUSED if new.seq is None else next(free) for new in news]
+        firsts = [0]
+        for new in news:
+            firsts.append(firsts[-1] + new.q_len)
+
+        def int32(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        places = StatePlaces(
+            int32([place.slot for place in taken]),
+            int32(targets),
+            int32([place.pending for place in taken]),
+            int32(firsts),
+            firsts[-1] + PADS,
+            max_q_len or max(1, *(new.q_len for new in news)),
+        )
+        return Step(news, taken, targets, places, firsts)
+
+    def end(self, step: Step) -> None:
+        """Notes where the sequences are after a step."""
+        for new, place, target in zip(step.news, step.taken, step.targets, strict=True):
+            if new.seq is not None:
+                accepted = new.q_len if new.accepted is None else new.accepted
+                is_kept = new.q_len <= self.most_kept
+                assert is_kept or accepted == new.q_len
+                place.slot, place.tokens, place.pending = target, place.tokens + accepted, accepted * is_kept
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN, in rows that do not follow each other at once."""
+    return torch.full((*shape[:-1], shape[-1] + 3), NAN, dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def gapped(values: Tensor, device: torch.device) -> Tensor:
+    """The same values with NaN behind each row."""
+    rows = poisoned(*values.shape, dtype=values.dtype, device=device)
+    rows.copy_(values)
+    return rows
+
+
+def rows_of_step(step: Step, rows: list[Tensor]) -> Tensor:
+    """The rows of a step's tokens. rows: those of each sequence. Those of pads, and of refused sequences, are NaN"""
+    parts = [
+        torch.full_like(rows[0][:1], NAN).repeat_interleave(new.q_len, 0)
+        if new.seq is None
+        else rows[new.seq][place.tokens : place.tokens + new.q_len]
+        for new, place in zip(step.news, step.taken, strict=True)
+    ]
+    return torch.cat([*parts, torch.full_like(rows[0][:1], NAN).repeat_interleave(PADS, 0)])
+
+
+def run_twice(step: Step, slots: list[Tensor], out: Tensor, launch: Callable[[], None]) -> list[Tensor]:
+    """Each sequence's rows of out. Checks that a step can run again, and that it writes targets alone.
+
+    Pads and sequences that are left out must get 0.
+    """
+    targets = [slot for slot in step.targets if slot != UNUSED]
+    others = [slot for slot in range(slots[0].shape[0]) if slot not in targets]
+    for side in slots:
+        side[targets] = NAN
+    before = [side[others].nan_to_num(UNUSED) for side in slots]
+    results = []
+    for _ in range(2):
+        out.fill_(NAN)
+        launch()
+        results.append([out.clone(), *(side[targets].nan_to_num(UNUSED) for side in slots)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other), "a step gives another result when it runs again"
+    for was, side in zip(before, slots, strict=True):
+        assert torch.equal(was, side[others].nan_to_num(UNUSED)), "a slot that is no target was written"
+    assert not out[step.firsts[-1] :].any(), "a pad got an output"
+    outs = step.parts(out)
+    for new, rows in zip(step.news, outs, strict=True):
+        assert new.seq is not None or not rows.any(), "a sequence that is left out got an output"
+    return outs
+
+
+@dataclass
+class StateRun(Sequences):
+    """Sequences of a layer with a recurrence. tokens: the inputs of each sequence"""
+
+    recur: Launch
+    layer: Layer
+    tokens: list[Drawn]
+    state_dtype: torch.dtype = torch.float32
+    deterministic: bool = False
+    slots: RecurrentSlots = field(init=False)
+
+    @classmethod
+    def of(
+        cls,
+        recur: Launch,
+        layer: Layer,
+        tokens: list[Drawn],
+        most_kept: int,
+        device: torch.device,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        deterministic: bool = False,
+    ) -> StateRun:
+        """A run in poisoned slots."""
+        return cls(len(tokens), most_kept, device, recur, layer, tokens, state_dtype, deterministic)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layer, lead, dtype = self.layer, (self.num_slots, self.most_kept), self.tokens[0].k.dtype
         channels = (layer.dk,) * layer.channels
-        return RecurrentSlots(
-            poisoned(num_slots, layer.heads, layer.dk, layer.dv, dtype=self.state_dtype).to(self.device),
-            poisoned(*lead, layer.k_heads, layer.dk, dtype=self.dtype).to(self.device),
-            poisoned(*lead, layer.heads, layer.dv, dtype=self.dtype).to(self.device),
-            poisoned(*lead, layer.heads, *channels).to(self.device),
-            poisoned(*lead, layer.heads).to(self.device),
+
+        def side(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+            return poisoned(*shape, dtype=of, device=self.device)
+
+        self.slots = RecurrentSlots(
+            side(self.num_slots, layer.heads, layer.dk, layer.dv, of=self.state_dtype),
+            side(*lead, layer.k_heads, layer.dk, of=dtype),
+            side(*lead, layer.heads, layer.dv, of=dtype),
+            side(*lead, layer.heads, *channels),
+            side(*lead, layer.heads),
         )
 
-    def step(self, *news: New, pads: int = 2, max_q_len: int | None = None) -> list[Tensor]:
-        """Each sequence's outputs. Checks that pads get 0 and that nothing but target slots is written."""
-        free = iter(set(range(self.slots.state.shape[0])) - {place.slot for place in self.places})
-        taken = [Place() if new.seq is None else self.places[new.seq] for new in news]
-        targets = [next(free) if new.seq is not None else -1 for new in news]
-        for slot in targets:
-            if slot >= 0:
-                for side in sides_of(self.slots):
-                    side[slot] = NAN
-        places, firsts = places_of(list(zip(news, taken, targets, strict=True)), pads, max_q_len, self.device)
-        given = self.given(news, taken, pads)
-        before = [side.clone() for side in sides_of(self.slots)]
-        words = self.slots.workspace_words(places.num_tokens, places.num_seqs)
-        fence = 64
-        workspace = torch.full((words + fence,), NAN, device=self.device)
-        form = Recurrence(self.layer.delta, self.layer.scale, self.layer.normalises)
-        for _ in range(2):  # a step may run twice
-            given.out.fill_(NAN)
-            self.recur(given, form, self.slots, places, workspace[:words], deterministic=self.deterministic)
-        assert workspace[words:].isnan().all(), "the workspace is too small"
-        others = [slot for slot in range(self.slots.state.shape[0]) if slot not in targets]
-        for was, side in zip(before, sides_of(self.slots), strict=True):
-            assert torch.equal(was[others].nan_to_num(7e4), side[others].nan_to_num(7e4)), "a source was written"
-        assert not given.out[firsts[-1] :].any(), "a pad got an output"
-        outs = [given.out[first : first + new.q_len].cpu() for first, new in zip(firsts, news, strict=False)]
-        for new, out, place, target in zip(news, outs, taken, targets, strict=True):
-            if new.seq is None:
-                assert not out.any(), "a sequence that is left out got an output"
-                continue
-            is_kept = new.q_len <= self.most_kept
-            place.tokens += new.q_len if new.accepted is None else new.accepted
-            place.pending = (new.q_len if new.accepted is None else new.accepted) if is_kept else 0
-            place.slot = target
+    def step(self, *news: New, max_q_len: int | None = None) -> list[Tensor]:
+        """Each sequence's outputs."""
+        step = self.begin(news, max_q_len)
+        sides = [
+            gapped(rows_of_step(step, [getattr(drawn, name) for drawn in self.tokens]), self.device)
+            for name in ("q", "k", "v", "decay", "beta")
+        ]
+        out = torch.empty_like(sides[2])
+        words = self.slots.workspace_words(step.places.num_tokens, step.places.num_seqs)
+        workspace = torch.full((words + 64,), NAN, device=self.device)
+        recurrence = Recurrence(self.layer.delta, self.layer.scale, self.layer.normalises)
+        slots = self.slots
+
+        def launch() -> None:
+            self.recur(
+                RecurrentTokens(*sides, out),
+                recurrence,
+                slots,
+                step.places,
+                workspace[:words],
+                deterministic=self.deterministic,
+            )
+
+        outs = run_twice(step, [slots.state, slots.k, slots.v, slots.decay, slots.beta], out, launch)
+        assert workspace[words:].isnan().all(), "memory past the workspace was written"
+        self.end(step)
         return outs
 
-    def given(self, news: Sequence[New], taken: Sequence[Place], pads: int) -> RecurrentTokens:
-        """The step's tokens; those of pads are NaN, and so are those of sequences that are left out."""
-        parts = []
-        for new, place in zip(news, taken, strict=True):
-            if new.seq is None:
-                part = Drawn(*(torch.full_like(side, NAN) for side in vars(self.nothing(new.q_len)).values()))
-            else:
-                part = self.tokens[new.seq].cut(place.tokens, place.tokens + new.q_len)
-                assert len(part.q) == new.q_len
-            parts.append(part)
-        parts.append(Drawn(*(torch.full_like(side, NAN) for side in vars(self.nothing(pads)).values())))
-        sides = []
-        for name in ("q", "k", "v", "decay", "beta"):
-            values = torch.cat([getattr(part, name) for part in parts])
-            side = poisoned(*values.shape, dtype=values.dtype)
-            side.copy_(values)
-            sides.append(side.to(self.device))
-        q, k, v, decay, beta = sides
-        out = poisoned(*v.shape, dtype=self.dtype).to(self.device)
-        return RecurrentTokens(q, k, v, decay, beta, out)
-
-    def nothing(self, num_tokens: int) -> Drawn:
-        return Drawn.of(self.layer, num_tokens, self.dtype, torch.Generator().manual_seed(1))
-
     def state_of(self, seq: int) -> Tensor:
-        """The state in a sequence's slot: of its tokens without the kept ones."""
+        """The state in a sequence's slot, of its tokens without the kept ones."""
         return self.slots.state[self.places[seq].slot].cpu()
 
 
-def sides_of(slots: RecurrentSlots) -> list[Tensor]:
-    """The tensors of slots."""
-    return [slots.state, slots.k, slots.v, slots.decay, slots.beta]
+@dataclass
+class ConvolutionRun(Sequences):
+    """Sequences of a layer's convolution. rows: the inputs of each sequence"""
+
+    convolve: Launch
+    convolution: Convolution
+    rows: list[Tensor]
+    slots: ConvolutionSlots = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        channels, width = self.convolution.weight.shape
+        rows = width - 1 + self.most_kept
+        self.slots = ConvolutionSlots(
+            poisoned(self.num_slots, rows, channels, dtype=self.rows[0].dtype, device=self.device)
+        )
+
+    def step(self, *news: New, max_q_len: int | None = None) -> list[Tensor]:
+        """Each sequence's outputs."""
+        step = self.begin(news, max_q_len)
+        x = gapped(rows_of_step(step, self.rows), self.device)
+        out = torch.empty_like(x)
+
+        def launch() -> None:
+            self.convolve(x, out, self.convolution, self.slots, step.places)
+
+        outs = run_twice(step, [self.slots.inputs], out, launch)
+        self.end(step)
+        return outs
+
+
+def steps_of(run: StateRun | ConvolutionRun, *steps: tuple[New, ...]) -> list[Tensor]:
+    """Runs steps. Returns, for each sequence, the outputs of those of its tokens that were accepted."""
+    outs: list[list[Tensor]] = [[] for _ in range(run.num_seqs)]
+    for news in steps:
+        for new, rows in zip(news, run.step(*news), strict=True):
+            if new.seq is not None:
+                outs[new.seq].append(rows if new.accepted is None else rows[: new.accepted])
+    return [torch.cat(rows) for rows in outs]

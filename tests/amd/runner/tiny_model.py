@@ -9,7 +9,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from rocm_attn.models.config import LayerConfig, ModelConfig, RecurrentConfig, RecurrentTensors
+from rocm_attn.models.config import LayerConfig, ModelConfig, RecurrentConfig, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp
@@ -40,7 +40,7 @@ RECURRENT = replace(
         RecurrentConfig(
             RecurrentLayer(Rule.GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
             DenseMlp(40, SwiGLU()),
-            RecurrentTensors.BY_KIND,
+            RecurrentProjections(RecurrentTensors.BY_KIND),
         ),
         *CONFIG.layers,
     ),

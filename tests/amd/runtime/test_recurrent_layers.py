@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, DeviceFault
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault
 from rocm_attn.paging.state_pool import RecurrentLayers
-from rocm_attn.recurrence import Recurrence
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
-from tests.amd.worlds.problems import providers
+from tests.amd.worlds.problems import deterministic_providers, providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -155,7 +156,7 @@ def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, de
         world.runtime.check_device()
 
 
-@each_provider
+@pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_bits_depend_on_no_chunk_and_no_batch(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider, deterministic=True)
     one, other = world.admit(), world.admit()
@@ -207,11 +208,11 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
             part.states.convolve(1, scalars, scalars, None, scalars)
     with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
         RecurrentLayers(ALL_KINDS, kept=0)
-    for name, value in (("num_heads", 3), ("k_dim", 0), ("dtype", torch.int32)):
-        with pytest.raises(Exception, match=name if name != "num_heads" else "3 heads over 2 heads of k"):
-            Recurrence(
-                **{"num_heads": 4, "num_k_heads": 2, "k_dim": 8, "v_dim": 8, "dtype": torch.float32, name: value}
-            )  # type: ignore[arg-type]
+    with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
+        replace(GATED_DELTA, num_heads=3)
+    for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalizes": 1}):
+        with pytest.raises(BadProblem, match=next(iter(wrong))):
+            replace(GATED_DELTA, **wrong)
 
 
 @pytest.mark.fast(2)

@@ -69,7 +69,8 @@ class Inputs:
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of what the convolution gave."""
         form = self.form
-        q, k, v = joined.split([form.num_k_heads * form.k_dim] * 2 + [form.num_heads * form.v_dim], 1)
+        of_keys = form.num_k_heads * form.k_dim
+        q, k, v = joined[:, :of_keys], joined[:, of_keys : 2 * of_keys], joined[:, 2 * of_keys :]
         heads = (-1, form.num_k_heads, form.k_dim)
         return q.reshape(heads), k.reshape(heads), v.reshape(-1, form.num_heads, form.v_dim)
 

@@ -1,0 +1,170 @@
+"""Walks over the chunks of a prompt, with a block of columns of a v head's state in registers.
+
+With the values that chunk_rows.py has written of a chunk, and S the state before it:
+
+    changes = u - w S              without delta: u
+    out     = read S + P changes
+    S       <- exp(G[last]) * S + write^T changes
+
+The state before the first chunk is that of the source slot, with its pending tokens folded in one by one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.states import arguments
+from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, rows_of
+from rocm_attn.kernels.states.fold_token import fold_token, normal_row
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_BEGINS = tl.constexpr(arguments.BEGINS)
+_CHUNK = tl.constexpr(arguments.CHUNK)
+# Columns of a program's state.
+_COLUMNS = 32
+
+
+@triton.jit
+def _chunk_walk_kernel(
+    out,
+    rows,
+    chunk_decays,
+    state,
+    kept_k,
+    kept_v,
+    kept_decay,
+    kept_beta,
+    source,
+    target,
+    pending,
+    q_indptr,
+    most_q_len,
+    out_token,
+    out_head,
+    state_slot,
+    state_head,
+    state_row,
+    kept_k_slot,
+    kept_k_row,
+    kept_k_head,
+    kept_v_slot,
+    kept_v_row,
+    kept_v_head,
+    kept_decay_slot,
+    kept_decay_row,
+    kept_decay_head,
+    kept_beta_slot,
+    kept_beta_row,
+    G: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    DK_BLOCK: tl.constexpr = G.DK_BLOCK
+    BLOCKS: tl.constexpr = (G.DV + COLUMNS - 1) // COLUMNS
+    seq = tl.program_id(1)
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    k_head = head // G.RATIO
+    column = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < G.DV
+    channel = tl.arange(0, G.DK_BLOCK)
+    is_channel = channel < G.DK
+    first_token = tl.load(q_indptr + seq)
+    q_len = tl.load(q_indptr + seq + 1) - first_token
+    slot = tl.load(source + seq).to(tl.int64)
+    if (q_len > most_q_len) & (slot >= _BEGINS):
+        in_state = is_channel[:, None] & is_column[None, :]
+        at = (channel.to(tl.int64) * state_row)[:, None] + (head * state_head + column)[None, :]
+        states = tl.zeros([DK_BLOCK, COLUMNS], tl.float32)
+        if slot >= 0:
+            states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
+            for step in range(tl.load(pending + seq)):
+                old = tl.cast(step, tl.int64)
+                k_at = kept_k + slot * kept_k_slot + old * kept_k_row + k_head * kept_k_head + channel
+                v_at = kept_v + slot * kept_v_slot + old * kept_v_row + head * kept_v_head + column
+                k_of = tl.load(k_at, mask=is_channel, other=0.0).to(tl.float32)
+                v_of = tl.load(v_at, mask=is_column, other=0.0).to(tl.float32)
+                decay_at = kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head
+                if G.CHANNELS:
+                    decay_of = tl.load(decay_at + channel, mask=is_channel, other=0.0)
+                else:
+                    decay_of = tl.load(decay_at) + tl.zeros([DK_BLOCK], tl.float32)
+                beta_of = tl.load(kept_beta + slot * kept_beta_slot + old * kept_beta_row + head)
+                if G.NORMALISES:
+                    k_of = normal_row(k_of)
+                states = fold_token(states, k_of, v_of, decay_of, beta_of, G.DELTA)
+        row = tl.arange(0, _CHUNK)
+        place = first_token // _CHUNK + seq
+        for begin in range(0, q_len, _CHUNK):
+            is_row = row < q_len - begin
+            token = (first_token + begin + row).to(tl.int64)
+            of = rows_of(rows, token, head, G)
+            in_k = is_row[:, None] & is_channel[None, :]
+            in_v = is_row[:, None] & is_column[None, :]
+            changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
+            operand = states.to(G.DTYPE)
+            if G.DELTA:
+                w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
+                changes -= tl.dot(w, operand, input_precision="ieee")
+            changed = changes.to(G.DTYPE)
+            read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
+            products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
+            result = tl.dot(read, operand, input_precision="ieee")
+            result = tl.dot(products, changed, result, input_precision="ieee")
+            out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
+            decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
+            if G.CHANNELS:
+                states = states * tl.load(decay_at + channel, mask=is_channel, other=0.0)[:, None]
+            else:
+                states = states * tl.load(decay_at)
+            write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
+            states = tl.dot(tl.trans(write), changed, states, input_precision="ieee")
+        to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
+        tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
+
+
+def launch_chunk_walk(
+    tokens: RecurrentTokens,
+    recurrence: Recurrence,
+    slots: RecurrentSlots,
+    places: StatePlaces,
+    workspace: Tensor,
+    *,
+    most_q_len: int,
+) -> None:
+    """Writes rows of out and target slots of sequences with more than most_q_len new tokens, which must be at least D.
+
+    workspace: as chunk_rows.py has written it for these sequences
+    """
+    assert most_q_len >= slots.most_kept
+    _, num_heads, _, dv = slots.state.shape
+    columns = max(16, min(next_power_of_2(dv), _COLUMNS))
+    geometry, rows, chunk_decays = chunk_geometry(recurrence, slots, places, workspace)
+    kept_strides = (*slots.k.stride()[:3], *slots.v.stride()[:3], *slots.decay.stride()[:3], *slots.beta.stride()[:2])
+    launch(
+        _chunk_walk_kernel,
+        (num_heads * triton.cdiv(dv, columns), places.num_seqs),
+        tokens.out,
+        rows,
+        chunk_decays,
+        slots.state,
+        slots.k,
+        slots.v,
+        slots.decay,
+        slots.beta,
+        places.source,
+        places.target,
+        places.pending,
+        places.q_indptr,
+        most_q_len,
+        *tokens.out.stride()[:2],
+        *slots.state.stride()[:3],
+        *kept_strides,
+        G=geometry,
+        COLUMNS=columns,
+        num_warps=4,
+        num_stages=1,
+    )

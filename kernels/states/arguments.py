@@ -26,6 +26,9 @@ from torch import Tensor
 BEGINS = -1
 LEFT_OUT = -2
 
+# Words of a slot's header, which places.py describes.
+HEADER_WORDS = 4
+
 # Tokens that the form for prompts takes at once.
 CHUNK = 64
 

@@ -332,7 +332,7 @@ class _Sizing:
                 drafts=self.forms.drafts,
                 deterministic=self.options.deterministic,
             ),
-            replace(self.states.recurrent, checkpoints=checkpoints),
+            recurrent=replace(self.states.recurrent, checkpoints=checkpoints),
             device=self.loaded.weights.device,
             agree=self.loaded.ranks.agree,
         )

@@ -28,6 +28,9 @@ LEFT_OUT = -2
 # int32 of a slot's header: places.py
 HEADER_WORDS = 4
 
+# Words of a slot's header, which places.py describes.
+HEADER_WORDS = 4
+
 # Tokens that the form for prompts takes at once.
 CHUNK = 64
 

@@ -45,7 +45,9 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
 
 
 def no_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
-    """[layers] Rows that do not turn (Kimi-Linear)."""
+    """[layers] Rows that do not turn (Kimi-Linear). Raises BadModel."""
+    if not fields.flag("mla_use_nope", True):
+        raise BadModel("config.json: mla_use_nope is false; layers of this model are served if their rows do not turn")
     return (Rope(1.0, 0),) * len(attention.layers)
 
 

@@ -26,9 +26,8 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.states.arguments import BEGINS, LEFT_OUT, StatePlaces
+from rocm_attn.kernels.states.arguments import BEGINS, HEADER_WORDS, LEFT_OUT, StatePlaces
 
-HEADER_WORDS = 4
 _BLOCK = 128
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _WRONG_STATE = tl.constexpr(error_word.WRONG_STATE)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.states.arguments import ConvolutionSlots, RecurrentSlots
-from rocm_attn.kernels.states.places import HEADER_WORDS
+from rocm_attn.kernels.states.arguments import HEADER_WORDS, ConvolutionSlots, RecurrentSlots
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.recurrence import Recurrence
 

@@ -25,10 +25,7 @@ from torch import Tensor
 # Values of StatePlaces.source that are no slots.
 BEGINS = -1
 LEFT_OUT = -2
-# int32 of a slot's header: places.py
-HEADER_WORDS = 4
-
-# Words of a slot's header, which places.py describes.
+# Of a slot; see kernels/states/places.py.
 HEADER_WORDS = 4
 
 # Tokens that the form for prompts takes at once.

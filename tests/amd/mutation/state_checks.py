@@ -94,8 +94,9 @@ def _unit(*shape: int) -> Tensor:
 
 
 def _of_places(places: tuple[Tensor, ...], num_tokens: int) -> StatePlaces:
-    q_indptr = places[3].tolist()
-    return StatePlaces(*places, num_tokens, max(end - first for first, end in pairwise(q_indptr)))
+    source, target, pending, q_indptr = places
+    longest = max(end - first for first, end in pairwise(q_indptr.tolist()))
+    return StatePlaces(source, target, pending, q_indptr, num_tokens, longest)
 
 
 def _round(*results: Tensor) -> None:

@@ -38,7 +38,8 @@ def test_kernels_of_states_fit_and_spill_nothing(row: StateRow) -> None:
 
 def complaints_of(row: StateRow, kernel: CompiledKernel) -> list[str]:
     """Returns the faults of a kernel's machine code."""
-    found, allowed = [], 0
+    found: list[str] = []
+    allowed = 0
     if row.arch.startswith("sm_"):
         nvidia = read_nvidia_code(kernel)
         spilled, lds, matrix_ops = nvidia.stack_bytes + nvidia.local_bytes, nvidia.shared_bytes, nvidia.matrix_ops

@@ -25,6 +25,8 @@ from torch import Tensor
 # Values of StatePlaces.source that are no slots.
 BEGINS = -1
 LEFT_OUT = -2
+# Of a slot; see kernels/states/places.py.
+HEADER_WORDS = 4
 
 # Words of a slot's header, which places.py describes.
 HEADER_WORDS = 4

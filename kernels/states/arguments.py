@@ -28,9 +28,6 @@ LEFT_OUT = -2
 # Of a slot; see kernels/states/places.py.
 HEADER_WORDS = 4
 
-# Words of a slot's header, which places.py describes.
-HEADER_WORDS = 4
-
 # Tokens that the form for prompts takes at once.
 CHUNK = 64
 

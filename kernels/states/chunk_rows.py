@@ -27,8 +27,8 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, rows_of
-from rocm_attn.kernels.states.fold_token import normal_rows
+from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
+from rocm_attn.kernels.states.fold_token import NORM_EPSILON
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -60,68 +60,65 @@ def _inverse(a, num_rows):
     for doubled in range(2):
         of = row // (_BAND * (1 + doubled))
         is_pair = (of[:, None] // 2 == of[None, :] // 2) & (of[:, None] > of[None, :])
-        between = tl.dot(tl.where(is_pair, a, 0.0), inverse, input_precision="ieee")
-        inverse -= tl.dot(inverse, between, input_precision="ieee")
+        between = tl.dot(tl.where(is_pair, a, 0.0), inverse, input_precision=exact())
+        inverse -= tl.dot(inverse, between, input_precision=exact())
     return inverse
 
 
 @triton.jit
-def _rows(at, in_k, G: tl.constexpr):
-    """Rows of q or k at addresses [CHUNK, dk], divided by their norms if the recurrence says so."""
-    rows = tl.load(at, mask=in_k, other=0.0)
-    if G.NORMALISES:
-        rows = normal_rows(rows.to(tl.float32)).to(G.DTYPE)
-    return rows
+def _rows(first, is_row, column, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """Columns of rows that begin at addresses [CHUNK], in float32; 0 where there are none."""
+    # On AMD a mask takes scalar registers: one of columns that are all there would take too many.
+    mask = is_row[:, None]
+    if COLUMNS % PART:
+        mask = mask & (column < COLUMNS)[None, :]
+    return tl.load(first[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _sums(at, in_k, is_row, reverse: tl.constexpr, G: tl.constexpr):
-    """Running sums of decays at addresses of heads, [CHUNK]: [CHUNK, dk], or [CHUNK, 1]."""
-    if G.CHANNELS:
-        channel = tl.arange(0, G.DK_BLOCK)
-        decays = tl.load(at[:, None] + channel[None, :], mask=in_k, other=0.0)
-        sums = tl.cumsum(decays, 0, reverse=reverse)
-    else:
-        sums = tl.cumsum(tl.load(at, mask=is_row, other=0.0), 0, reverse=reverse)[:, None]
-    return sums
+def _store_rows(first, is_row, column, rows, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """Writes columns of rows that begin at addresses [CHUNK]."""
+    mask = is_row[:, None]
+    if COLUMNS % PART:
+        mask = mask & (column < COLUMNS)[None, :]
+    tl.store(first[:, None] + column[None, :], rows.to(first.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _channel_products(k_rows, q_rows, k_at, decay_at, num_rows, in_k, k_token, decay_token, G: tl.constexpr):
-    """A without beta, and P without scale, for j <= i: [CHUNK, CHUNK].
+def _add_decayed_products(a, p, q, k, k_at, decay_at, channel, num_rows, k_token, decay_token, G: tl.constexpr):
+    """Adds the products of a block of channels, decayed channel by channel, to A and P, for j <= i.
 
-    k_at, decay_at: addresses of the tokens' keys and decays, [CHUNK, dk]
+    q, k:           the block's channels, [CHUNK, G.DK_PART]
+    k_at, decay_at: addresses of the tokens' first channels, [CHUNK]
     """
     BANDS: tl.constexpr = _CHUNK // _BAND
-    k = k_rows.to(tl.float32)
-    q = q_rows.to(tl.float32)
     row = tl.arange(0, _CHUNK)
+    is_row = row < num_rows
     band_of = (row // _BAND)[:, None]
-    products = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    others = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    # From a band's begin until a token, that one included, and from the next token until the band's end.
-    decays = tl.load(decay_at, mask=in_k, other=0.0)
-    has_next = ((row % _BAND < _BAND - 1) & (row < num_rows - 1))[:, None] & in_k
-    nexts = tl.load(decay_at + decay_token, mask=has_next, other=0.0)
-    since = tl.reshape(tl.cumsum(tl.reshape(decays, [BANDS, _BAND, G.DK_BLOCK]), 1), [_CHUNK, G.DK_BLOCK])
-    until = tl.reshape(tl.cumsum(tl.reshape(nexts, [BANDS, _BAND, G.DK_BLOCK]), 1, reverse=True), [_CHUNK, G.DK_BLOCK])
-    for band in range(1, tl.cdiv(num_rows, _BAND)):
-        of_last = tl.sum(tl.where(band_of == band - 1, decays, 0.0), 0)[None, :]
-        until += tl.where(band_of < band - 1, of_last, 0.0)
-        earlier = tl.trans((k * tl.exp(tl.where(band_of < band, until, float("-inf")))).to(G.DTYPE))
-        factor = tl.exp(tl.where(band_of == band, since, float("-inf")))
-        products += tl.dot((k * factor).to(G.DTYPE), earlier, input_precision="ieee")
-        others += tl.dot((q * factor).to(G.DTYPE), earlier, input_precision="ieee")
     decayed = tl.zeros_like(k)
     for back in range(tl.minimum(_BAND, num_rows)):
-        is_there = row % _BAND >= back
-        there = is_there[:, None] & in_k
-        factor = _rows(k_at - back * k_token, there, G).to(tl.float32) * tl.exp(decayed)
+        is_there = is_row & (row % _BAND >= back)
+        earlier = _rows(k_at - back * k_token, is_there, channel, G.DK, G.DK_PART) * tl.exp(decayed)
         at = (row[None, :] == row[:, None] - back) & is_there[:, None]
-        products += tl.where(at, tl.sum(k * factor, 1)[:, None], 0.0)
-        others += tl.where(at, tl.sum(q * factor, 1)[:, None], 0.0)
-        decayed += tl.load(decay_at - back * decay_token, mask=there, other=0.0)
-    return products, others
+        a += tl.where(at, tl.sum(k * earlier, 1)[:, None], 0.0)
+        p += tl.where(at, tl.sum(q * earlier, 1)[:, None], 0.0)
+        decayed += _rows(decay_at - back * decay_token, is_there, channel, G.DK, G.DK_PART)
+    # The decays from a band's begin until a token, that one included, and from the next one until the band's end.
+    decays = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
+    has_next = (row % _BAND < _BAND - 1) & (row < num_rows - 1)
+    nexts = _rows(decay_at + decay_token, has_next, channel, G.DK, G.DK_PART)
+    since = tl.reshape(tl.cumsum(tl.reshape(decays, [BANDS, _BAND, G.DK_PART]), 1), [_CHUNK, G.DK_PART])
+    until = tl.cumsum(tl.reshape(nexts, [BANDS, _BAND, G.DK_PART]), 1, reverse=True)
+    until = tl.reshape(until, [_CHUNK, G.DK_PART])
+    for band in range(1, tl.cdiv(num_rows, _BAND)):
+        # Then until this band's begin.
+        of_last = tl.sum(tl.where(band_of == band - 1, decays, 0.0), 0)[None, :]
+        until += tl.where(band_of < band - 1, of_last, 0.0)
+        earlier = tl.trans((k * tl.exp(tl.where(band_of < band, until, float("-inf")))).to(k_at.dtype.element_ty))
+        factor = tl.exp(tl.where(band_of == band, since, float("-inf")))
+        a = tl.dot((k * factor).to(k_at.dtype.element_ty), earlier, a, input_precision=exact())
+        p = tl.dot((q * factor).to(k_at.dtype.element_ty), earlier, p, input_precision=exact())
+    return a, p
 
 
 @triton.jit
@@ -155,77 +152,106 @@ def _chunk_rows_kernel(
     place = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     k_head_of = head // G.RATIO
+    row = tl.arange(0, _CHUNK)
     DV_BLOCK: tl.constexpr = G.DV_BLOCK
-    column = tl.arange(0, DV_BLOCK)
-    channel = tl.arange(0, G.DK_BLOCK)
-    is_column = column < G.DV
-    is_channel = channel < G.DK
+    all_columns = tl.arange(0, DV_BLOCK)
     zeros = tl.zeros([DV_BLOCK], out.dtype.element_ty)
-    out_rows = out + head * out_head + column
+    out_rows = out + head * out_head + all_columns
     for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
-        tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
+        tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
     tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
     num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
     if (tile.q_len > most_q_len) & (num_rows > 0):
-        row = tl.arange(0, _CHUNK)
-        is_row = row < num_rows
-        token = (tile.first_token + tile.begin + row).to(tl.int64)
-        # On AMD a mask takes scalar registers: one for columns that are all there would take too many.
-        in_v = is_row[:, None]
-        if G.DV != G.DV_BLOCK:
-            in_v = in_v & is_column[None, :]
         if tl.load(source + tile.seq) < _BEGINS:
-            none = tl.zeros([_CHUNK, DV_BLOCK], out.dtype.element_ty)
-            tl.store(out_rows[None, :] + token[:, None] * out_token, none, mask=in_v)
+            for pad in range(tile.first_token + tile.begin, tile.first_token + tile.begin + num_rows):
+                tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
         else:
-            in_k = is_row[:, None]
-            if G.DK != G.DK_BLOCK:
-                in_k = in_k & is_channel[None, :]
-            k_at = k + (token * k_token + k_head_of * k_head)[:, None] + channel[None, :]
-            q_at = q + (token * q_token + k_head_of * q_head)[:, None] + channel[None, :]
+            is_row = row < num_rows
+            token = (tile.first_token + tile.begin + row).to(tl.int64)
+            is_before = row[:, None] > row[None, :]
+            q_at = q + token * q_token + k_head_of * q_head
+            k_at = k + token * k_token + k_head_of * k_head
+            v_at = v + token * v_token + head * v_head
             decay_at = decay + token * decay_token + head * decay_head
             to = rows_of(rows, token, head, G)
             strength = tl.load(beta + token * beta_token + head, mask=is_row, other=0.0)
-            k_rows = _rows(k_at, in_k, G)
-            q_rows = _rows(q_at, in_k, G)
-            is_before = row[:, None] > row[None, :]
-            if G.CHANNELS:
-                decays_at = decay_at[:, None] + channel[None, :]
-                a, p = _channel_products(k_rows, q_rows, k_at, decays_at, num_rows, in_k, k_token, decay_token, G)
+            # Products of rows that are not divided by their norms, and the squares of these.
+            a = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+            p = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+            of_q = tl.zeros([_CHUNK], tl.float32)
+            of_k = tl.zeros([_CHUNK], tl.float32)
+            for first in range(0, G.DK, G.DK_PART):
+                channel = first + tl.arange(0, G.DK_PART)
+                q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART)
+                k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART)
+                if G.NORMALISES:
+                    of_q += tl.sum(q_rows * q_rows, 1)
+                    of_k += tl.sum(k_rows * k_rows, 1)
+                if G.CHANNELS:
+                    a, p = _add_decayed_products(
+                        a, p, q_rows, k_rows, k_at, decay_at, channel, num_rows, k_token, decay_token, G
+                    )
+                else:
+                    earlier = tl.trans(k_rows.to(k.dtype.element_ty))
+                    a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
+                    p = tl.dot(q_rows.to(k.dtype.element_ty), earlier, p, input_precision=exact())
+            if G.NORMALISES:
+                of_q = tl.rsqrt(of_q + NORM_EPSILON)
+                of_k = tl.rsqrt(of_k + NORM_EPSILON)
+                a *= of_k[:, None] * of_k[None, :]
+                p *= of_q[:, None] * of_k[None, :]
             else:
-                decays = tl.load(decay_at, mask=is_row, other=0.0)
-                factor = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
-                a = tl.dot(k_rows, tl.trans(k_rows), input_precision="ieee") * factor
-                p = tl.dot(q_rows, tl.trans(k_rows), input_precision="ieee") * factor
-            p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
-            tl.store(to.products[:, None] + row[None, :], p.to(G.DTYPE), mask=is_row[:, None])
-            since = _sums(decay_at, in_k, is_row, False, G)
-            read = q_rows.to(tl.float32) * (tl.exp(since) * G.SCALE)
-            tl.store(to.read[:, None] + channel[None, :], read.to(G.DTYPE), mask=in_k)
-            # Tokens past the end have no decay: the last sum is that of the last token.
-            last = tl.exp(tl.sum(tl.where(row[:, None] == _CHUNK - 1, since, 0.0), 0))
-            decay_to = chunk_decay_at(chunk_decays, place, head, G)
-            if G.CHANNELS:
-                tl.store(decay_to + channel, last, mask=is_channel)
-            else:
-                tl.store(decay_to + tl.arange(0, 1), last)
+                of_q += 1.0
+                of_k += 1.0
             has_next = row < num_rows - 1
-            until = _sums(decay_at + decay_token, in_k & has_next[:, None], has_next, True, G)
-            write = k_rows.to(tl.float32) * tl.exp(until)
-            tl.store(to.write[:, None] + channel[None, :], write.to(G.DTYPE), mask=in_k)
-            v_at = v + (token * v_token + head * v_head)[:, None] + column[None, :]
+            decay_to = chunk_decay_at(chunk_decays, place, head, G)
+            # Factors by a head's decays until a token, that one included, and from the next one until the chunk's end.
+            since_first = tl.zeros([_CHUNK], tl.float32)
+            until_last = tl.zeros([_CHUNK], tl.float32)
+            if not G.CHANNELS:
+                decays = tl.load(decay_at, mask=is_row, other=0.0)
+                between = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
+                a *= between
+                p *= between
+                nexts = tl.load(decay_at + decay_token, mask=has_next, other=0.0)
+                since_first = tl.exp(tl.cumsum(decays, 0))
+                until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
+                tl.store(decay_to, tl.exp(tl.sum(decays, 0)))
+            p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
+            _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
+            for first in range(0, G.DK, G.DK_PART):
+                channel = first + tl.arange(0, G.DK_PART)
+                read = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
+                write = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
+                if G.CHANNELS:
+                    of_channels = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
+                    tl.store(decay_to + channel, tl.exp(tl.sum(of_channels, 0)), mask=channel < G.DK)
+                    read *= tl.exp(tl.cumsum(of_channels, 0))
+                    of_nexts = _rows(decay_at + decay_token, has_next, channel, G.DK, G.DK_PART)
+                    write *= tl.exp(tl.cumsum(of_nexts, 0, reverse=True))
+                else:
+                    read *= since_first[:, None]
+                    write *= until_last[:, None]
+                _store_rows(to.read, is_row, channel, read, G.DK, G.DK_PART)
+                _store_rows(to.write, is_row, channel, write, G.DK, G.DK_PART)
+            inverse = tl.zeros([_CHUNK, _CHUNK], k.dtype.element_ty)
             if G.DELTA:
-                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(G.DTYPE)
-                # Loaded again: registers have no room for them while the inverse is computed.
-                decayed = tl.exp(_sums(decay_at, in_k, is_row, False, G)) * strength[:, None]
-                w = _rows(k_at, in_k, G).to(tl.float32) * decayed
-                w = tl.dot(inverse, w.to(G.DTYPE), input_precision="ieee")
-                tl.store(to.w[:, None] + channel[None, :], w.to(G.DTYPE), mask=in_k)
-                u = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
-                u = tl.dot(inverse, u.to(G.DTYPE), input_precision="ieee")
-            else:
-                u = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
-            tl.store(to.u[:, None] + column[None, :], u.to(G.DTYPE), mask=in_v)
+                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(k.dtype.element_ty)
+                for first in range(0, G.DK, G.DK_PART):
+                    channel = first + tl.arange(0, G.DK_PART)
+                    w = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * (of_k * strength)[:, None]
+                    if G.CHANNELS:
+                        w *= tl.exp(tl.cumsum(_rows(decay_at, is_row, channel, G.DK, G.DK_PART), 0))
+                    else:
+                        w *= since_first[:, None]
+                    w = tl.dot(inverse, w.to(k.dtype.element_ty), input_precision=exact())
+                    _store_rows(to.w, is_row, channel, w, G.DK, G.DK_PART)
+            for first in range(0, G.DV, G.DV_PART):
+                column = first + tl.arange(0, G.DV_PART)
+                u = _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None]
+                if G.DELTA:
+                    u = tl.dot(inverse, u.to(k.dtype.element_ty), input_precision=exact())
+                _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
 
 
 def launch_chunk_rows(

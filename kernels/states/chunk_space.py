@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, StatePlaces
@@ -21,6 +24,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 _CHUNK = tl.constexpr(arguments.CHUNK)
 # Rows and columns of a product are no fewer.
 _LEAST_BLOCK = 16
+_BYTES_OF_A_PART = 128
 
 
 class ChunkGeometry(NamedTuple):
@@ -30,9 +34,9 @@ class ChunkGeometry(NamedTuple):
     RATIO:              of them for each k head
     DK, DV:             of a state
     DK_BLOCK, DV_BLOCK: the same or the next powers of two
+    DK_PART, DV_PART:   columns of rows that are in registers at the same time, before the walk
     CHANNELS:           whether each channel decays by itself
     DELTA, SCALE, NORMALISES: the recurrence
-    DTYPE:              Triton's name of the tokens' dtype
     """
 
     HEADS: int
@@ -41,11 +45,19 @@ class ChunkGeometry(NamedTuple):
     DV: int
     DK_BLOCK: int
     DV_BLOCK: int
+    DK_PART: int
+    DV_PART: int
     CHANNELS: bool
     DELTA: bool
     SCALE: float
     NORMALISES: bool
-    DTYPE: Any
+
+
+@constexpr_function
+def exact() -> str:
+    """The precision of products of float32 rows: NVIDIA's matrix units make three products of one, AMD's have it."""
+    target = None if knobs.runtime.interpret else current_target()
+    return "tf32x3" if target is not None and target.backend == "cuda" else "ieee"
 
 
 class SpaceOfRows(NamedTuple):
@@ -56,9 +68,6 @@ class SpaceOfRows(NamedTuple):
     write: Any
     u: Any
     products: Any
-
-
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def chunk_geometry(
@@ -72,18 +81,21 @@ def chunk_geometry(
     assert workspace.numel() >= words
     num_decays = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads
     num_decays *= dk if slots.has_channels else 1
+    dk_block, dv_block = (max(_LEAST_BLOCK, next_power_of_2(dim)) for dim in (dk, dv))
+    part = _BYTES_OF_A_PART // slots.k.itemsize
     geometry = ChunkGeometry(
         HEADS=num_heads,
         RATIO=num_heads // slots.k.shape[2],
         DK=dk,
         DV=dv,
-        DK_BLOCK=max(_LEAST_BLOCK, next_power_of_2(dk)),
-        DV_BLOCK=max(_LEAST_BLOCK, next_power_of_2(dv)),
+        DK_BLOCK=dk_block,
+        DV_BLOCK=dv_block,
+        DK_PART=min(dk_block, part),
+        DV_PART=min(dv_block, part),
         CHANNELS=slots.has_channels,
         DELTA=recurrence.delta,
         SCALE=recurrence.scale,
         NORMALISES=recurrence.normalises,
-        DTYPE=_TRITON_DTYPES[slots.k.dtype],
     )
     return geometry, workspace[: words - num_decays].view(slots.k.dtype), workspace[words - num_decays : words]
 

@@ -18,14 +18,15 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, rows_of
+from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
 from rocm_attn.kernels.states.fold_token import fold_token, normal_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
-# Columns of a program's state.
-_COLUMNS = 32
+# Columns of a program's state, and bytes of the copy of it that is an operand.
+_STATE_BYTES = 8192
+_MOST_COLUMNS = 32
 
 
 @triton.jit
@@ -104,15 +105,15 @@ def _chunk_walk_kernel(
             in_k = is_row[:, None] & is_channel[None, :]
             in_v = is_row[:, None] & is_column[None, :]
             changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
-            operand = states.to(G.DTYPE)
+            operand = states.to(rows.dtype.element_ty)
             if G.DELTA:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
-                changes -= tl.dot(w, operand, input_precision="ieee")
-            changed = changes.to(G.DTYPE)
+                changes -= tl.dot(w, operand, input_precision=exact())
+            changed = changes.to(rows.dtype.element_ty)
             read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
-            result = tl.dot(read, operand, input_precision="ieee")
-            result = tl.dot(products, changed, result, input_precision="ieee")
+            result = tl.dot(read, operand, input_precision=exact())
+            result = tl.dot(products, changed, result, input_precision=exact())
             out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
             decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
@@ -121,7 +122,7 @@ def _chunk_walk_kernel(
             else:
                 states = states * tl.load(decay_at)
             write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
-            states = tl.dot(tl.trans(write), changed, states, input_precision="ieee")
+            states = tl.dot(tl.trans(write), changed, states, input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
@@ -141,8 +142,8 @@ def launch_chunk_walk(
     """
     assert most_q_len >= slots.most_kept
     _, num_heads, _, dv = slots.state.shape
-    columns = max(16, min(next_power_of_2(dv), _COLUMNS))
     geometry, rows, chunk_decays = chunk_geometry(recurrence, slots, places, workspace)
+    columns = max(16, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_BYTES // (geometry.DK_BLOCK * slots.k.itemsize)))
     kept_strides = (*slots.k.stride()[:3], *slots.v.stride()[:3], *slots.decay.stride()[:3], *slots.beta.stride()[:2])
     launch(
         _chunk_walk_kernel,

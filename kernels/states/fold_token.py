@@ -27,9 +27,3 @@ def fold_token(state, k, v, decay, beta, DELTA: tl.constexpr):
 def normal_row(row):
     """A row in float32, divided by its norm."""
     return row * tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON)
-
-
-@triton.jit
-def normal_rows(rows):
-    """Rows [n, dk] in float32, each divided by its norm."""
-    return rows * tl.rsqrt(tl.sum(rows * rows, 1) + NORM_EPSILON)[:, None]

@@ -48,6 +48,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-3-70b.eight-bits": ("--tp", "8", *_EIGHT_BITS),
     "deepseek-v3.eight-bits": ("--tp", "8", *_EIGHT_BITS),
     "deepseek-v3.2.records": ("--tp", "8", *_RECORDS),
+    "deepseek-v4-flash.records": ("--tp", "8", "--kv-dtype", "fp8", "--kv-scales", "footer"),
 }
 
 

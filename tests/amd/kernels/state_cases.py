@@ -18,7 +18,8 @@ from rocm_attn.kernels.states.arguments import (
     RecurrentTokens,
     StatePlaces,
 )
-from tests.amd.worlds.recurrent import Drawn, Layer
+from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.recurrent import Drawn, Layer, recurrent
 
 Launch = Callable[..., None]
 NAN = float("nan")
@@ -276,3 +277,11 @@ def steps_of(run: StateRun | ConvolutionRun, *steps: tuple[New, ...]) -> list[Te
             if new.seq is not None:
                 outs[new.seq].append(rows if new.accepted is None else rows[: new.accepted])
     return [torch.cat(rows) for rows in outs]
+
+
+def assert_states(run: StateRun, outs: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Compares the outputs and the states of all sequences with float64. dtype: of the tokens"""
+    for seq, (rows, tokens, place) in enumerate(zip(outs, run.tokens, run.places, strict=True)):
+        want, states = recurrent(run.layer, tokens.cut(0, len(rows)))
+        assert_attention_close(rows, want, dtype)
+        assert_attention_close(run.state_of(seq), states[place.tokens - place.pending], dtype)

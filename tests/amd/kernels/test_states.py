@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.kernels.refs import states as twins
 from rocm_attn.kernels.states.arguments import Convolution
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.recur import launch_recur
-from tests.amd.kernels.state_cases import ConvolutionRun, Launch, New, StateRun, steps_of
+from tests.amd.kernels.state_cases import ConvolutionRun, Launch, New, StateRun, assert_states, steps_of
 from tests.amd.tolerances import BOUNDS, assert_attention_close
 from tests.amd.worlds.recurrent import Drawn, Layer, convolved, recurrent
 
@@ -39,25 +38,17 @@ def drawn(layer: Layer, num_seqs: int, num_tokens: int, dtype: torch.dtype = tor
     return [Drawn.of(layer, num_tokens, dtype, generator) for _ in range(num_seqs)]
 
 
-def assert_right(run: StateRun, outs: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """Compares the outputs and the states of all sequences with float64."""
-    for seq, (rows, tokens, place) in enumerate(zip(outs, run.tokens, run.places, strict=True)):
-        want, states = recurrent(run.layer, tokens.cut(0, len(rows)))
-        assert_attention_close(rows, want, dtype)
-        assert_attention_close(run.state_of(seq), states[place.tokens - place.pending], dtype)
-
-
 @both
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_and_states_equal_the_recurrence(recur: Launch, layer: Layer, kernel_device: torch.device) -> None:
     run = StateRun.of(recur, layer, drawn(layer, 4, 150), MOST_KEPT, kernel_device)
-    assert_right(run, steps_of(run, *STORY))
+    assert_states(run, steps_of(run, *STORY))
 
 
 @both
 def test_slots_may_keep_no_tokens(recur: Launch, kernel_device: torch.device) -> None:
     run = StateRun.of(recur, DELTA, drawn(DELTA, 2, 30), 0, kernel_device)
-    assert_right(run, steps_of(run, (New(0, 2), New(1, 1)), (New(1, 1), New(0, 0)), (New(0, 17), New(1, 1))))
+    assert_states(run, steps_of(run, (New(0, 2), New(1, 1)), (New(1, 1), New(0, 0)), (New(0, 17), New(1, 1))))
 
 
 @both
@@ -90,7 +81,7 @@ def test_bits_of_deterministic_mode_depend_on_the_sequence_alone(recur: Launch, 
 def test_prompts_cut_anywhere_give_the_state_of_whole_ones(layer: Layer, kernel_device: torch.device) -> None:
     tokens = drawn(layer, 1, 150)
     run = StateRun.of(launch_recur, layer, tokens, MOST_KEPT, kernel_device)
-    assert_right(run, steps_of(run, (New(0, 20),), (New(0, 2),), (New(0, 64),), (New(0, 64),)))
+    assert_states(run, steps_of(run, (New(0, 20),), (New(0, 2),), (New(0, 64),), (New(0, 64),)))
 
 
 @pytest.mark.parametrize("layer", [DELTA, replace(CHANNELS, normalises=False)], ids=["delta", "channels"])
@@ -104,7 +95,7 @@ def test_a_key_that_repeats_costs_no_digits(layer: Layer, kernel_device: torch.d
         beta=torch.ones_like(tokens.beta),
     )
     run = StateRun.of(launch_recur, layer, [tokens], MOST_KEPT, kernel_device)
-    assert_right(run, steps_of(run, (New(0, 64),)))
+    assert_states(run, steps_of(run, (New(0, 64),)))
 
 
 @pytest.mark.parametrize("layer", [DELTA, CHANNELS], ids=["delta", "channels"])
@@ -113,13 +104,13 @@ def test_decays_of_any_size_give_numbers(layer: Layer, kernel_device: torch.devi
     (tokens,) = drawn(layer, 1, 64)
     decay = torch.where(torch.rand(tokens.decay.shape, generator=torch.Generator().manual_seed(1)) < 0.2, -200.0, -0.01)
     run = StateRun.of(launch_recur, layer, [replace(tokens, decay=decay)], MOST_KEPT, kernel_device)
-    assert_right(run, steps_of(run, (New(0, 64),)))
+    assert_states(run, steps_of(run, (New(0, 64),)))
 
 
 @both
 def test_half_precision_stays_within_its_bounds(recur: Launch, kernel_device: torch.device) -> None:
     run = StateRun.of(recur, CHANNELS, drawn(CHANNELS, 2, 70, torch.float16), MOST_KEPT, kernel_device)
-    assert_right(run, steps_of(run, (New(0, 66), New(1, 2)), (New(0, 2), New(1, 2))), torch.float16)
+    assert_states(run, steps_of(run, (New(0, 66), New(1, 2)), (New(0, 2), New(1, 2))), torch.float16)
 
 
 @both

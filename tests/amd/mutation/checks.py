@@ -18,6 +18,7 @@ from tests.amd.mutation import (
     segment_parts_check,
     sparse_checks,
     speculative_checks,
+    state_checks,
 )
 from tests.amd.mutation.memory import Memory
 
@@ -94,4 +95,8 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "speculative/accept_sampled.py": speculative_checks.accept_sampled,
     "speculative/move_paths.py": speculative_checks.move_paths,
     "speculative/next_step.py": speculative_checks.next_step,
+    "states/chunk_rows.py": state_checks.chunks,
+    "states/chunk_walk.py": state_checks.chunks,
+    "states/convolve.py": state_checks.convolution,
+    "states/token_steps.py": state_checks.token_steps,
 }

@@ -24,6 +24,7 @@ FILES_BY_DAY = (
     "sampling/likeliest.py",
     "sparse/attention.py",
     "speculative/accept_drawn.py",
+    "states/convolve.py",
 )
 JUDGES_BY_DAY = {CHECKS[path] for path in FILES_BY_DAY}
 BY_DAY = {mutant.path: mutant for mutant in reversed(MUTANTS) if mutant.path in FILES_BY_DAY}

@@ -112,6 +112,9 @@ LEAST_WAVES = {
     "_latent_segment_decode_kernel": 2,
     "_latent_segment_extend_kernel": 2,
     "_expert_product_kernel": 2,
+    # A chunk's matrix is inverted in registers, or they hold a state.
+    "_chunk_rows_kernel": 2,
+    "_chunk_walk_kernel": 2,
     # A block of the vocabulary is in registers.
     "_accept_sampled_kernel": 3,
     "_likeliest_kernel": 3,
@@ -140,7 +143,7 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
         assert names >= latent
     elif not row.is_large and row.kv is KVEncoding.LIKE_Q:
         unshared: set[str] = set() if shares_segments(row) else {PARTS_OF_SEGMENTS}
-        assert names == names_of_all_kernels() - latent - names_of_sparse_kernels() - unshared
+        assert names == names_of_all_kernels() - latent - names_of_separate_kernels() - unshared
     codes = [(kernel.name, read_amd_code(kernel)) for kernel in kernels]
     complaints = [f"{name}: {complaint}" for name, code in codes for complaint in amd_complaints(row, name, code)]
     assert not complaints, "\n".join(complaints)
@@ -178,7 +181,7 @@ def test_every_kernel_fits_sm_90() -> None:
     rest = compiled_by(lambda: launch_rest(row), row.arch)
     kernels = [*compiled_kernels(row), *compiled_kernels(latent), *rest]
     # Only Hopper's own kernel shares segments there: test_hopper_compiles.py has their merge.
-    elsewhere = names_of_sparse_kernels() | {PARTS_OF_SEGMENTS}
+    elsewhere = names_of_separate_kernels() | {PARTS_OF_SEGMENTS}
     assert {kernel.name for kernel in kernels} == names_of_all_kernels() - elsewhere
     found = [
         f"{kernel.name}: {each}"
@@ -192,6 +195,16 @@ def test_every_kernel_fits_sm_90() -> None:
 def names_of_sparse_kernels() -> set[str]:
     """Names of the kernels of kernels/sparse/, whose rows are in sparse_matrix.py."""
     return names_of_all_kernels("rocm_attn.kernels.sparse")
+
+
+def names_of_state_kernels() -> set[str]:
+    """Names of the kernels of kernels/states/, whose rows are in state_matrix.py."""
+    return names_of_all_kernels("rocm_attn.kernels.states")
+
+
+def names_of_separate_kernels() -> set[str]:
+    """Names of the kernels whose rows are in matrices of their own."""
+    return names_of_sparse_kernels() | names_of_state_kernels()
 
 
 def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:

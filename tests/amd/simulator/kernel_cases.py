@@ -51,6 +51,7 @@ from tests.amd.simulator.large_steps import in_large_pools
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
+from tests.amd.simulator.state_cases import state_cases
 from tests.amd.simulator.truth_cases import more_truth_cases, truth_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -367,6 +368,8 @@ ON_THE_OTHER_ARCH = {
             "merge_states-bfloat16",
             "sparse-coded_latent",
             "sparse-tokens-above",
+            "states-channels",
+            "convolution",
             *_CHECKED[1::2],
         }
     ),
@@ -389,6 +392,8 @@ ON_THE_OTHER_ARCH = {
             "merge_states-float16",
             "sparse-split",
             "sparse-latent-above",
+            "states-delta",
+            "states-plain",
             *_CHECKED[0::2],
         }
     ),
@@ -497,6 +502,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
         *cdna_cases(arch),
         *check_cases(arch),
         *sparse_cases(arch),
+        *state_cases(arch),
         *latent_cases(arch),
         *truth_cases(arch),
     ]

@@ -1,0 +1,126 @@
+"""Checks of the masks of the kernels of recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.refs import states as state_twins
+from rocm_attn.kernels.states.arguments import (
+    BEGINS,
+    LEFT_OUT,
+    Convolution,
+    ConvolutionSlots,
+    Recurrence,
+    RecurrentSlots,
+    RecurrentTokens,
+    StatePlaces,
+)
+from rocm_attn.kernels.states.convolve import launch_convolve
+from rocm_attn.kernels.states.recur import launch_recur
+from tests.amd.mutation.fresh_tensors import gapped, ints
+from tests.amd.mutation.memory import Memory, assert_same
+
+_MOST_KEPT, _WIDTH, _PADS, _SLOTS = 3, 4, 2, 9
+
+
+class _Sizes(NamedTuple):
+    k_heads: int
+    heads: int
+    dk: int
+    dv: int
+    channels: bool
+
+
+def convolution(memory: Memory) -> None:
+    """Checks tiles that are not full, channels that are no whole block, a pad and a sequence that is left out."""
+    channels = 300
+    places, num_tokens = _places([1, 0, 3, 20])
+    weights = [torch.randn(channels, _WIDTH), torch.randn(channels)]
+    inputs = [*places, gapped(num_tokens, channels), *weights]
+    outputs = [gapped(num_tokens, channels), gapped(_SLOTS, _WIDTH - 1 + _MOST_KEPT, channels)]
+    assert_same(memory, _of_convolution(launch_convolve), _of_convolution(state_twins.convolve), inputs, outputs)
+
+
+def token_steps(memory: Memory) -> None:
+    """Checks tokens that are kept and those that are not, and columns and channels that are no whole block."""
+    for channels in (True, False):
+        _recurs(memory, _Sizes(1, 2, 12, 70, channels), [2, 1, 3, 4], deterministic=True)
+
+
+def chunks(memory: Memory) -> None:
+    """Checks a chunk that is not full at the end of memory, one that is left out, and parts of channels and of v."""
+    for channels in (True, False):
+        _recurs(memory, _Sizes(1, 2, 40, 40, channels), [2, 18, 20, 70], deterministic=False)
+
+
+def _places(q_len: list[int]) -> tuple[list[Tensor], int]:
+    """Sequences, of which one begins, one is left out and two have slots; and the step's tokens."""
+    boundaries = [sum(q_len[:at]) for at in range(len(q_len) + 1)]
+    unused = 1 << 20
+    source, target = ints([2, BEGINS, LEFT_OUT, 5]), ints([3, 1, unused, 8])
+    return [source, target, ints([2, 0, unused, 1]), ints(boundaries)], boundaries[-1] + _PADS
+
+
+def _recurs(memory: Memory, sizes: _Sizes, q_len: list[int], *, deterministic: bool) -> None:
+    places, num_tokens = _places(q_len)
+    k_heads, heads, dk, dv, channels = sizes
+    of_decay = (heads, dk) if channels else (heads,)
+
+    def decays(*lead: int) -> Tensor:
+        return gapped(*lead, *of_decay).abs_().neg_()
+
+    q, k = (gapped(num_tokens, k_heads, dk) * dk**-0.5 for _ in range(2))
+    tokens = [q, k, gapped(num_tokens, heads, dv), decays(num_tokens), gapped(num_tokens, heads).sigmoid_()]
+    lead = (_SLOTS, _MOST_KEPT)
+    kept = [
+        gapped(*lead, k_heads, dk) * dk**-0.5,
+        gapped(*lead, heads, dv),
+        decays(*lead),
+        gapped(*lead, heads).sigmoid_(),
+    ]
+    words = RecurrentSlots(gapped(_SLOTS, heads, dk, dv), *kept).workspace_words(num_tokens, len(q_len))
+    inputs = [*places, *tokens, torch.randn(words)]
+    outputs = [gapped(num_tokens, heads, dv), gapped(_SLOTS, heads, dk, dv), *kept]
+    launch, twin = (_of_recurrence(recur, deterministic=deterministic) for recur in (launch_recur, state_twins.recur))
+    assert_same(memory, launch, twin, inputs, outputs)
+
+
+def _of_places(places: tuple[Tensor, ...], num_tokens: int) -> StatePlaces:
+    q_indptr = places[3].tolist()
+    return StatePlaces(*places, num_tokens, max(end - first for first, end in pairwise(q_indptr)))
+
+
+def _round(*results: Tensor) -> None:
+    """The kernel and its twin add up in other orders."""
+    for each in results:
+        each.copy_((each * 1024).round())
+
+
+def _of_convolution(convolve: Callable[..., None]) -> Callable[..., None]:
+    """A convolution as a function of tensors: places, x, weight, bias, out, inputs of slots."""
+
+    def of_tensors(*tensors: Tensor) -> None:
+        x, weight, bias, out, inputs = tensors[4:]
+        places = _of_places(tensors[:4], len(x))
+        convolve(x, out, Convolution(weight, bias, silu=True), ConvolutionSlots(inputs), places)
+        _round(out)
+
+    return of_tensors
+
+
+def _of_recurrence(recur: Callable[..., None], *, deterministic: bool) -> Callable[..., None]:
+    """A recurrence as a function of tensors: places, tokens, workspace, out, state and kept tokens of slots."""
+
+    def of_tensors(*tensors: Tensor) -> None:
+        q, k, v, decay, beta, workspace, out, state, *kept = tensors[4:]
+        tokens, slots = RecurrentTokens(q, k, v, decay, beta, out), RecurrentSlots(state, *kept)
+        form = Recurrence(delta=True, scale=0.5, normalises=False)
+        recur(tokens, form, slots, _of_places(tensors[:4], len(q)), workspace, deterministic=deterministic)
+        _round(out, state)
+
+    return of_tensors

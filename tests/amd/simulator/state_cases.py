@@ -1,0 +1,55 @@
+"""Runs of recurrent states and convolutions on a simulated arch: tokens one by one, prompts in chunks, and both."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from rocm_attn.kernels.states.arguments import Convolution
+from rocm_attn.kernels.states.convolve import launch_convolve
+from rocm_attn.kernels.states.recur import launch_recur
+from rocm_lab.simulator.launcher import Simulation, simulated
+from tests.amd.kernels.state_cases import ConvolutionRun, New, StateRun, assert_states, steps_of
+from tests.amd.simulator.case import KernelCase
+from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.recurrent import Drawn, Layer, convolved
+
+CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
+DELTA = Layer(k_heads=1, ratio=1, dk=32, dv=16, normalises=True)
+CHANNELS = Layer(k_heads=1, ratio=1, dk=24, dv=16, channels=True)
+PLAIN = Layer(k_heads=1, ratio=2, dk=16, dv=32, delta=False)
+
+
+def run_recurrence(arch: str, layer: Layer, dtype: torch.dtype) -> Simulation:
+    """A prompt of two chunks, then drafts of which one is rejected, next to a sequence that begins, and a pad."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [Drawn.of(layer, 80, dtype, generator) for _ in range(2)]
+    run = StateRun.of(launch_recur, layer, tokens, 2, CPU)
+    with simulated(arch) as simulation:
+        outs = steps_of(run, (New(0, 66), New(None, 1)), (New(1, 1), New(0, 2, 1)), (New(0, 1), New(1, 1)))
+    assert_states(run, outs, dtype)
+    return simulation
+
+
+def run_convolution(arch: str, dtype: torch.dtype) -> Simulation:
+    """A prompt of two tiles, then drafts of which one is rejected, next to a sequence that begins, and a pad."""
+    generator, channels = torch.Generator().manual_seed(0), 40
+    rows = [torch.randn(40, channels, generator=generator).to(dtype) for _ in range(2)]
+    weight, bias = torch.randn(channels, 4, generator=generator).to(dtype) / 2, rows[0][0].clone()
+    run = ConvolutionRun(2, 2, CPU, launch_convolve, Convolution(weight, bias, silu=True), rows)
+    with simulated(arch) as simulation:
+        outs = steps_of(run, (New(0, 18), New(None, 1)), (New(1, 1), New(0, 2, 1)), (New(0, 1), New(1, 1)))
+    for x, found in zip(rows, outs, strict=True):
+        assert_attention_close(found, convolved(x[: len(found)], weight, bias, silu=True), dtype)
+    return simulation
+
+
+def state_cases(arch: str) -> list[KernelCase]:
+    """Every form of the recurrence, and a convolution."""
+    return [
+        KernelCase("states-delta", arch, partial(run_recurrence, arch, DELTA, BF16)),
+        KernelCase("states-channels", arch, partial(run_recurrence, arch, CHANNELS, FP16)),
+        KernelCase("states-plain", arch, partial(run_recurrence, arch, PLAIN, BF16)),
+        KernelCase("convolution", arch, partial(run_convolution, arch, BF16)),
+    ]

@@ -34,7 +34,8 @@ from rocm_attn.selection.pages import PageChoice
 _STATE = (
     "recurrent, {rule}, {num_value_heads} value heads over {num_key_heads} key heads, each with a {state_dtype} state "
     "of {key_dim} x {value_dim}, convolution of width {conv_width} over {conv_channels} channels\n"
-    "  no pages: {bytes_per_request} bytes a layer and request, in two slots: a step reads the one and writes the other"
+    "  no pages: {bytes_per_slot} bytes a layer in each of a request's two slots; a step reads the one, and writes the "
+    "other"
 )
 
 
@@ -313,7 +314,7 @@ def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:
     sizes = {
         "state_dtype": "float32",
         "conv_channels": layer.conv_channels,
-        "bytes_per_request": layer.num_bytes(dtype),
+        "bytes_per_slot": layer.num_bytes(dtype),
     }
     return {**asdict(layer), "rule": layer.rule.value, **sizes}
 

@@ -202,10 +202,6 @@ class AttentionGeometry:
         """The recurrent layers in a model of dtype, in order. Raises BadProblem."""
         return tuple(layer.recurrence(dtype) for _, layer in self.recurrent)
 
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all recurrent states of a request in a model of dtype."""
-        return sum(layer.num_bytes(dtype) for _, layer in self.recurrent)
-
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
         """The same layers for sequences up to max_kv_len: a window that none of them outgrows is dropped."""
         layers = tuple(

@@ -42,7 +42,7 @@ class RecurrentLayer:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes for each request in a model of dtype: the matrices, and the last conv_width - 1 inputs."""
+        """Bytes of a state in a model of dtype: the matrices, and the last conv_width - 1 inputs."""
         matrices = self.num_value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
         return matrices + self.conv_channels * (self.conv_width - 1) * dtype.itemsize
 

@@ -111,7 +111,7 @@ def _rows(model: str) -> list[str]:
         numbers[row] = numbers.get(row, 0) + len(kinds[0]["layers"])
     for kind in said[0]["recurrent_layers"]:
         state = f"{kind['num_value_heads']} states of {kind['key_dim']} x {kind['value_dim']}"
-        size = f"{kind['bytes_per_request']:,} bytes a layer and request"
+        size = f"{kind['bytes_per_slot']:,} bytes a layer and slot"
         numbers[f"{kind['rule']}, {state}, {size} | `kernels/states` | `kernels/states` | "] = len(kind["layers"])
     name = f"{model} {' '.join(MODELS[model])}".strip()
     return [f"| {name} | {number} | {row} |" for row, number in numbers.items()]

@@ -43,7 +43,7 @@ def test_every_layer_is_listed_once_and_recurrent_ones_with_their_state(
 ) -> None:
     options = ("--arch", "gfx942", "--page-size", "auto", "--pool", "auto", *MODELS[model], "--json")
     said = json.loads(run(capsys, model, *options)[1])
-    recurrent = [(len(kind["layers"]), kind["bytes_per_request"]) for kind in said["recurrent_layers"]]
+    recurrent = [(len(kind["layers"]), kind["bytes_per_slot"]) for kind in said["recurrent_layers"]]
     assert recurrent == RECURRENT[model]
     layers = [layer for kind in said["layer_kinds"] + said["recurrent_layers"] for layer in kind["layers"]]
     assert sorted(layers) == list(range(len(layers)))

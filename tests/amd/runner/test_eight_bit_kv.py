@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -136,11 +137,27 @@ def test_scales_that_a_model_brings_are_used(
     assert completion.token_ids == tuple(best[len(prompt) - 1 : -1].tolist())
 
 
-def with_scales(directory: Path, names: tuple[str, ...], scale_values: tuple[float, ...]) -> Path:
-    """Writes a small Qwen3 whose file has scales of every layer."""
-    path = save(family_model("qwen3"), directory) / "model.safetensors"
+def test_scales_belong_to_the_layers_with_attention(tmp_path: Path) -> None:
+    """One of four layers has K and V here, and all layers with K and V have scales."""
+    loaded = load(with_scales(tmp_path, ("k_scale", "v_scale"), (0.5, 0.125), "qwen3_next", layers=(1,)))
+    pages = Engine(loaded, replace(OPTIONS, kv_dtype="fp8_e4m3fn")).runtime.pool.layer(0)
+    assert pages.format.scales is Scales.LAYER
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    assert (pages.k_scale.tolist(), pages.v_scale.tolist()) == ([0.5], [0.125])
+
+
+def with_scales(
+    directory: Path,
+    names: tuple[str, ...],
+    scale_values: tuple[float, ...],
+    family: str = "qwen3",
+    layers: Sequence[int] = range(3),
+) -> Path:
+    """Writes a small model whose file has scales of these layers."""
+    path = save(family_model(family), directory) / "model.safetensors"
     tensors = load_file(path)
-    for layer in range(3):
+    for layer in layers:
         for name, scale_value in zip(names, scale_values, strict=False):
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale_value)
     save_file(tensors, path)

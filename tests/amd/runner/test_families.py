@@ -307,6 +307,13 @@ def test_the_decoder_of_qwen3_5_is_served_without_its_images_and_its_layers_for_
     assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids))
 
 
+def test_qwen3_nexts_layers_for_speculation_are_not_read(tmp_path: Path) -> None:
+    path = save(family_model("qwen3_next"), tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "mtp.layers.0.input_layernorm.weight": torch.ones(48)}, path)
+    assert load(tmp_path).config.num_layers == 4
+
+
 def test_experts_of_qwen3_5_are_read_in_one_tensor_or_in_many(tmp_path: Path) -> None:
     """Its makers publish one tensor for a layer's experts; transformers writes three for each of them."""
     reference, token_ids = family_model("qwen3_5_moe"), random_tokens(20)

@@ -14,8 +14,10 @@ from tests.amd.offline.test_compiles import names_of_state_kernels, too_few_wave
 # One row of each arch in every run; the others in the nightly one.
 _QUICK = ("gfx942-kimi_linear", "gfx950-qwen3_next", "sm_90-qwen3_next")
 _MATRIX_KERNELS = ("_chunk_rows_kernel", "_chunk_walk_kernel")
-# Bytes that kernels keep on the stack on sm_90 in float32, which no model is served in: three products for one.
-_SPILLED_ON_SM_90 = {"_chunk_rows_kernel": 32, "_chunk_walk_kernel": 640}
+# Bytes that kernels keep on the stack on sm_90, where they were faster than with more warps or fewer columns. In
+# float32, which no model is served in, a product is three.
+_SPILLED_ON_SM_90 = {"_chunk_rows_kernel": 96, "_chunk_walk_kernel": 64}
+_SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 200, "_chunk_walk_kernel": 880}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def complaints_of(row: StateRow, kernel: CompiledKernel) -> list[str]:
     if row.arch.startswith("sm_"):
         nvidia = read_nvidia_code(kernel)
         spilled, lds, matrix_ops = nvidia.stack_bytes + nvidia.local_bytes, nvidia.shared_bytes, nvidia.matrix_ops
-        allowed = _SPILLED_ON_SM_90.get(kernel.name, 0) if row.dtype == torch.float32 else 0
+        allowed = (_SPILLED_IN_FLOAT32 if row.dtype == torch.float32 else _SPILLED_ON_SM_90).get(kernel.name, 0)
         found += nvidia.touched[:1]
     else:
         amd = read_amd_code(kernel)

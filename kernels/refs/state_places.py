@@ -19,8 +19,10 @@ def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: State
     # of_row: [S, 2, 4], the headers of both slots of each row
     of_row = headers[: 2 * len(tags)].view(-1, 2, 4)[row]
     written_at, first = of_row[..., 1], of_row[..., 2]
-    serves = (of_row[..., 0] == tag[:, None]) & (written_at < start[:, None]) & (first <= start[:, None])
-    serves &= start[:, None] <= of_row[..., 3]
+    is_earlier = (of_row[..., 0] == tag[:, None]) & (written_at < start[:, None])
+    written_at = torch.where(is_earlier, written_at, -2)
+    serves = is_earlier & (first <= start[:, None]) & (start[:, None] <= of_row[..., 3])
+    serves &= written_at == written_at.amax(1, keepdim=True)
     newest = torch.where(serves, written_at, -2).argmax(1)
     begins = start <= 0
     found = live & (begins | serves.any(1)) & (tag > 0)

@@ -12,9 +12,10 @@ With s tokens before the step and e after it, a slot serves the step if
 
     tag == tag of the row,   start < s,   first <= s <= end
 
-and of two such slots the one with the larger start, because the other one is older. A slot whose start is s or more
-belongs to tokens that were taken back. The other slot gets the header (tag, s, s, e) if at most `kept` tokens are new,
-which are then kept, else (tag, s, e, e). A sequence that begins (s = 0) reads none, and takes both slots.
+and no other slot with this tag has a start between this one's and s: tokens after that start were stored anew, and are
+not the ones in this slot. A slot whose start is s or more belongs to tokens that were taken back. The other slot gets
+the header (tag, s, s, e) if at most `kept` tokens are new, which are then kept, else (tag, s, e, e). A sequence that
+begins (s = 0) reads none, and takes both slots.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _WORDS = tl.constexpr(HEADER_WORDS)
 
 @triton.jit
 def _serves(headers, slot, tag, start, live):
-    """Whether a slot holds the state before token `start`, and the start of the step that wrote it."""
+    """Whether a slot can serve; the start of the step that wrote it, -2 for none before `start`; tokens folded."""
     header = headers + slot * _WORDS
     written_at = tl.load(header + 1, mask=live, other=0)
     first = tl.load(header + 2, mask=live, other=0)
     end = tl.load(header + 3, mask=live, other=0)
-    serves = (tl.load(header, mask=live, other=0) == tag) & (written_at < start) & (first <= start) & (start <= end)
-    return serves, written_at, first
+    is_earlier = (tl.load(header, mask=live, other=0) == tag) & (written_at < start)
+    return is_earlier & (first <= start) & (start <= end), tl.where(is_earlier, written_at, -2), first
 
 
 @triton.jit
@@ -62,6 +63,7 @@ def _state_places_kernel(
     slot = row.to(tl.int64) * 2
     serves_a, at_a, first_a = _serves(headers, slot, tag, start, live)
     serves_b, at_b, first_b = _serves(headers, slot + 1, tag, start, live)
+    serves_a, serves_b = serves_a & (at_a >= at_b), serves_b & (at_b >= at_a)
     takes_b = serves_b & (~serves_a | (at_b > at_a))
     begins = start <= 0
     found = live & (begins | serves_a | serves_b) & (tag > 0)

@@ -149,7 +149,7 @@ class RowStates:
         if not batch.inputs.lengths_on_host:
             return
         headers, start = self._headers[batch.rows], batch.start[:, None]
-        serves = (headers[..., 0] < start) & (headers[..., 1] <= start) & (start <= headers[..., 2])
+        serves = (headers[..., 0] < start) & _serve(headers, start)
         wrong = ~serves.any(1) & (batch.start > 0) & (batch.q_len > 0)
         if wrong.any():
             seq = int(wrong.argmax())
@@ -170,8 +170,7 @@ class RowStates:
         new = batch.q_len > 0
         rows, start, end = batch.rows[new], batch.start[new], batch.kv_len[new]
         headers = self._headers[rows]
-        serves = (headers[..., 0] < start[:, None]) & (headers[..., 1] <= start[:, None])
-        serves &= start[:, None] <= headers[..., 2]
+        serves = (headers[..., 0] < start[:, None]) & _serve(headers, start[:, None])
         target = np.where(start > 0, 1 - np.where(serves, headers[..., 0], -2).argmax(1), 0)
         first = np.where(batch.q_len[new] <= self.recurrent.kept, start, end)
         self._headers[rows, target] = np.stack([start, first, end], 1)
@@ -206,13 +205,26 @@ class RowStates:
     def _serves(self, row: int, kv_len: int) -> bool:
         """True if a step may go on after kv_len tokens of a row, as far as the host knows."""
         headers = self._headers[row]
-        return bool(((headers[:, 1] <= kv_len) & (kv_len <= headers[:, 2]) & (headers[:, 0] < INT32_MAX)).any())
+        return bool((_serve(headers, np.int32(kv_len)) & (headers[:, 0] < INT32_MAX)).any())
 
     def _served(self, row: int) -> str:
         """The tokens after which a step may go on in a row, in words."""
-        ranges = [
-            f"{first} tokens" if first == end else f"{first} to {end} tokens"
-            for start, first, end in self._headers[row].tolist()
-            if start < INT32_MAX
-        ]
+        headers, ranges = self._headers[row].tolist(), list[str]()
+        for (start, first, end), (other, *_) in zip(headers, reversed(headers), strict=True):
+            last = min(end, other) if other > start else end
+            if start < INT32_MAX:
+                ranges.append(f"{first} tokens" if first == last else f"{first} to {last} tokens")
         return f"after {' or '.join(ranges)}" if ranges else "for no token"
+
+
+def _serve(headers: Int32Array, num_tokens: Int32Array | np.int32) -> npt.NDArray[np.bool_]:
+    """bool [..., 2]: True if a slot has the state after so many tokens of its row.
+
+    A slot has none after the first token of a newer step: the tokens there were stored anew, and are the newer step's.
+    headers: int32 [..., 2, 3]; num_tokens: int32 [..., 1], or one for all
+    """
+    start, first, end = headers[..., 0], headers[..., 1], headers[..., 2]
+    newer = start[..., ::-1]
+    serve: npt.NDArray[np.bool_] = (first <= num_tokens) & (num_tokens <= end)
+    serve &= ~((start < newer) & (newer < num_tokens))
+    return serve

@@ -161,8 +161,11 @@ class StatePool:
         """
         for copy in copies:
             of_source = self.headers[copy.source : copy.source + copy.num_slots]
-            tag, _, first, end = of_source.unbind(1)
-            serves = (tag == copy.source_tag) & (first <= copy.tokens) & (copy.tokens <= end)
+            tag, start, first, end = of_source.unbind(1)
+            is_of_source = tag == copy.source_tag
+            serves = is_of_source & (first <= copy.tokens) & (copy.tokens <= end)
+            # Tokens after the first one of a newer step were stored anew.
+            serves &= start >= torch.where(is_of_source & (start < copy.tokens), start, -2).max()
             newest = torch.where(serves, of_source[:, 1], -2).argmax().reshape(1)
             header = of_source.index_select(0, newest)[0]
             # Copied to itself, the target keeps what it has, and no one may read it.

@@ -48,14 +48,17 @@ def wanted(
     made = Slot(tag, start, start if new <= kept else start + new, start + new)
     if start == 0:
         return (BEGINS, 2 * row, 0, [made, Slot(0, *_words(of_row[1])[1:])]) if tag else (LEFT_OUT, 0, 0, None)
+    earlier = [number for number, slot in enumerate(of_row) if tag and slot.tag == tag and slot.start < start]
+    last = max((of_row[number].start for number in earlier), default=0)
+    # Tokens after the last of these starts are those of the slot that was written then.
     serving = [
         number
-        for number, slot in enumerate(of_row)
-        if tag and slot.tag == tag and slot.start < start and slot.first <= start <= slot.end
+        for number in earlier
+        if of_row[number].start == last and of_row[number].first <= start <= of_row[number].end
     ]
     if not serving:
         return LEFT_OUT, 0, 0, None
-    newest = max(serving, key=lambda number: (of_row[number].start, -number))
+    newest = serving[0]
     after = list(of_row)
     after[1 - newest] = made
     return 2 * row + newest, 2 * row + 1 - newest, start - of_row[newest].first, after

@@ -264,7 +264,8 @@ class World:
     def _fold(self, sequence: Sequence, start: int, new: list[int]) -> None:
         """Does a step's work on the state of a sequence, and checks that it is the one of its tokens."""
         tag, slots = int(self.table.states.tags[sequence.row]), (2 * sequence.row, 2 * sequence.row + 1)
-        before, target = (), slots[0]
+        before: tuple[int, ...] = ()
+        target = slots[0]
         if start:
             serving = [slot for slot in slots if slot in self.states and self.states[slot].serves(tag, start)]
             source = max(serving, key=lambda slot: self.states[slot].start)

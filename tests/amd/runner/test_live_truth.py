@@ -22,7 +22,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.request import Request
 from tests.amd.runner.serving import all_pages_are_free, some_requests
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import RECURRENT_LAYER, tiny_model
 from tests.amd.runner.wide_model import HEAD, load_wide, wide_model
 
 OPTIONS = EngineOptions(
@@ -108,6 +108,17 @@ def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
     assert [served.completion(number) for number in numbers] == expected
     assert seed > 3
     assert all_pages_are_free(served)
+
+
+def test_it_runs_in_a_model_with_recurrent_layers_which_no_needle_passes() -> None:
+    served = engine(wide_model(first=(RECURRENT_LAYER,)), chunk=64)
+    requests = some_requests(3, 8)
+    expected = served.generate(requests)
+    numbers = [served.submit(request) for request in requests]
+    while served.has_work:
+        served.step()
+        assert served.probe_truth(0).word == "right"
+    assert [served.completion(number) for number in numbers] == expected
 
 
 def test_it_runs_beside_as_many_requests_as_there_may_be(loaded: LoadedModel) -> None:

@@ -99,8 +99,6 @@ def test_copies_of_a_prompt_share_its_state(loaded: LoadedModel) -> None:
 
 
 def test_a_chunk_ends_at_the_last_state_and_other_prompts_get_the_rest(loaded: LoadedModel) -> None:
-    served = engine(loaded, chunk=48, page_size=16)
-    assert served.runtime.states.recurrent.spacing == 48
     served = engine(loaded, chunk=40, page_size=16)
     assert served.runtime.states.recurrent.spacing == 32
     steps = chunks(served, [Request(prompt(0, 37), 2), Request(prompt(1, 5), 2), Request(prompt(2, 30), 2)])
@@ -119,21 +117,12 @@ def test_without_the_prefix_cache_chunks_end_anywhere(loaded: LoadedModel) -> No
 
 def test_where_prompts_part_a_state_stays(loaded: LoadedModel) -> None:
     """The second prompt with these first tokens finds pages and no state there, and leaves one."""
-    served = engine(loaded, chunk=60, page_size=4)
-    assert served.runtime.states.recurrent.spacing == 60
-    served = engine(loaded, chunk=40, page_size=8, state_checkpoints=4)
-    spacing = served.runtime.states.recurrent.spacing
-    assert spacing == 40
-    served = engine(loaded, chunk=23, page_size=4)
+    served = engine(loaded, chunk=23)
     assert served.runtime.states.recurrent.spacing == 20
-    # 43 tokens in chunks of 20, which is a multiple of the spacing, 20 and 3: the states after 20 and 40 stay.
     shared = prompt(0, 43)
-    assert cached(served, shared, shared) == [0, 40]
-    # One state is left, that of another prompt.
-    served._scheduler._cache._make_room_for_states(20)
-    check_cache(served._scheduler._cache, served.runtime.table)
-    branch = [(*shared[:30], last, 1, 2, 3) for last in (50, 51, 52)]
-    assert cached(served, *branch) == [0, 20, 20]
+    parting = [(*shared[:30], *prompt(first, 20)) for first in (50, 51, 52)]
+    # The first one has chunks of 23, 17 and 3 tokens. The second one has 28 tokens in common pages with it.
+    assert cached(served, shared, *parting, shared) == [0, 0, 20, 20, 40]
 
 
 def test_with_one_state_the_last_prompt_has_it(loaded: LoadedModel) -> None:

@@ -33,18 +33,13 @@ CONFIG = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
-# The same model with a recurrent layer first, so that K and V follow from states too.
-RECURRENT = replace(
-    CONFIG,
-    layers=(
-        RecurrentConfig(
-            RecurrentLayer(Rule.GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
-            DenseMlp(40, SwiGLU()),
-            RecurrentProjections(RecurrentTensors.BY_KIND),
-        ),
-        *CONFIG.layers,
-    ),
+RECURRENT_LAYER = RecurrentConfig(
+    RecurrentLayer(Rule.GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
+    DenseMlp(40, SwiGLU()),
+    RecurrentProjections(RecurrentTensors.BY_KIND),
 )
+# The same model with a recurrent layer first, so that K and V follow from states too.
+RECURRENT = replace(CONFIG, layers=(RECURRENT_LAYER, *CONFIG.layers))
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
 # The token that with_nan_token() changes in a model.

@@ -138,6 +138,41 @@ def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device
 
 
 @each_provider
+@pytest.mark.parametrize("on_host", [True, False], ids=["the host", "the device"])
+def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
+    on_host: bool, provider: str, device: torch.device
+) -> None:
+    """Of three tokens after the tenth one stays, and the next step is long: the older slot has two wrong tokens."""
+    world = Hybrid(device, provider)
+    one = world.admit()
+    world.step([one], [world.ids(10)])
+    world.step([one], [world.ids(3)])
+    world.back(one, 11)
+    world.step([one], [world.ids(9)])
+    world.back(one, 12)
+    assert not world.runtime.table.states.are_due(np.array([one.row], np.int32), np.array([12], np.int32))[0]
+    batch = world.batch([one], [world.ids(1)])
+    if on_host:
+        with pytest.raises(
+            BadBatch, match=r"goes on after 12 tokens of row 1, whose state is there after 20 tokens or 10 to 11 tok"
+        ):
+            world.runner.run(batch)
+    else:
+        child = world.runtime.table.fork(one.row, 12)  # copied on the device, which finds no state
+        world.runtime.table.reserve(child, 13)
+        lengths = torch.tensor([13], dtype=torch.int32, device=device)
+        rows = np.array([child], np.int32)
+        inputs = DeviceInputs(kv_len=lengths, ahead=0)
+        assert not world.runner.run(
+            type(batch)(rows, batch.kv_len, batch.q_len, batch.token_ids, inputs=inputs)
+        ).tensor.any()
+        with pytest.raises(DeviceFault, match="the state of a row is not the one before the new tokens"):
+            world.runtime.check_device()
+    world.back(one, 11)
+    world.step([one], [world.ids(2)])
+
+
+@each_provider
 def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     one, other = world.admit(), world.admit()

@@ -113,6 +113,10 @@ class LayerPages:
         of_tokens = (scale for _, scale in sides if form.scales is Scales.TOKEN and scale is not None)
         return *(side for side, _ in sides), *of_tokens
 
+    def is_zero(self, page: int) -> bool:
+        """True if all that belongs to a page is 0. Waits for the device."""
+        return not any(bool(line[page].any()) for line in self.lines)
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that kernels are launched with, by name."""
         named = {"k_pages": self.raw_k, "v_pages": self.raw_v, "k_scale": self.k_scale, "v_scale": self.v_scale}

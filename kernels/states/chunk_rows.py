@@ -27,6 +27,7 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
 from rocm_attn.kernels.states.fold_token import NORM_EPSILON
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
@@ -287,6 +288,6 @@ def launch_chunk_rows(
         tokens.beta.stride(0),
         *tokens.out.stride()[:2],
         G=geometry,
-        num_warps=8,
+        num_warps=4 if on_nvidia() else 8,
         num_stages=1,
     )

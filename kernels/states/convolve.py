@@ -20,8 +20,8 @@ from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
-# Channels of a program.
-_BLOCK = 256
+# Bytes of a program's channels.
+_BLOCK_BYTES = 512
 # Most tokens of a tile.
 _TILE = 16
 
@@ -126,13 +126,13 @@ def launch_convolve(
     """
     slots.check(x, out, convolution, places)
     channels, width = convolution.weight.shape
-    most_kept = slots.most_kept(width)
+    most_kept, block = slots.most_kept(width), _BLOCK_BYTES // x.itemsize
     one_each = places.max_q_len <= _TILE
     tile = next_power_of_2(min(places.max_q_len, _TILE))
     grid = places.num_seqs if one_each else num_tiles(places.num_tokens, places.num_seqs, tile)
     launch(
         _convolve_kernel,
-        (grid, triton.cdiv(channels, _BLOCK)),
+        (grid, triton.cdiv(channels, block)),
         x,
         out,
         convolution.weight,
@@ -155,6 +155,6 @@ def launch_convolve(
         TILE=tile,
         ONE_EACH=one_each,
         SLOT_ROWS=next_power_of_2(width - 1 + most_kept),
-        BLOCK=_BLOCK,
+        BLOCK=block,
         num_warps=4,
     )

@@ -20,13 +20,10 @@ def what_was_written(table: RequestTable, pool: HybridKVPool, layers: Iterable[i
         if bool(pages.entries[RESERVED_ROW].any())
     ]
     for layer in layers:
-        pages = pool.layer(layer)
-        if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
+        if not pool.layer(layer).is_zero(RESERVED_PAGE):
             written.append(f"page 0 of layer {layer}")
-        if pool.has_index(layer) and bool(pool.index(layer).raw_k[RESERVED_PAGE].any()):
+        if pool.has_index(layer) and not pool.index(layer).is_zero(RESERVED_PAGE):
             written.append(f"index page 0 of layer {layer}")
-        if pool.has_state(layer) and any(
-            bool(side[RESERVED_PAGE].any()) for side in pool.state(layer).tensors().values()
-        ):
+        if pool.has_state(layer) and not pool.state(layer).is_zero(RESERVED_PAGE):
             written.append(f"state page 0 of layer {layer}")
     return f"{', '.join(written)} must stay zero and was written" if written else ""

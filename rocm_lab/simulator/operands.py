@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Register:
     count: int
 
 
+@cache
 def register(token: str) -> Register | None:
     """The registers that a token names, or None for a constant."""
     if token in _SPECIAL:
@@ -177,4 +179,5 @@ def scalar_source(core: Core, token: str, bits: int) -> Callable[[], int]:
 
 def all_lanes(values: Array) -> Array:
     """[1] or [64] as [64]."""
-    return np.broadcast_to(values, (LANES,))
+    # Not np.broadcast_to(), which is Python code and costs more than most instructions.
+    return values if len(values) == LANES else values.repeat(LANES)

@@ -348,7 +348,7 @@ class Soak:
         self._check()
         self._runner.check_addresses()
         for layer, pages in enumerate(self._layers):
-            if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
+            if not pages.is_zero(RESERVED_PAGE):
                 raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is no longer zero")
         for table in self._runtime.table.spaces:
             if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):

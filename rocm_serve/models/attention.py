@@ -78,7 +78,9 @@ class OverHeads:
             attention.attend(self.number, q, out)
         else:
             attention.attend_selected(self.number, q, out)
-        return (out if gates is None else out * gates.sigmoid()).flatten(1)
+        if gates is not None:
+            attention.finish(self.number, out, gate=gates)
+        return out.flatten(1)
 
     def _select(self, attention: LayerCalls, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
         """Selects the step's keys. x: [T, hidden], normalised"""

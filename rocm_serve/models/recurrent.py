@@ -75,7 +75,7 @@ class StateSpace:
         return (self._normed(gated) * weights.norm).to(x.dtype)
 
     def _normed(self, rows: Tensor) -> Tensor:
-        """[T, value_heads * value_dim]: each group divided by the root of its mean square. rows: float32, such"""
+        """[T, value_heads * value_dim]: each group divided by the root of its mean square. rows: float32"""
         groups = rows.view(rows.shape[0], self.form.num_key_heads, -1)
         squares = groups.square().sum(-1, keepdim=True)
         if groups.shape[2] < self.weights.num_normed:  # ranks share the one group

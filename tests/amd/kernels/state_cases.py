@@ -208,11 +208,11 @@ class StateRun(Sequences):
     def step(self, *news: New, max_q_len: int | None = None) -> list[Tensor]:
         """Each sequence's outputs."""
         step = self.begin(news, max_q_len)
-        sides = [
+        q, k, v, decay, beta = (
             gapped(rows_of_step(step, [getattr(drawn, name) for drawn in self.tokens]), self.device)
             for name in ("q", "k", "v", "decay", "beta")
-        ]
-        out = torch.empty_like(sides[2])
+        )
+        out = torch.empty_like(v)
         words = self.slots.workspace_words(step.places.num_tokens, step.places.num_seqs)
         workspace = torch.full((words + 64,), NAN, device=self.device)
         recurrence = Recurrence(self.layer.delta, self.layer.scale, self.layer.normalises)
@@ -220,7 +220,7 @@ class StateRun(Sequences):
 
         def launch() -> None:
             self.recur(
-                RecurrentTokens(*sides, out),
+                RecurrentTokens(q, k, v, decay, beta, out),
                 recurrence,
                 slots,
                 step.places,

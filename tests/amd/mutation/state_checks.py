@@ -25,7 +25,7 @@ from rocm_attn.kernels.states.recur import launch_recur
 from tests.amd.mutation.fresh_tensors import gapped, ints
 from tests.amd.mutation.memory import Memory, assert_same
 
-_MOST_KEPT, _WIDTH, _PADS, _SLOTS = 3, 4, 2, 9
+_MOST_KEPT, _WIDTH, _SLOTS = 3, 4, 9
 
 
 class _Sizes(NamedTuple):
@@ -37,62 +37,66 @@ class _Sizes(NamedTuple):
 
 
 def convolution(memory: Memory) -> None:
-    """Checks tiles that are not full, channels that are no whole block, a pad and a sequence that is left out."""
+    """Checks tiles that are not full, channels that are no whole block, pads and a sequence that is left out."""
     channels = 300
-    places, num_tokens = _places([1, 0, 3, 20])
-    weights = [torch.randn(channels, _WIDTH), torch.randn(channels)]
-    inputs = [*places, gapped(num_tokens, channels), *weights]
-    outputs = [gapped(num_tokens, channels), gapped(_SLOTS, _WIDTH - 1 + _MOST_KEPT, channels)]
-    assert_same(memory, _of_convolution(launch_convolve), _of_convolution(state_twins.convolve), inputs, outputs)
+    for pads in (0, 2):
+        places, num_tokens = _places([1, 0, 3, 20], pads)
+        weights = [torch.randn(channels, _WIDTH), torch.randn(channels)]
+        inputs = [*places, gapped(num_tokens, channels), *weights]
+        outputs = [gapped(num_tokens, channels), gapped(_SLOTS, _WIDTH - 1 + _MOST_KEPT, channels)]
+        assert_same(memory, _of_convolution(launch_convolve), _of_convolution(state_twins.convolve), inputs, outputs)
 
 
 def token_steps(memory: Memory) -> None:
     """Checks tokens that are kept and those that are not, and columns and channels that are no whole block."""
-    for channels in (True, False):
-        _recurs(memory, _Sizes(1, 2, 12, 70, channels), [2, 1, 3, 4], deterministic=True)
+    for pads in (0, 2):
+        _recurs(memory, _Sizes(1, 2, 12, 70, channels=pads > 0), _places([2, 1, 3, 4], pads), deterministic=True)
 
 
 def chunks(memory: Memory) -> None:
     """Checks a chunk that is not full at the end of memory, one that is left out, and parts of channels and of v."""
     for channels in (True, False):
-        _recurs(memory, _Sizes(1, 2, 40, 40, channels), [2, 18, 20, 70], deterministic=False)
+        _recurs(memory, _Sizes(1, 2, 40, 40, channels), _places([2, 18, 20, 100], 2), deterministic=False)
 
 
-def _places(q_len: list[int]) -> tuple[list[Tensor], int]:
-    """Sequences, of which one begins, one is left out and two have slots; and the step's tokens."""
+def _places(q_len: list[int], pads: int) -> tuple[list[Tensor], int]:
+    """Sequences, of which one begins, one is left out and two have slots; and the step's tokens.
+
+    The last sequence has tokens at the end of the step, and its slot, all of which it reads, is the last one.
+    """
     boundaries = [sum(q_len[:at]) for at in range(len(q_len) + 1)]
     unused = 1 << 20
-    source, target = ints([2, BEGINS, LEFT_OUT, 5]), ints([3, 1, unused, 8])
-    return [source, target, ints([2, 0, unused, 1]), ints(boundaries)], boundaries[-1] + _PADS
+    source, target = ints([2, BEGINS, LEFT_OUT, _SLOTS - 1]), ints([3, 1, unused, 5])
+    return [source, target, ints([2, 0, unused, _MOST_KEPT]), ints(boundaries)], boundaries[-1] + pads
 
 
-def _recurs(memory: Memory, sizes: _Sizes, q_len: list[int], *, deterministic: bool) -> None:
-    places, num_tokens = _places(q_len)
+def _recurs(memory: Memory, sizes: _Sizes, step: tuple[list[Tensor], int], *, deterministic: bool) -> None:
+    places, num_tokens = step
     k_heads, heads, dk, dv, channels = sizes
     of_decay = (heads, dk) if channels else (heads,)
 
-    def decays(*lead: int) -> Tensor:
-        return gapped(*lead, *of_decay).abs_().neg_()
+    def tokens(*lead: int) -> list[Tensor]:
+        """k, v, decay and beta."""
+        decay = gapped(*lead, *of_decay).abs_().neg_()
+        return [_unit(*lead, k_heads, dk), gapped(*lead, heads, dv), decay, gapped(*lead, heads).sigmoid_()]
 
-    q, k = (gapped(num_tokens, k_heads, dk) * dk**-0.5 for _ in range(2))
-    tokens = [q, k, gapped(num_tokens, heads, dv), decays(num_tokens), gapped(num_tokens, heads).sigmoid_()]
-    lead = (_SLOTS, _MOST_KEPT)
-    kept = [
-        gapped(*lead, k_heads, dk) * dk**-0.5,
-        gapped(*lead, heads, dv),
-        decays(*lead),
-        gapped(*lead, heads).sigmoid_(),
-    ]
-    words = RecurrentSlots(gapped(_SLOTS, heads, dk, dv), *kept).workspace_words(num_tokens, len(q_len))
-    inputs = [*places, *tokens, torch.randn(words)]
+    kept = tokens(_SLOTS, _MOST_KEPT)
+    words = RecurrentSlots(gapped(_SLOTS, heads, dk, dv), *kept).workspace_words(num_tokens, len(places[0]))
+    inputs = [*places, _unit(num_tokens, k_heads, dk), *tokens(num_tokens), torch.randn(words)]
     outputs = [gapped(num_tokens, heads, dv), gapped(_SLOTS, heads, dk, dv), *kept]
     launch, twin = (_of_recurrence(recur, deterministic=deterministic) for recur in (launch_recur, state_twins.recur))
     assert_same(memory, launch, twin, inputs, outputs)
 
 
+def _unit(*shape: int) -> Tensor:
+    """Random rows with norms around 1, and NaN between them."""
+    return gapped(*shape).mul_(shape[-1] ** -0.5)
+
+
 def _of_places(places: tuple[Tensor, ...], num_tokens: int) -> StatePlaces:
-    q_indptr = places[3].tolist()
-    return StatePlaces(*places, num_tokens, max(end - first for first, end in pairwise(q_indptr)))
+    source, target, pending, q_indptr = places
+    longest = max(end - first for first, end in pairwise(q_indptr.tolist()))
+    return StatePlaces(source, target, pending, q_indptr, num_tokens, longest)
 
 
 def _round(*results: Tensor) -> None:

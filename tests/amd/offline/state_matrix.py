@@ -73,9 +73,10 @@ class StateRow:
             num_tokens = _NUM_SEQS * q_len
             at = torch.empty(_NUM_SEQS, dtype=torch.int32)
             places = StatePlaces(at, at, at, torch.empty(_NUM_SEQS + 1, dtype=torch.int32), num_tokens, q_len)
-            v = torch.empty(num_tokens, heads, dv, dtype=self.dtype)
+            q, v = (torch.empty(num_tokens, *of, dtype=self.dtype) for of in ((k_heads, dk), (heads, dv)))
             tokens = RecurrentTokens(
-                *(torch.empty(num_tokens, k_heads, dk, dtype=self.dtype) for _ in range(2)),
+                q,
+                torch.empty_like(q),
                 v,
                 torch.empty(num_tokens, heads, *channels),
                 torch.empty(num_tokens, heads),

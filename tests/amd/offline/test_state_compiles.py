@@ -12,7 +12,7 @@ from tests.amd.offline.state_matrix import ARCHS, ROWS, StateRow, compiled_state
 from tests.amd.offline.test_compiles import names_of_state_kernels, too_few_waves
 
 # One row of each arch in every run; the others in the nightly one.
-_QUICK = ("gfx942-kimi_linear", "gfx950-qwen3_next", "sm_90-kimi_linear")
+_QUICK = ("gfx942-kimi_linear", "gfx950-qwen3_next", "sm_90-qwen3_next")
 _MATRIX_KERNELS = ("_chunk_rows_kernel", "_chunk_walk_kernel")
 # Bytes that kernels keep on the stack on sm_90 in float32, which no model is served in: three products for one.
 _SPILLED_ON_SM_90 = {"_chunk_rows_kernel": 32, "_chunk_walk_kernel": 640}
@@ -31,14 +31,18 @@ _SPILLED_ON_SM_90 = {"_chunk_rows_kernel": 32, "_chunk_walk_kernel": 640}
 )
 def test_kernels_of_states_fit_and_spill_nothing(row: StateRow) -> None:
     kernels = compiled_state_kernels(row)
-    assert {kernel.name for kernel in kernels} == names_of_state_kernels()
+    # On NVIDIA channels' decays in two bytes are taken token by token.
+    in_chunks = not (row.arch.startswith("sm_") and row.channels and row.dtype != torch.float32)
+    wanted = names_of_state_kernels() - (set() if in_chunks else set(_MATRIX_KERNELS))
+    assert {kernel.name for kernel in kernels} == wanted
     found = [complaint for kernel in kernels for complaint in complaints_of(row, kernel)]
     assert not found, "\n".join(found)
 
 
 def complaints_of(row: StateRow, kernel: CompiledKernel) -> list[str]:
     """Returns the faults of a kernel's machine code."""
-    found, allowed = [], 0
+    found: list[str] = []
+    allowed = 0
     if row.arch.startswith("sm_"):
         nvidia = read_nvidia_code(kernel)
         spilled, lds, matrix_ops = nvidia.stack_bytes + nvidia.local_bytes, nvidia.shared_bytes, nvidia.matrix_ops

@@ -75,6 +75,9 @@ class DenseAttention:
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         self._attend(layer, q, out, torch.zeros(1, len(q), len(q), dtype=torch.bool))
 
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor) -> None:
+        out.copy_(out.double() / (1 + torch.exp(-gate.double())))
+
     def _attend(self, layer: int, q: Tensor, out: Tensor, left_out: Tensor) -> None:
         problem = self.problems[layer]
         k, v = self.stored[layer]

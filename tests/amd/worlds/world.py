@@ -502,8 +502,7 @@ def is_right(world: World, requests: Sequence[Request], q_len: Sequence[int]) ->
 
 def page_zero_is_zero(world: World) -> bool:
     """True if the reserved page is still all zero, in every layer."""
-    layers = (world.runtime.pool.layer(layer) for layer in range(len(world.problems)))
-    return all(not pages.raw_k[0].any() and not pages.raw_v[0].any() for pages in layers)
+    return all(world.runtime.pool.layer(layer).is_zero(0) for layer in range(len(world.problems)))
 
 
 def passes(check: Callable[[], None]) -> bool:

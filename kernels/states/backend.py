@@ -1,0 +1,12 @@
+"""The compiler that launches of states go to, where it determines their shapes."""
+
+from __future__ import annotations
+
+from triton import knobs
+from triton.language.target_info import current_target
+
+
+def on_nvidia() -> bool:
+    """True if kernels are compiled for a GPU of NVIDIA's."""
+    target = None if knobs.runtime.interpret else current_target()
+    return target is not None and target.backend == "cuda"

@@ -171,6 +171,26 @@ def test_a_plan_says_the_bytes_of_states(capsys: pytest.CaptureFixture[str]) -> 
     assert f"states of requests {rows * states / 2**30:.1f} GiB" in " ".join(printed.split())
 
 
+def test_the_tokens_that_fit_leave_room_for_as_many_bytes_of_kept_states(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["capture-plan", str(HERE / "qwen3.8-27b.json"), "--gpu", "mi300x", "--weights-gib", "54"]
+    command += ["--max-kv-len", "32768", "--max-batch-size", "32", "--json"]
+
+    def fit(*more: str) -> dict[str, int]:
+        assert main([*command, *more]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        of_parts = {part["name"]: part["bytes"] for part in plan["parts"]}
+        # As many bytes, but for the last state, which lies on no whole number of pages.
+        last = plan["state_bytes_per_request"] // 2
+        assert of_parts["KV pool"] - last < of_parts["kept states"] <= of_parts["KV pool"]
+        found: dict[str, int] = plan["fit"]
+        return found
+
+    pages = 1 + fit()["room"] // 16
+    assert fit("--num-pages", str(pages))["fits"]
+    of_a_state = 149  # pages, of 1 MiB
+    assert not fit("--num-pages", str(pages + of_a_state))["fits"]
+
+
 def test_a_plan_counts_windows_rows_and_states_of_deepseek_v4(capsys: pytest.CaptureFixture[str]) -> None:
     """43 windows; 21 layers with 32 rows and index keys in a page of 128 tokens, 20 with one row; float32 states."""
     plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8", "--tp", "8", "--swa-pages", "40")

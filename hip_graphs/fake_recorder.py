@@ -85,8 +85,8 @@ class FakeRecorder:
     @contextmanager
     def capture(self) -> Iterator[FakeRecording]:
         """Does the same as `Recorder.capture`."""
-        guard = RecordGuard(torch.device("cpu"))
         tape = Tape(self._pool)
+        guard = RecordGuard(torch.device("cpu"), run=tape.run)
         recording = FakeRecording(tape.operations, tape.storages)
 
         def observe(thunk: Thunk) -> None:
@@ -94,7 +94,7 @@ class FakeRecorder:
                 tape.note_launch(thunk)
 
         bytes_before = self._pool.bytes
-        with torch.no_grad(), tape, guard, self._observe_launches(observe):
+        with torch.no_grad(), guard, self._observe_launches(observe):
             yield recording
         self._pool.poison_taken()
         recording.finish(self._pool.bytes - bytes_before)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from rocm_attn.hip_graphs.tensor_trees import tensors_in
-
 aten = torch.ops.aten
 
 READS_ON_HOST = "reads device values on the host"
@@ -34,16 +32,19 @@ def refusal(
     func: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    tensors: Sequence[Tensor],
     device: torch.device,
     is_host_number: Callable[[Tensor], bool],
 ) -> tuple[str, str] | None:
     """Returns (the operation's effect, its replacement) if no recording of work on the device may hold it, else None.
 
-    device: where the recorded work runs; operations that only involve tensors elsewhere are allowed. A CPU that stands
+    tensors: those among its arguments
+    device:  where the recorded work runs; operations that only involve tensors elsewhere are allowed. A CPU that stands
     in for a device cannot tell its host tensors from its device tensors, so all of them count as device tensors, except
     the single numbers that is_host_number knows.
     """
-    tensors = tensors_in((args, kwargs))
+    if _depends_on_devices_alone(func):
+        return _refuse_devices(tensors, device)
     packet = func.overloadpacket
     if packet is aten.lift_fresh:
         return _refuse_lift(tensors[0], device)
@@ -53,7 +54,7 @@ def refusal(
         return _refuse_copy(args, kwargs, device, is_host_number)
     if _creates_random(func, args, kwargs):
         return "draws random numbers", "draw them outside of the recording, into a tensor that it reads"
-    if not any(tensor.device.type == device.type for tensor in tensors):
+    if not _any_on(device, tensors):
         return None
     if packet in _MOVES_A_TENSOR:
         return "moves or resizes a tensor", "allocate it at its full size before recording"
@@ -64,9 +65,29 @@ def refusal(
         return None if _selects_by_mask(args[1]) else (SETS_FROM_HOST, USE_FILL)
     if _has_shape_of_values(func, args, kwargs):
         return "has a result whose shape depends on values", "mask instead of selecting (torch.where, masked_fill)"
-    if any(tensor.dim() > 0 and tensor.device != tensors[0].device for tensor in tensors):
-        return "mixes tensors of two devices, which copies implicitly", COPY_INTO_PLACE
-    return None
+    return _refuse_devices(tensors, device)
+
+
+@cache
+def _depends_on_devices_alone(func: OpOverload) -> bool:
+    """True if func is refused for the devices of its tensors or not at all, as most operations are."""
+    packet = func.overloadpacket
+    special = {aten.lift_fresh, aten._to_copy, aten.copy_, aten.index, *_MOVES_A_TENSOR, *_PUTS}
+    tags = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return packet not in special and tags.isdisjoint(func.tags)
+
+
+def _refuse_devices(tensors: Sequence[Tensor], device: torch.device) -> tuple[str, str] | None:
+    if len(tensors) < 2:
+        return None
+    first = tensors[0].device
+    if all(tensor.device == first or tensor.dim() == 0 for tensor in tensors) or not _any_on(device, tensors):
+        return None
+    return "mixes tensors of two devices, which copies implicitly", COPY_INTO_PLACE
+
+
+def _any_on(device: torch.device, tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.device.type == device.type for tensor in tensors)
 
 
 @cache

@@ -32,6 +32,7 @@ class _Chunk:
     free: list[tuple[int, int]]
     high_water: int = 0
     taken: list[tuple[int, int]] = field(default_factory=list)
+    _as_type: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, num_bytes: int) -> _Chunk:
@@ -41,6 +42,13 @@ class _Chunk:
 
     def holds(self, address: int) -> bool:
         return 0 <= address - self.whole.data_ptr() < len(self.memory)
+
+    def as_type(self, dtype: torch.dtype) -> Tensor:
+        """Returns the whole memory as elements of a type."""
+        typed = self._as_type.get(dtype)
+        if typed is None:
+            typed = self._as_type[dtype] = self.whole.view(dtype)
+        return typed
 
 
 class HostPool:
@@ -75,8 +83,7 @@ class HostPool:
         for chunk in self._chunks:
             if chunk.holds(address):
                 first = (address - chunk.whole.data_ptr()) // tensor.element_size()
-                same = torch.empty(0, dtype=tensor.dtype)
-                return same.set_(chunk.whole.untyped_storage(), first, tensor.size(), tensor.stride())
+                return chunk.as_type(tensor.dtype).as_strided(tensor.size(), tensor.stride(), first)
         return None
 
     def poison_taken(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,6 +58,10 @@ _WAITS_AND_QUERIES: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+# Runs an operation, (func, args, kwargs) -> its result.
+RunOperation = Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]
+
+
 def call_site() -> str:
     """file:line of the innermost frame outside torch and hip_graphs."""
     frame = sys._getframe(1)
@@ -72,11 +76,19 @@ class RecordGuard:
     device:          where the recorded work runs
     still_recording: whether work enqueued now would be part of the recording; a device's recorder asks the device,
                      which detects work on a stream that was not forked from the recorded one
+    run:             runs each operation that it lets pass; the host's recorder notes them here, since every mode that
+                     torch asks costs about as much as an operation
     """
 
-    def __init__(self, device: torch.device, still_recording: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        still_recording: Callable[[], bool] = lambda: True,
+        run: RunOperation = lambda func, args, kwargs: func(*args, **kwargs),
+    ) -> None:
         self.device = device
         self.still_recording = still_recording
+        self.run = run
         self.is_lifted = False
         self._open: list[ExitStack] = []
         self._host_numbers: dict[int, Tensor] = {}
@@ -160,20 +172,21 @@ class _OperationGuard(LightDispatchMode):
             return NotImplemented
         guard = self._guard
         if guard.is_lifted:
-            return func(*args, **kwargs)
+            return guard.run(func, args, kwargs)
         body = body_of(func)
         if body is not None:
             with self:
                 return body(*args, **kwargs)
-        refused = refusal(func, args, kwargs, guard.device, guard.is_host_number)
+        tensors = tensors_in((args, kwargs))
+        refused = refusal(func, args, kwargs, tensors, guard.device, guard.is_host_number)
         if refused is not None:
             guard.refuse(str(func), *refused)
-        if not guard.still_recording() and any(map(guard.covers, tensors_in((args, kwargs)))):
+        if not guard.still_recording() and any(map(guard.covers, tensors)):
             guard.refuse(str(func), "runs on a stream that is not recorded", "fork that stream from the recorded one")
         if is_composite(func, guard.device.type):
             with self:
                 return func.decompose(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = guard.run(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default and result.dim() == 0:
             guard.note_host_number(result)
         return result

@@ -1,8 +1,8 @@
-"""Tape: records every operation of a function, with its scalars and addresses frozen, for the host to repeat."""
+"""Tape: records operations of a function, with their scalars and addresses frozen, for the host to repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rocm_attn.hip_graphs.collectives import gives_promises, is_wait, run_and_wait, unwraps_itself
+from rocm_attn.hip_graphs.collectives import gives_promises, is_wait, run_and_wait
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.frozen_ops import (
     Replayed,
@@ -27,7 +26,7 @@ from rocm_attn.hip_graphs.tensor_trees import map_tensors, tensors_in
 Thunk = Callable[[], object]
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape:
     """Runs the operations that it records, and gives every result that needs memory a place in the pool.
 
     operations:   in order, to be called again
@@ -36,15 +35,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, pool: HostPool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Replayed] = []
         self.storages: dict[int, Callable[[], int]] = {}
         self._pool = pool
         self._paused = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import all of torch.compile, a second of start-up
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,13 +55,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.paused():
             thunk()
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if unwraps_itself(types):
-            return NotImplemented
-        if self._paused:
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns func(*args, **kwargs), recorded; its new tensors lie in the pool."""
+        # A view does no work. The operations that use it are recorded at its addresses.
+        if self._paused or func.is_view:
             return func(*args, **kwargs)
         frozen_args, frozen_kwargs = self._freeze((args, kwargs))
         if is_wait(func):
@@ -79,9 +70,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         returned = tensors_in(result)
         owned = self._move_into_pool([tensor for tensor in returned if _is_new(tensor, given)])
-        homes = [self._pool.alias(owned[id(tensor)]) if id(tensor) in owned else None for tensor in returned]
-        if leaves_values(func) and (owned or writes_into_arguments(func)):
+        if (owned or writes_into_arguments(func)) and leaves_values(func):
+            homes = [self._pool.alias(owned[id(tensor)]) if id(tensor) in owned else None for tensor in returned]
             self.operations.append(frozen_op(func, frozen_args, frozen_kwargs, homes))
+        if not owned:
+            return result
         return map_tensors(lambda tensor: owned.get(id(tensor), tensor), result)
 
     def _move_into_pool(self, fresh: list[Tensor]) -> dict[int, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # The most frequent arguments of operations other than tensors, which speeds up the check of every recorded operation.
-_LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout})
+_LEAVES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout})
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -23,11 +23,15 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def _add_tensors(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         found.append(tree)
-    elif tree is None or type(tree) in _LEAVES:
-        return
     elif isinstance(tree, (list, tuple)):
         for branch in tree:
-            _add_tensors(branch, found)
+            # Without a call for the branches that operations have most.
+            if type(branch) is Tensor:
+                found.append(branch)
+            elif type(branch) not in _LEAVES:
+                _add_tensors(branch, found)
+    elif type(tree) in _LEAVES:
+        return
     elif isinstance(tree, dict):
         for branch in tree.values():
             _add_tensors(branch, found)
@@ -40,7 +44,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Returns the same tree with every tensor changed; values without branches_of() are passed on unchanged."""
     if isinstance(tree, Tensor):
         return change(tree)
-    if tree is None or type(tree) in _LEAVES:
+    if type(tree) in _LEAVES:
         return tree
     if type(tree) in (list, tuple):  # the case of operations' arguments: without the names that branches_of() makes
         return type(tree)([map_tensors(change, branch) for branch in tree])

@@ -31,6 +31,7 @@ from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms
 from rocm_attn.providers.launches import StepOps
@@ -389,7 +390,7 @@ class ExternalAttention:
         kinds = LayerKinds.of(problems, spaces, selections)
         self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
         self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
-        return StepCore(kinds, self.tables, self.pages, self.guards.step)
+        return StepCore(kinds, self.tables, self.pages, self.guards.step, StatePool.none(self.device))
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
         """Copies the entries that a step needs from the engine's tables into those that kernels read."""

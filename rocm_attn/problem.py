@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.errors import BadProblem, BadSetting
 from rocm_attn.kernels.attention import scores
-from rocm_attn.kernels.cache.page_format import GROUP_ELEMENTS, Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, PageFormat, PoolKind, RecordLayout, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
 from rocm_attn.machine.settings import whole_number
@@ -104,7 +104,7 @@ class Indexer:
                 "multiple of the sets"
             )
         _check_scales("index keys", self.key_encoding, self.key_scales)
-        if self.key_scales in (Scales.HEAD, Scales.GROUP):
+        if self.key_scales is Scales.HEAD or self.key_scales in RECORDS:
             raise BadProblem("index keys have one head and no records; key_scales must be LAYER or TOKEN")
 
 
@@ -191,8 +191,8 @@ OF_ONE_TOKEN = Row()
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
     if (encoding is KVEncoding.LIKE_Q) != (scales is Scales.NONE):
         raise BadProblem(
-            f"{of} in {encoding.name} with scales {scales.name}: eight-bit encodings need LAYER, HEAD, TOKEN or "
-            "GROUP, and others NONE"
+            f"{of} in {encoding.name} with scales {scales.name}: eight-bit encodings need LAYER, HEAD, TOKEN, "
+            "GROUP or FOOTER, and others NONE"
         )
 
 
@@ -290,23 +290,31 @@ class Problem:
                 "head_dim"
             )
         _check_scales("K and V", self.kv_encoding, self.kv_scales)
-        if self.kv_scales is Scales.GROUP:
-            self._check_records()
+        if self.kv_scales in RECORDS:
+            self._check_records(RECORDS[self.kv_scales])
         self._check_indexer()
         if self.row != OF_ONE_TOKEN:
             self._check_row()
         if self.pool is PoolKind.VECTORIZED:
             self._check_vectors()
 
-    def _check_records(self) -> None:
-        has_groups = self.v_head_dim % GROUP_ELEMENTS == 0 == (self.head_dim - self.v_head_dim) % 2
-        is_record = self.pool is PoolKind.LATENT and has_groups and self.dtype != torch.float16
+    def _check_records(self, record: RecordLayout) -> None:
+        coded, rest = self.v_head_dim - record.plain_of_v, self.head_dim - self.v_head_dim
+        has_groups = coded > 0 == coded % record.group and coded <= (record.footer or coded) * record.group
+        has_rest = rest == 0 if record.plain_of_v else rest % 2 == 0
+        is_record = self.pool is PoolKind.LATENT and has_groups and has_rest and self.dtype != torch.float16
         if not is_record or self.kv_encoding is KVEncoding.E5M2:
+            after = (
+                f"{record.plain_of_v} more than a multiple of {record.group}, at most {record.footer} times, and no "
+                "elements after it"
+                if record.plain_of_v
+                else f"a multiple of {record.group} and an even number of elements after it"
+            )
             raise BadProblem(
-                f"kv_scales is GROUP, and K and V are {self.pool.value} in {self.kv_encoding.name} for "
+                f"kv_scales is {self.kv_scales.name}, and K and V are {self.pool.value} in {self.kv_encoding.name} for "
                 f"{str(self.dtype).removeprefix('torch.')} with head_dim {self.head_dim} and v_head_dim "
                 f"{self.v_head_dim}; records are latent, in E4M3FN or E4M3FNUZ, for bfloat16 or float32, with a "
-                f"v_head_dim that is a multiple of {GROUP_ELEMENTS} and an even number of elements after it"
+                f"v_head_dim that is {after}"
             )
 
     def _check_indexer(self) -> None:

@@ -18,6 +18,7 @@ from rocm_attn.paging.canary import what_was_written
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers, StatePool
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.expanded import ExpandedPrefill, PackedAttention
@@ -42,6 +43,7 @@ class AttentionRuntime:
 
     kinds:         the layers, with the kernels that were chosen for them
     options:       its sizes, and which steps may be captured
+    recurrent:     layers that keep states of requests in place of K and V
     guards:        the safeguards
     agree:         how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
@@ -51,6 +53,7 @@ class AttentionRuntime:
     max_kv_len:    tokens of the longest sequence
     deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
     table, pool:   the rows of requests, and the pages of every layer
+    states:        the slots of recurrent layers
     gate:          the way into steps, for callers that run them by graphs
     faults:        the faults of its steps, for ranks and for steps that are tried out
     seals:         the addresses that graphs read
@@ -70,6 +73,7 @@ class AttentionRuntime:
         self,
         kinds: LayerKinds,
         options: RuntimeOptions,
+        recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
         *,
         device: torch.device | str,
         guards: Guards,
@@ -91,14 +95,16 @@ class AttentionRuntime:
             device=self.device,
             windows=windows,
             max_num_rows=options.max_num_rows,
+            recurrent=recurrent,
             guards=guards.table,
         )
-        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, mask_keys=options.mask_keys)
+        self.states = StatePool(recurrent, num_rows=options.num_rows + 1, device=self.device)
+        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, self.states, mask_keys=options.mask_keys)
         self.kinds, self.selections, self.head_weights = core.kinds, core.selections, core.head_weights
         self.target = self.selections[0].target
         self.max_kv_len = options.max_kv_len
-        self.deterministic = all(selection.deterministic for selection in self.selections)
-        publisher = Publisher(core.ops, self.table, self.pool, guards.publishing)
+        self.deterministic = kinds.deterministic
+        publisher = Publisher(core.ops, self.table, self.pool, self.states, guards.publishing)
         self.graph_runs = publisher.runs
         planner = Planner(
             core.selections,

@@ -129,7 +129,12 @@ class Engine:
         self._prompts = PromptLogprobs(model, runner_of_prompts, ops, vocab, rows)
         # A recorder or watcher of single steps needs the host to plan each step.
         looks_on = self._steps is not self._runner or path is not None
-        host_plans = why_no_speculative_steps(options, num_ranks=loaded.ranks.shard.num_ranks, looks_on=looks_on)
+        host_plans = why_no_speculative_steps(
+            options,
+            num_ranks=loaded.ranks.shard.num_ranks,
+            looks_on=looks_on,
+            has_states=not self.runtime.states.is_empty,
+        )
         in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
         self._speculative_in_words = in_words if options.speculates else ""
         drafter = drafter_of(drafting, loaded, options, self.runtime, model)
@@ -240,7 +245,10 @@ class Engine:
         return number
 
     def _may_cache(self, request: Request) -> bool:
-        return self.options.prefix_caching and request.prefix_caching and request.prompt_logprobs == NO_LOGPROBS
+        states = self.runtime.states
+        can_begin_later = states.is_empty or states.recurrent.checkpoints > 0
+        asks_for_it = self.options.prefix_caching and request.prefix_caching
+        return asks_for_it and can_begin_later and request.prompt_logprobs == NO_LOGPROBS
 
     def abort(self, number: int, reason: FinishReason = "abort") -> None:
         """Ends a request that waits or runs. Its completion has the tokens so far, and this finish_reason.

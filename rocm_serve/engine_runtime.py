@@ -12,12 +12,14 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, NeverFits
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.target import detect_target
 from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import AttentionRuntime
@@ -122,6 +124,7 @@ def runtime_with(
     this at the same time.
     Raises BadSetting, Unsupported, CapacityExceeded.
     """
+    _check_states(loaded, options)
     over, max_kv_len = problems_of(loaded, options), _max_kv_len(loaded, options)
     if forms.masks:
         over = tuple(replace(problem, custom_mask=True) for problem in over)
@@ -135,16 +138,37 @@ def runtime_with(
     kv_bytes, measured = sizing.kv_bytes()
     pages = sizing.pages(kv_bytes)
     # a sequence cannot outgrow the pool
-    return sizing.runtime(pages, min(max_kv_len, (pages.full - 1) * problems[0].page_size)), measured
+    longest = min(max_kv_len, (pages.full - 1) * problems[0].page_size)
+    return sizing.runtime(pages, longest, sizing.checkpoints(pages)), measured
 
 
 def problems_of(loaded: LoadedModel, options: EngineOptions) -> tuple[Problem, ...]:
     """One problem for each layer that keeps K and V, over pages of one token. Raises BadSetting, Unsupported."""
     config, weights = loaded.config, loaded.weights
     geometry = config.attention.without_idle_windows(_max_kv_len(loaded, options))
-    has_scales = all(layer.kv_scale_values is not None for layer in weights.layers)
+    attending = (weights.layers[place] for place in config.places)
+    has_scales = all(layer.kv_scale_values is not None for layer in attending)
     kv = KVFormat.named(options.kv_dtype, options.kv_scales, detect_target(weights.device), has_scales=has_scales)
     return geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
+
+
+def recurrent_of(loaded: LoadedModel, options: EngineOptions, page_size: int) -> RecurrentLayers:
+    """The model's recurrent layers, whose states may go back by the draft tokens of a step. Raises BadProblem."""
+    recurrences = loaded.config.attention.recurrences(loaded.weights.dtype)
+    return RecurrentLayers(recurrences, kept=options.rows_of_each, spacing=spacing_of(page_size, options.chunk))
+
+
+def _check_states(loaded: LoadedModel, options: EngineOptions) -> None:
+    """Raises BadSetting for options that do not fit the model's recurrent layers."""
+    if options.state_checkpoints is not None and not loaded.config.attention.recurrent:
+        raise BadSetting(
+            f"state_checkpoints is {options.state_checkpoints} and the model has no recurrent layers; leave it out"
+        )
+    if options.topk > 1 and options.speculates and loaded.config.attention.recurrent:
+        raise BadSetting(
+            f"topk is {options.topk} and the model has recurrent layers, whose states follow one chain of tokens; use "
+            "topk 1"
+        )
 
 
 def _max_kv_len(loaded: LoadedModel, options: EngineOptions) -> int:
@@ -157,13 +181,14 @@ def _max_kv_len(loaded: LoadedModel, options: EngineOptions) -> int:
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
     """The model, with its attention on a runtime, which gets the model's scales of eight-bit K and V, if any."""
-    for layer in range(loaded.config.attention.num_storing):
-        scale_values, form = loaded.weights.layers[layer].kv_scale_values, runtime.pool.layer(layer).format
+    config = loaded.config
+    for layer, place in enumerate(config.places[: config.attention.num_storing]):
+        scale_values, form = loaded.weights.layers[place].kv_scale_values, runtime.pool.layer(layer).format
         if scale_values is not None and form.scales in (Scales.LAYER, Scales.HEAD):
             k, v = (torch.full(form.scale_shape, scale_value) for scale_value in scale_values)
             runtime.set_kv_scales(layer, KVScales(k, v, made_for=KVEncoding.E4M3FN))
     return Model(
-        loaded.config,
+        config,
         loaded.weights,
         runtime.head_weights,
         max_kv_len=runtime.max_kv_len,
@@ -182,10 +207,30 @@ class _Sizing:
     max_kv_len: int
     forms: StepForms
 
+    @property
+    def states(self) -> StateMemory:
+        """The memory of recurrent layers' states."""
+        page_size = self.problems[0].page_size
+        recurrent = recurrent_of(self.loaded, self.options, page_size)
+        return StateMemory(recurrent, self._num_rows + 1, page_bytes(self.problems), page_size)
+
+    @property
+    def _num_rows(self) -> int:
+        return self.options.max_batch_size + 1  # one for Engine.probe_truth, however many run
+
+    def checkpoints(self, pages: PoolPages) -> int:
+        """States that the prefix cache keeps, next to these pages."""
+        if not self.options.prefix_caching:
+            return 0
+        if self.options.state_checkpoints is not None:
+            return self.options.state_checkpoints
+        return self.states.checkpoints(pages.full * page_bytes(self.problems))
+
     def kv_bytes(self) -> tuple[int, MeasuredMemory]:
         """Memory for K and V, and its measurement. A requested size is not cut to the free memory.
 
-        The memory for K and V of the draft model, which has room for as many tokens, is subtracted.
+        The memory for K and V of the draft model, which has room for as many tokens, is subtracted, and so is that of
+        the states that the prefix cache keeps. A measured size has the states of requests subtracted too.
         """
         own, (num_bytes, measured) = page_bytes(self.problems), self._all_kv_bytes()
         return num_bytes * own // (own + self._beside_bytes), measured
@@ -201,22 +246,23 @@ class _Sizing:
     def _all_kv_bytes(self) -> tuple[int, MeasuredMemory]:
         options, device = self.options, self.loaded.weights.device
         if options.kv_bytes is not None:
-            return options.kv_bytes, NOT_MEASURED
+            return self._without_checkpoints(options.kv_bytes), NOT_MEASURED
         if options.num_pages is not None:
             return options.num_pages * (page_bytes(self.problems) + self._beside_bytes), NOT_MEASURED
         memory = memory_of(device)
         if memory is None:
-            return CPU_BYTES, NOT_MEASURED
+            return self._without_checkpoints(CPU_BYTES), NOT_MEASURED
         ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
         of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + speculative_bytes(options, self.max_kv_len)
-        free = max(0, ranks.least(free_of(memory)) - of_drafts)
+        of_rows = self.states.of_rows
+        free = max(0, ranks.least(free_of(memory)) - of_drafts - of_rows)
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=self.options.chunk
         )
         wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
             self._beside_bytes
         )
-        if is_small(wanted, free):
+        if is_small(wanted + self._checkpoint_bytes(wanted), free):
             return wanted, NOT_MEASURED
         steps = self._largest_steps(free)
         measured = measure(
@@ -228,7 +274,31 @@ class _Sizing:
         )
         # The draft tensors are allocated after the pool.
         measured = replace(measured, step=measured.step + of_drafts)
-        return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
+        left = measured.kv_bytes(options.gpu_memory_share, self.problems, state_bytes=of_rows)
+        return ranks.least(self._without_checkpoints(left)), measured
+
+    def _without_checkpoints(self, num_bytes: int) -> int:
+        """Memory for K and V, out of that for them and checkpoints. Raises NeverFits."""
+        options = self.options
+        if not options.prefix_caching:
+            return num_bytes
+        if options.state_checkpoints is None:
+            return self.states.kv_bytes(num_bytes)
+        of_states = self.states.of_checkpoints(options.state_checkpoints)
+        if of_states >= num_bytes:
+            raise NeverFits(
+                f"state_checkpoints is {options.state_checkpoints}, which takes {of_states} bytes, and {num_bytes} are "
+                "left for K and V and for them; lower state_checkpoints, or leave it out"
+            )
+        return num_bytes - of_states
+
+    def _checkpoint_bytes(self, kv_bytes: int) -> int:
+        """Bytes of the checkpoints next to pages of kv_bytes."""
+        options, states = self.options, self.states
+        if not options.prefix_caching:
+            return 0
+        given = options.state_checkpoints
+        return states.of_checkpoints(states.checkpoints(kv_bytes) if given is None else given)
 
     def pages(self, kv_bytes: int) -> PoolPages:
         """The page counts that were requested, and for the others as many as can be used and fit."""
@@ -243,8 +313,11 @@ class _Sizing:
         full = pages.full if options.num_pages is None else options.num_pages
         return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)
 
-    def runtime(self, pages: PoolPages, max_kv_len: int) -> AttentionRuntime:
-        """A runtime with these pages. max_kv_len: of a sequence; it sizes tables and other memory"""
+    def runtime(self, pages: PoolPages, max_kv_len: int, checkpoints: int) -> AttentionRuntime:
+        """A runtime with these pages, and states that the prefix cache may keep.
+
+        max_kv_len: of a sequence; it sizes tables and other memory
+        """
         return build_runtime(
             self.problems,
             RuntimeOptions(
@@ -252,13 +325,14 @@ class _Sizing:
                 swa_pages=pages.swa,
                 max_num_seqs=self.options.max_batch_size,
                 max_kv_len=max_kv_len,
-                max_num_rows=self.options.max_batch_size + 1,  # one for Engine.probe_truth, however many run
+                max_num_rows=self._num_rows,
                 provider=self.options.provider,
                 verify_tokens=self.forms.verify_tokens,
                 prompt_tokens=self.forms.prompt_tokens,
                 drafts=self.forms.drafts,
                 deterministic=self.options.deterministic,
             ),
+            recurrent=replace(self.states.recurrent, checkpoints=checkpoints),
             device=self.loaded.weights.device,
             agree=self.loaded.ranks.agree,
         )
@@ -279,7 +353,7 @@ class _Sizing:
         """A runtime with a small pool, and a runner over it that makes a graph as soon as it can."""
         pages = steps.pages(self.problems[0].page_size)
         has_swa = self.pages(page_bytes(self.problems) * pages).swa > 0
-        runtime = self.runtime(PoolPages(pages, pages if has_swa else 0), self.max_kv_len)
+        runtime = self.runtime(PoolPages(pages, pages if has_swa else 0), self.max_kv_len, 0)
         recorder = recorder_for(runtime.device) if self.options.graphs else None
         check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
         return runtime, StepRunner(

@@ -180,7 +180,7 @@ def _run(
 ) -> tuple[int, int]:
     """Bytes of a step, including those the runtime keeps for it, and of all graphs. held: by the allocator before."""
     runtime, runner = build()
-    held += runtime.pool.num_bytes
+    held += runtime.pool.num_bytes + runtime.states.num_bytes
     step_bytes = 0
     with ProbeRequests(runtime, vocabulary=vocabulary, seed=0) as probes:
         for kv_len, q_len in largest.lengths():

@@ -53,7 +53,7 @@ class EngineOptions(AttentionOptions):
     )
     kv_bytes: int | None = option(
         None,
-        "most memory for K and V",
+        "most memory for K and V, and for the states of recurrent layers that the prefix cache keeps",
         kind=int,
         unit="BYTES",
         default_is="1 GiB on a CPU; on a GPU the remainder of gpu_memory_share",
@@ -70,6 +70,16 @@ class EngineOptions(AttentionOptions):
         "keep K and V of finished requests in pages that are not needed otherwise, and reuse them for later "
         "requests with the same first tokens",
         default_is="on",
+    )
+    state_checkpoints: int | None = option(
+        None,
+        "states of recurrent layers that the prefix cache keeps: a later request with the same first tokens begins "
+        "after one of them",
+        kind=int,
+        unit="STATES",
+        least=0,
+        default_is="as much memory as K and V have, but no more than one for each 64 tokens",
+        on_generate=False,
     )
     priority_aging: int = option(
         0,

@@ -32,16 +32,21 @@ class MeasuredMemory:
     step: int
     graph: int
 
-    def kv_bytes(self, share: float, problems: Sequence[Problem]) -> int:
-        """Memory for K and V that keeps at most `share` of the GPU's memory in use. Raises NeverFits."""
+    def kv_bytes(self, share: float, problems: Sequence[Problem], *, state_bytes: int = 0) -> int:
+        """Memory for K and V that keeps at most `share` of the GPU's memory in use. Raises NeverFits.
+
+        state_bytes: of the states of requests that run
+        """
         num_tensors = sum(1 if problem.pool is PoolKind.LATENT else 2 for problem in problems)
         kept = self.total - int(share * self.total)
-        left = self.free - kept - self.step - self.graph - num_tensors * _ALLOCATION_BYTES
+        left = self.free - kept - self.step - self.graph - state_bytes - num_tensors * _ALLOCATION_BYTES
         if left <= 0:
             raise NeverFits(
                 f"no memory is left for K and V: of {_gib(self.total)} GiB {_gib(self.free)} are free, a step "
-                f"takes {_gib(self.step)}, graphs take {_gib(self.graph)}, and {_gib(kept)} must stay free; lower "
-                "max_batch_size or chunk, raise gpu_memory_share, or use a smaller model"
+                f"takes {_gib(self.step)}, graphs take {_gib(self.graph)}, "
+                + (f"states of recurrent layers {_gib(state_bytes)}, " if state_bytes else "")
+                + f"and {_gib(kept)} must stay free; lower max_batch_size or chunk, raise gpu_memory_share, or use a "
+                "smaller model"
             )
         return left
 

@@ -8,6 +8,11 @@ chain is given back first, so that the rest can still be found.
 In the SWA space a row needs only the pages of a window. Pages are given back there one by one, and a prefix can be used
 up to a length whose window is entirely there.
 
+With recurrent layers a row begins after a page that is kept with their state, so a prefix can be used up to its last
+such page. States are large and few. Each sequence leaves one after the last multiple of the spacing in its prompt, one
+where its prompt leaves the tokens of another one, and the last one that it passes while its text grows. The scheduler
+ends the chunks of prompts there. If none is free, the least recently used one is given back, and its page stays.
+
 A fault of the device is reported some steps after the step that had it. So a page is found only after that number of
 steps, and never if the step that completed it had a fault.
 """
@@ -77,7 +82,7 @@ class CachedRow:
     is_cached: whether its pages are looked up and entered at all
     """
 
-    __slots__ = ("first_held", "is_cached", "keys", "moves_at", "pages", "salt")
+    __slots__ = ("first_held", "is_cached", "keys", "moves_at", "newest_state", "pages", "salt", "states_at")
 
     def __init__(self, salt: str = "", *, is_cached: bool = True) -> None:
         self.salt = salt
@@ -87,6 +92,8 @@ class CachedRow:
         self.pages: list[CachedPage | None] = []
         self.first_held: list[int] = []  # per space: page_no of the first page that the row has not given back
         self.moves_at = 0  # stored tokens at which the next page leaves a window
+        self.states_at: tuple[int, ...] = ()  # tokens of the prompt after which states of recurrent layers are to stay
+        self.newest_state: CachedPage | None = None  # the last page with a state that is less useful than a later one
 
     def keys_up_to(self, num_pages: int, token_ids: Sequence[int], page_size: int) -> list[bytes]:
         """The keys of the first num_pages pages, at least."""
@@ -120,6 +127,9 @@ class PrefixCache:
         # Per space: pages that only the cache holds, the least recently used first. In the full space the end of a
         # chain comes before its beginning: a row that held a page also held those before it, and released them later.
         self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
+        # The pages with states of recurrent layers, the first to be given back first.
+        self._states: OrderedDict[CachedPage, None] = OrderedDict()
+        self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
         self._step = 0
         self._right_until = 0
         self._has_rows = False
@@ -138,13 +148,19 @@ class PrefixCache:
         """True if rows give pages back while they run."""
         return bool(self._windowed)
 
+    @property
+    def has_states(self) -> bool:
+        """True if there are recurrent layers."""
+        return self._has_states
+
     def num_idle(self, space: int) -> int:
         """Number of pages that only the cache holds. space: by its number in table.spaces"""
         return len(self._idle[space])
 
     def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[CachedPage]:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
-        if not (row.is_cached and self._pages):
+        row.states_at = ()
+        if not row.is_cached:
             return []
         most = (len(token_ids) - 1) // self._page_size
         found: list[CachedPage] = []
@@ -153,14 +169,23 @@ class PrefixCache:
             if page is None or page.step > self._right_until:
                 break
             found.append(page)
-        return found[: self._longest(found)] if self._windowed else found
+        if self._has_states:
+            ends = len(found) * self._page_size, len(token_ids) - 1
+            row.states_at = tuple(end // self._spacing * self._spacing for end in ends)
+        return found[: self._longest(found)] if self._windowed or self._has_states else found
+
+    def next_state(self, row: CachedRow, num_stored: int) -> int:
+        """The number of tokens, above num_stored, at which a chunk of the row's prompt is to end; INT32_MAX: any."""
+        return min((end for end in row.states_at if end > num_stored), default=INT32_MAX)
 
     def admit(self, row: CachedRow, found: Sequence[CachedPage]) -> int:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
         self._has_rows = self._has_rows or row.is_cached
         start = len(found) * self._page_size
         number = self._table.kept.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
-        row.pages = list(found)
+        row.pages, row.newest_state = list(found), None
+        if found and self._has_states:
+            self._states.move_to_end(found[-1])
         row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
         row.moves_at = self._next_move(row)
         for space, first in enumerate(row.first_held):
@@ -174,18 +199,29 @@ class PrefixCache:
         rows: for each row the CachedRow, its number, its sequence's tokens, and how many of them are stored
         """
         fresh: dict[bytes, CachedPage] = {}
+        owners: list[CachedRow] = []
         numbers: list[int] = []
         page_nos: list[int] = []
         for row, number, token_ids, num_stored in rows:
             if row.is_cached:
-                missing = self._missing(row, token_ids, num_stored // self._page_size, fresh)
+                missing = self._missing(row, number, token_ids, num_stored // self._page_size, fresh)
+                owners += [row] * len(missing)
                 numbers += [number] * len(missing)
                 page_nos += missing
         if numbers:
-            ids = self._table.kept.keep_all(np.array(numbers, np.int32), np.array(page_nos, np.int32)).tolist()
-            for page, kept_id in zip(fresh.values(), ids, strict=True):
+            kept, of_pages = self._table.kept, (np.array(numbers, np.int32), np.array(page_nos, np.int32))
+            if self._has_states:
+                due = np.flatnonzero(kept.states_due(*of_pages)).tolist()
+                self._make_room_for_states(len(due), [owners[at] for at in due])
+            ids = kept.keep_all(*of_pages)
+            for page, kept_id in zip(fresh.values(), ids.tolist(), strict=True):
                 page.kept_id = kept_id
                 self._put(page)
+            if self._has_states:
+                with_states = kept.have_states(ids).tolist()
+                for page, page_no, row, has_state in zip(fresh.values(), page_nos, owners, with_states, strict=True):
+                    if has_state:
+                        self._put_state(page, (page_no + 1) * self._page_size, row)
 
     def move_windows(self, row: CachedRow, num_stored: int) -> None:
         """Records that the row has given back pages that no step needs which begins after num_stored tokens.
@@ -213,7 +249,7 @@ class PrefixCache:
             there = self._pages.get(row.keys[page_no])
             if there is not None and there.num_rows[_FULL] == 0:
                 self._idle[_FULL].move_to_end(there)
-        row.pages = []
+        row.pages, row.newest_state = [], None
 
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
@@ -252,7 +288,9 @@ class PrefixCache:
         """Forgets all pages. Rows go on; pages that follow theirs are not entered."""
         self._forget(list(self._pages.values()))
 
-    def _missing(self, row: CachedRow, token_ids: Sequence[int], end: int, fresh: dict[bytes, CachedPage]) -> list[int]:
+    def _missing(
+        self, row: CachedRow, number: int, token_ids: Sequence[int], end: int, fresh: dict[bytes, CachedPage]
+    ) -> list[int]:
         """The page_no of the pages [., end) completed by row that are to be entered. They are put into fresh."""
         first = len(row.pages)
         keys = row.keys_up_to(end, token_ids, self._page_size)
@@ -267,7 +305,7 @@ class PrefixCache:
                     # No chain leads to it: the page before it was given back, or has failed.
                     row.pages += [None] * (end - page_no)
                     break
-                if there is None or self._lacks_a_window(there):
+                if there is None or self._lacks_a_window(there) or self._lacks_a_state(there, number, page_no):
                     page = CachedPage(key, before, 0, self._step, [_NOT_KEPT] * len(self._idle))
                     fresh[key] = before = page
                     missing.append(page_no)
@@ -281,7 +319,7 @@ class PrefixCache:
     def _put(self, page: CachedPage) -> None:
         """Makes a page available that is kept in every space and held by one row."""
         old = self._pages.get(page.key)
-        if old is not None:  # it lacks a window
+        if old is not None:  # it lacks a window or a state
             page.after, old.after = old.after, {}
             for after in page.after.values():
                 after.before = page
@@ -292,10 +330,10 @@ class PrefixCache:
             page.before.after[page.key] = page
 
     def _longest(self, found: Sequence[CachedPage]) -> int:
-        """The number of these pages that a row can begin with, so that every page in its windows is there."""
+        """The number of these pages that a row can begin with: every page in its windows is there, and its state."""
         longest, present = 0, [0] * len(self._windowed)
         for num_pages, page in enumerate(found, 1):
-            is_whole = True
+            is_whole = not self._has_states or page in self._states
             for at, (space, pages) in enumerate(self._windowed):
                 present[at] = 0 if page.num_rows[space] == _NOT_KEPT else present[at] + 1
                 first = pages.pages.first_needed(num_pages * self._page_size, self._page_size)
@@ -314,6 +352,29 @@ class PrefixCache:
 
     def _lacks_a_window(self, page: CachedPage) -> bool:
         return any(page.num_rows[space] == _NOT_KEPT for space, _ in self._windowed)
+
+    def _lacks_a_state(self, page: CachedPage, row: int, page_no: int) -> bool:
+        """True if a page has no state of recurrent layers, and a row of the table has the state after its tokens."""
+        if not self._has_states or page in self._states:
+            return False
+        return bool(self._table.kept.states_due([row], [page_no])[0])
+
+    def _make_room_for_states(self, num: int, rows: Sequence[CachedRow] = ()) -> None:
+        """Gives states back until so many are free, or none is left. rows: their texts have passed their states"""
+        for row in rows:
+            passed = row.newest_state
+            if passed is not None and passed in self._states and passed.num_rows[_FULL] <= 1:  # no other row holds it
+                self._states.move_to_end(passed, last=False)
+        kept, given_back = self._table.kept, list[int]()
+        while self._states and kept.num_free_states + len(given_back) < num:
+            page, _ = self._states.popitem(last=False)
+            given_back.append(page.kept_id)
+        kept.drop_states(given_back)
+
+    def _put_state(self, page: CachedPage, num_tokens: int, row: CachedRow) -> None:
+        """Notes that a page is kept with the state after its last token, num_tokens from the beginning."""
+        self._states[page] = None
+        row.newest_state = None if num_tokens in row.states_at else page
 
     def _hold(self, page: CachedPage, space: int) -> None:
         if page.num_rows[space] == 0:
@@ -357,5 +418,6 @@ class PrefixCache:
             if num_rows == 0:
                 del self._idle[space][page]
             page.num_rows[space] = _NOT_KEPT
+        self._states.pop(page, None)
         page.before = None
         return page.kept_id

@@ -30,6 +30,8 @@ class Report:
     step_bytes:      GPU memory of the largest steps, if the pool was sized by it; 0: not measured
     graph_bytes:     likewise, of graphs
     kv_bytes:        of the pools
+    state_bytes:     of recurrent layers' states, those of the prefix cache included
+    checkpoints:     states that the prefix cache can keep
     max_kv_len:      tokens of the longest sequence
     steps:           the sizes of steps, and their expected times, in words
     graphs:          "on", "off", or "off: " and why they were switched off
@@ -56,6 +58,8 @@ class Report:
     step_bytes: int
     graph_bytes: int
     kv_bytes: int
+    state_bytes: int
+    checkpoints: int
     max_kv_len: int
     max_batch_size: int
     chunk: int
@@ -75,6 +79,7 @@ class Report:
             "a step": self.step_bytes,
             "graphs": self.graph_bytes,
             "K and V": self.kv_bytes,
+            "states": self.state_bytes,
         }
         return ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
 
@@ -117,6 +122,8 @@ def report_of(
         step_bytes=measured.step,
         graph_bytes=measured.graph,
         kv_bytes=runtime.pool.num_bytes,
+        state_bytes=runtime.states.num_bytes,
+        checkpoints=runtime.states.recurrent.checkpoints,
         max_kv_len=runtime.max_kv_len,
         max_batch_size=options.max_batch_size,
         chunk=options.chunk,

@@ -25,7 +25,7 @@ class ScheduledStep:
     """A step to be run; pages for its tokens are reserved. Not to be changed.
 
     sequences: seq -> the sequence
-    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
+    picking:   those that pick a token after this step: all but the last ones, whose prompts go on in the next step
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     drafts:    seq -> the drafts that its new tokens end with, if it has any
     has_trees: whether drafts have branches
@@ -102,9 +102,14 @@ class PromptRoom:
         """True if another prompt gets tokens."""
         return self.tokens > 0 and self.prompt_tokens > 0
 
-    def take(self, num_left: int, stored: int) -> int:
-        """The tokens that a prompt gets: at least one. The room is closed by a prompt that does not end here."""
+    def take(self, num_left: int, stored: int, ends_at: int) -> int:
+        """The tokens that a prompt gets: at least one.
+
+        ends_at: number of its tokens, above `stored`, at which its chunk is to end
+        The room is closed by a prompt that would get more tokens if there were more room.
+        """
         most = -(-self.prompt_tokens * self.doubles_after // (self.doubles_after + stored + self.prompt_tokens))
+        num_left = min(num_left, ends_at - stored)
         q_len = min(num_left, self.tokens, max(most, 1))
         if q_len < num_left:
             # Its other tokens come later, so no pads are computed in their place now.
@@ -119,8 +124,19 @@ class PromptRoom:
         return q_len
 
 
+def _goes_on(scheduled: tuple[Sequence, int]) -> bool:
+    """True if a sequence gets so few tokens that its prompt goes on in the next step."""
+    sequence, q_len = scheduled
+    return q_len < sequence.num_left
+
+
+def picking_first(scheduled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+    """The same sequences and their new tokens; those that pick a token come first, and keep their order."""
+    return sorted(scheduled, key=_goes_on)
+
+
 def step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: Lengths) -> ScheduledStep:
-    """Makes the step. verified, lengths: of scheduled"""
+    """Makes the step. scheduled: those that pick a token first; verified, lengths: of scheduled"""
     token_ids: list[int] = []
     for seq, (sequence, q_len) in enumerate(scheduled):
         drafts = verified.get(seq)
@@ -135,9 +151,10 @@ def step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: 
     rows, num_stored, new = lengths
     batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     sequences = tuple([sequence for sequence, _ in scheduled])
-    # an unfinished prompt took the rest of the chunk, so nothing comes after it
-    last, last_q_len = scheduled[-1]
-    picking = sequences[:-1] if last_q_len < last.num_left else sequences
+    num_picks = len(scheduled)
+    while num_picks and _goes_on(scheduled[num_picks - 1]):
+        num_picks -= 1
+    picking = sequences[:num_picks]
     with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
     has_trees = not all(drafts.is_chain for drafts in verified.values())
     return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

@@ -7,7 +7,8 @@ are stored after their sequence's last token; rejected ones are overwritten. Dra
 another sequence.
 
 A sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a chunk. It
-begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run out, those
+begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. With recurrent layers a
+chunk ends where the cache is to keep their state, and other prompts get the rest of the step. When pages run out, those
 that only the cache holds are given back first. Then the last sequence in order gives its own back and waits. It is
 computed again later from its prompt and the tokens it has generated, so it continues with the same token. A suspect,
 which a fault of the device may be due to, is computed again too: alone, in steps of its own, up to its next token, and
@@ -45,7 +46,7 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
-from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, PromptRoom, ScheduledStep, Verified, step_of
+from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, PromptRoom, ScheduledStep, Verified, picking_first, step_of
 from rocm_serve.speculation.drafts import DraftTree
 
 _by_urgency = attrgetter("urgency")
@@ -181,13 +182,17 @@ class Scheduler:
             if not self._has_room(newcomer, found):
                 break
             stored = len(found) * self._table.page_size
-            q_len = room.take(len(newcomer.token_ids) - stored, stored)
+            ends_at = self._cache.next_state(newcomer.cached_row, stored)
+            q_len = room.take(len(newcomer.token_ids) - stored, stored, ends_at)
             self._admit(newcomer, found, q_len)
             scheduled.append((newcomer, q_len))
         if not scheduled:  # all that run have their last token
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
-        if len(scheduled) > len(lengths.rows):
+        if self._cache.has_states:
+            scheduled = picking_first(scheduled)
+            lengths = Lengths.of(scheduled)
+        elif len(scheduled) > len(lengths.rows):
             lengths = Lengths.of(scheduled)
         return step_of(scheduled, verified, lengths)
 
@@ -413,7 +418,7 @@ class Scheduler:
         room = PromptRoom.beside(num_decoding, self._budget)
         for sequence in prompts:
             if room.is_open:
-                scheduled.append((sequence, room.take(sequence.num_left, sequence.num_stored)))
+                scheduled.append((sequence, self._take(sequence, room)))
         if drafts and num_decoding < self._chunk:
             # Waiting sequences get their share: drafts only speed up sequences that go on without them.
             left = room.tokens // 2 if self._waiting else room.tokens
@@ -473,8 +478,13 @@ class Scheduler:
         room = PromptRoom.beside(sum(sequence.num_left == 1 for sequence in self._running), self._budget)
         for sequence in self._running:
             if sequence.num_left > 1 and sequence.urgency < newcomer.urgency and room.is_open:
-                room.take(sequence.num_left, sequence.num_stored)
+                self._take(sequence, room)
         return room.is_open
+
+    def _take(self, sequence: Sequence, room: PromptRoom) -> int:
+        """The tokens of a step that a running sequence gets for its prompt."""
+        stored = sequence.num_stored
+        return room.take(sequence.num_left, stored, self._cache.next_state(sequence.cached_row, stored))
 
     def _fits_beside_better(self, newcomer: Sequence) -> bool:
         """True if a sequence has room once all running ones with a worse priority have given way."""

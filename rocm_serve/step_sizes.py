@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.capture.step_times import StepBudget, StepTimes, fitting
+from rocm_attn.capture.step_times import TOKENS_OF_EACH, StepBudget, StepTimes, fitting
 from rocm_attn.machine.gpus import Rates, published_rates
 from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, slot_bytes
 from rocm_serve.engine_runtime import problems_of
 from rocm_serve.measured_memory import free_of, memory_of
 from rocm_serve.models.loading import LoadedModel
@@ -51,15 +52,18 @@ class StepSizes:
             # Ranks may have measured different rates, and have to schedule the same steps.
             bytes_per_s, flops_per_s = ranks.least(int(rates.bytes_per_s)), ranks.least(int(rates.flops_per_s))
             times = StepTimes(matrices, layers, replace(rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
-            most = options.max_batch_size or ranks.least(_fitting(loaded, options, page_bytes(stored)))
+            recurrences = loaded.config.attention.recurrences(weights.dtype)
+            states = slot_bytes(RecurrentLayers(recurrences, kept=options.rows_of_each))
+            of_seq = TOKENS_OF_EACH * page_bytes(stored) + SLOTS_OF_ROW * states
+            most = options.max_batch_size or ranks.least(_fitting(loaded, options, of_seq))
             budget = StepBudget.chosen(times, most, options.chunk, options.latency)
             expected = times.lines(most)
         sizes = replace(options, max_batch_size=budget.max_batch_size, chunk=budget.chunk)
         return cls(sizes, budget, (*budget.lines(), *expected))
 
 
-def _fitting(loaded: LoadedModel, options: EngineOptions, token_bytes: int) -> int:
-    """The sequences that K and V have room for. token_bytes: of a token's K and V"""
+def _fitting(loaded: LoadedModel, options: EngineOptions, seq_bytes: int) -> int:
+    """The sequences that K and V and states have room for. seq_bytes: of a sequence of TOKENS_OF_EACH tokens"""
     memory = memory_of(loaded.weights.device)
     if options.kv_bytes is not None:
         room = options.kv_bytes
@@ -67,7 +71,7 @@ def _fitting(loaded: LoadedModel, options: EngineOptions, token_bytes: int) -> i
         return _SEQS_ON_CPU
     else:
         room = free_of(memory) - int((1 - options.gpu_memory_share) * memory.total())
-    return fitting(room // token_bytes)
+    return fitting(room * TOKENS_OF_EACH // seq_bytes)
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:

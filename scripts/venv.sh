@@ -35,8 +35,9 @@ make_venv() {
         fi
         # Python compiles what is imported; pip would compile all of torch and transformers, for as long as it installs.
         local install=("$directory/bin/python" -m pip install --quiet --no-compile)
-        # The parts are built with this, and not each in an environment of its own.
-        local required=('setuptools>=77')
+        # The parts are built with setuptools, and not each in an environment of its own. The pip that comes with older
+        # releases of Python takes twice the time for what follows.
+        local required=('pip>=26' 'setuptools>=77')
         if ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
             required+=("${TORCH_REQUIREMENT:-torch==2.13.0}")
         fi

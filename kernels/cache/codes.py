@@ -23,8 +23,8 @@ from triton import knobs
 from triton.language.target_info import current_target, is_cuda
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.cache.page_format import GROUP_ELEMENTS, Encoding, Scales
-from rocm_attn.kernels.cache.records import LARGEST_OF_GROUP, SMALLEST_GROUP_SCALE
+from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, Scales
+from rocm_attn.kernels.cache.records import LARGEST_OF_GROUP
 
 _E4M3FN = tl.constexpr(Encoding.E4M3FN.number)
 _E4M3FNUZ = tl.constexpr(Encoding.E4M3FNUZ.number)
@@ -33,7 +33,6 @@ NO_SCALES = tl.constexpr(Scales.NONE.number)
 LAYER_SCALES = tl.constexpr(Scales.LAYER.number)
 HEAD_SCALES = tl.constexpr(Scales.HEAD.number)
 TOKEN_SCALES = tl.constexpr(Scales.TOKEN.number)
-GROUP_SCALES = tl.constexpr(Scales.GROUP.number)
 _LARGEST = {encoding.number: encoding.largest for encoding in Encoding}
 # Smallest normal exponent, and mantissa bits.
 _FIELDS = {Encoding.E4M3FN.number: (-6, 3), Encoding.E4M3FNUZ.number: (-7, 3), Encoding.E5M2.number: (-14, 2)}
@@ -57,14 +56,30 @@ _TYPES = {
 }
 # A row of smaller values has this scale: its reciprocal, and the product of both with any code, stay normal.
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
-_SMALLEST_GROUP_SCALE = tl.constexpr(SMALLEST_GROUP_SCALE)
-_GROUP = tl.constexpr(GROUP_ELEMENTS)
+_RECORDS = {scales.number: layout for scales, layout in RECORDS.items()}
 
 
 @constexpr_function
 def is_coded(encoding: int) -> bool:
     """True if elements of an encoding are codes."""
     return encoding in _FIELDS
+
+
+@constexpr_function
+def is_record(scales: int) -> bool:
+    """True if rows with scales of this kind are records."""
+    return scales in _RECORDS
+
+
+@constexpr_function
+def group_of(scales: int) -> int:
+    """Codes of a record that share a scale."""
+    return _RECORDS[scales].group
+
+
+@constexpr_function
+def _smallest_group_scale(scales: int) -> float:
+    return _RECORDS[scales].smallest_scale
 
 
 @constexpr_function
@@ -247,20 +262,47 @@ def as_bfloat16(x):
 
 
 @triton.jit
-def store_groups(v, codes, scales, DIM: tl.constexpr, ENCODING: tl.constexpr):
+def store_groups(v, codes, scales, DIM: tl.constexpr, ENCODING: tl.constexpr, SCALES: tl.constexpr):
     """Writes the codes and the scales of a record (records.py).
 
     v: finite numbers [1, columns], 0 from DIM on; codes, scales: pointers to the first code and the first scale
     """
-    GROUPS: tl.constexpr = v.shape[1] // _GROUP
+    GROUP: tl.constexpr = group_of(SCALES)
+    GROUPS: tl.constexpr = v.shape[1] // GROUP
     LARGEST: tl.constexpr = _largest_of_group(ENCODING)
-    groups = tl.reshape(v.to(tl.float32), [GROUPS, _GROUP])
-    least = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), 1), LARGEST), _SMALLEST_GROUP_SCALE)
+    groups = tl.reshape(v.to(tl.float32), [GROUPS, GROUP])
+    least = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), 1), LARGEST), _smallest_group_scale(SCALES))
     # The next power of two, by the bits of float32: an exponent is one more unless the mantissa is 0.
-    bits = least.to(tl.int32, bitcast=True)
-    scale = ((bits + 0x7FFFFF) >> 23 << 23).to(tl.float32, bitcast=True)
+    exponent = (least.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
     elements = encoded(groups * tl.div_rn(1.0, scale)[:, None], ENCODING)
     group = tl.arange(0, GROUPS)
-    place = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(codes + place, elements, mask=place < DIM)
-    tl.store(scales + group, scale, mask=group * _GROUP < DIM)
+    is_group = group * GROUP < DIM
+    if scales.dtype.element_ty == tl.uint8:
+        tl.store(scales + group, exponent.to(tl.uint8), mask=is_group)
+    else:
+        tl.store(scales + group, scale, mask=is_group)
+
+
+@triton.jit
+def scales_of(scales, at, offset, NEARER: tl.constexpr):
+    """Pointers to the first scales of records.
+
+    scales: to that of page 0's first record; at: bytes from this record to each, int64; offset: places in their pages
+    NEARER: PageFormat.scales_nearer
+    """
+    return scales + (at - offset * NEARER) // (scales.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def group_scales(scales):
+    """Scales of records as float32: unchanged, or powers of two, by their exponents (records.py)."""
+    if scales.dtype == tl.uint8:
+        # The exponent's place in float32; 2^-127 lies below its normal numbers.
+        bits = tl.where(scales == 0, 1 << 22, scales.to(tl.int32) << 23)
+        result = tl.where(scales == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    else:
+        result = scales
+    return result

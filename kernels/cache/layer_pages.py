@@ -17,7 +17,7 @@ NEAR = 1 << 20
 
 # A code that is NaN, for every eight-bit encoding: E4M3FNUZ has no other one.
 _NAN_CODES = {Encoding.E4M3FN: 0x7F, Encoding.E4M3FNUZ: 0x80, Encoding.E5M2: 0x7F}
-# Bytes of a record that make its scales and its rest NaN.
+# Bytes of records that make their scales and their rest NaN.
 _NAN_RECORD = 0xFF
 
 
@@ -39,7 +39,7 @@ class LayerPages:
                       elements apart
     record:           the parts of each token's record; None if rows are no records
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any. A row of k that is a record
-    has its bytes (records.py), at addresses that are multiples of 4.
+    has its bytes (records.py), at addresses that are multiples of 4; a page's footer follows its rows, outside of k.
 
     Raises FormatMismatch if tensors do not have this format.
     """
@@ -64,7 +64,7 @@ class LayerPages:
         # Made once: a launch needs them for every layer of every step.
         made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
         near = max(*raw_k.stride()[1:], *raw_v.stride()[1:]) < NEAR
-        record = RecordParts.of(raw_k, self.format) if self.format.scales is Scales.GROUP else None
+        record = None if self.format.record is None else RecordParts.of_pages(raw_k, self.format)
         for name, value in {**made, "coding": self.format.coding, "is_near": near, "record": record}.items():
             object.__setattr__(self, name, value)
 
@@ -97,6 +97,22 @@ class LayerPages:
         )
         return cls(k, v, form)
 
+    @classmethod
+    def latent(cls, memory: Tensor, form: PageFormat, scale: Tensor | None = None) -> LayerPages:
+        """Latent pages in memory. memory: [pages, form.line], rows first, and then the footer; scale: of K and of V"""
+        k = memory[:, : form.page_size * form.k_row].unflatten(1, (form.page_size, 1, form.k_row))
+        return cls(k, k[..., : form.v_head_dim], form, scale, scale)
+
+    @property
+    def lines(self) -> tuple[Tensor, ...]:
+        """The memory of pages: tensors in whose lines, page after page, lies all that belongs to a page."""
+        form, k = self.format, self.raw_k
+        if form.record is not None and form.record.footer:
+            return (k.as_strided((len(k), form.page_size * (form.k_row + form.record.footer)), (k.stride(0), 1)),)
+        sides = ((k, self.k_scale), (self.raw_v, self.v_scale))[: 1 if form.kind is PoolKind.LATENT else 2]
+        of_tokens = (scale for _, scale in sides if form.scales is Scales.TOKEN and scale is not None)
+        return *(side for side, _ in sides), *of_tokens
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that kernels are launched with, by name."""
         named = {"k_pages": self.raw_k, "v_pages": self.raw_v, "k_scale": self.k_scale, "v_scale": self.v_scale}
@@ -114,7 +130,7 @@ class LayerPages:
     def read_sides(self, pages: Tensor) -> Iterator[Tensor]:
         """Does the same as `read`, but reads K before V, so that both are never copied at the same time."""
         if self.record is not None:
-            k = self._of_records(self.keys.read(pages))
+            k = self.record.at(pages).values(self.format.encoding)
             yield k
             yield k[..., : self.format.v_head_dim]
             return
@@ -136,21 +152,14 @@ class LayerPages:
     def read_keys(self, page: Tensor, offset: Tensor) -> Tensor:
         """Does the same as `read_tokens`, for K alone."""
         if self.record is not None:
-            return self._of_records(self.raw_k[page, offset])
+            return self.record.at(page, offset).values(self.format.encoding)
         return self._worth(self.raw_k[page, offset], self.k_scale, (page, offset))
 
     def fill_nan(self, pages: Tensor | slice) -> None:
         """Makes every element of some pages NaN, scales of tokens too."""
         nan = _NAN_RECORD if self.record is not None else _NAN_CODES.get(self.format.encoding, float("nan"))
-        for raw in (self.raw_k, self.raw_v):
-            raw[pages] = nan
-        if self.format.scales is Scales.TOKEN:
-            assert self.k_scale is not None
-            assert self.v_scale is not None
-            self.k_scale[pages] = self.v_scale[pages] = float("nan")
-
-    def _of_records(self, records: Tensor) -> Tensor:
-        return RecordParts.of(records, self.format).values(self.format.encoding)
+        for line in self.lines:
+            line[pages] = nan if line.dtype == self.raw_k.dtype else float("nan")
 
     def _worth(self, raw: Tensor, scale: Tensor | None, at: tuple[Tensor, ...]) -> Tensor:
         if not self.format.encoding.is_fp8:
@@ -179,11 +188,8 @@ def _check(pages: LayerPages) -> None:
             raise FormatMismatch(
                 f"{name} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; its pages are {form}"
             )
-    if form.scales is Scales.GROUP and any(number % 4 for number in (pages.k.data_ptr(), *pages.k.stride()[:3])):
-        raise FormatMismatch(
-            f"k begins at {pages.k.data_ptr():#x} and has strides {pages.k.stride()}; records begin at multiples of 4 "
-            f"bytes, because pages are {form}"
-        )
+    if form.record is not None:
+        _check_records(pages.k, form)
     by_page = (len(pages.k),) if form.scales is Scales.TOKEN else ()
     for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
         if not form.scale_shape:
@@ -196,3 +202,22 @@ def _check(pages: LayerPages) -> None:
             raise FormatMismatch(
                 f"{name} is {given}; it must be float32 {list(shape)} and contiguous, because pages are {form}"
             )
+
+
+def _check_records(k: Tensor, form: PageFormat) -> None:
+    if any(number % 4 for number in (k.data_ptr(), *k.stride()[:3])):
+        raise FormatMismatch(
+            f"k begins at {k.data_ptr():#x} and has strides {k.stride()}; records begin at multiples of 4 "
+            f"bytes, because pages are {form}"
+        )
+    assert form.record is not None
+    footer = form.page_size * (form.k_row + form.record.footer)
+    last = k.storage_offset() + (len(k) - 1) * k.stride(0) + footer
+    if form.record.footer and (
+        k.stride(1) != form.k_row or k.stride(0) < footer or last > k.untyped_storage().nbytes()
+    ):
+        raise FormatMismatch(
+            f"k has strides {k.stride()} in {k.untyped_storage().nbytes()} bytes of memory; rows of {form.k_row} bytes "
+            f"lie next to each other, and each page has {footer} bytes for them and its footer, because pages are "
+            f"{form}"
+        )

@@ -15,9 +15,6 @@ import torch
 # The producer of pages laid out as page_rows.py says.
 OWN_PRODUCER = "rocm_attn"
 
-# Elements of a latent that share a scale in a record (records.py).
-GROUP_ELEMENTS = 128
-
 
 class FormatMismatch(ValueError):
     """Pages are in one format, and the code that would write, read, copy or adopt them is for another."""
@@ -85,7 +82,7 @@ class Scales(enum.Enum):
     LAYER: [1]
     HEAD:  [kv_heads]
     TOKEN: [pages, kv_heads, page_size]; the store derives them from the rows that it writes
-    GROUP: in the rows themselves, which are records (records.py); the store derives them
+    GROUP, FOOTER: in the pages themselves, whose rows are records (records.py); the store derives them
     """
 
     NONE = "no scales"
@@ -93,6 +90,7 @@ class Scales(enum.Enum):
     HEAD = "a scale for each KV head"
     TOKEN = "a scale for each token and KV head"
     GROUP = "a scale for each 128 elements of a latent, in its record"
+    FOOTER = "a power of two for each 64 elements of a latent, after the rows of its page"
 
     @property
     def number(self) -> int:
@@ -100,8 +98,32 @@ class Scales(enum.Enum):
         return list(Scales).index(self)
 
 
+class RecordLayout(NamedTuple):
+    """A way to keep a latent as a record: codes in groups, each with a scale, then a rest in bfloat16.
+
+    group:          codes that share a scale
+    plain_of_v:     elements at the end of V that belong to the rest, as all elements after V do
+    scale_dtype:    of a scale: float32, or uint8, which is the exponent of a power of two, plus 127 (UE8M0)
+    footer:         bytes of a token's scales in the page's footer, after its rows, unused ones included; 0: the scales
+                    lie between the codes and the rest
+    smallest_scale: the least scale that the store makes, a power of two
+    """
+
+    group: int
+    plain_of_v: int
+    scale_dtype: torch.dtype
+    footer: int
+    smallest_scale: float
+
+
+# By vLLM's stores: the first round 1e-4 up to a power of two, the second 1e-4 / 448. Sources: records.py
+RECORDS = {
+    Scales.GROUP: RecordLayout(128, 0, torch.float32, 0, 2.0**-13),
+    Scales.FOOTER: RecordLayout(64, 64, torch.uint8, 8, 2.0**-22),
+}
+
 # The kinds of scales that lie beside the rows.
-SCALES_BESIDE_ROWS = tuple(each for each in Scales if each is not Scales.GROUP)
+SCALES_BESIDE_ROWS = tuple(each for each in Scales if each not in RECORDS)
 
 
 class Coding(NamedTuple):
@@ -155,12 +177,28 @@ class PageFormat:
         return Coding(self.encoding.number, self.scales.number, self.num_kv_heads, self.page_size)
 
     @property
+    def record(self) -> RecordLayout | None:
+        """The layout of rows that are records; None if rows are none."""
+        return RECORDS.get(self.scales)
+
+    @property
+    def coded(self) -> int:
+        """Elements of a row of K that are codes: in a record those of groups, and in other eight-bit pages all."""
+        return self.head_dim if self.record is None else self.v_head_dim - self.record.plain_of_v
+
+    @property
     def k_row(self) -> int:
         """Elements of the encoding that a row of the K pages takes: head_dim, or the bytes of a record."""
-        if self.scales is not Scales.GROUP:
+        record = self.record
+        if record is None:
             return self.head_dim
-        groups, rest = self.v_head_dim // GROUP_ELEMENTS, self.head_dim - self.v_head_dim
-        return self.v_head_dim + groups * torch.float32.itemsize + rest * torch.bfloat16.itemsize
+        scales = 0 if record.footer else self.coded // record.group * record.scale_dtype.itemsize
+        return self.coded + scales + (self.head_dim - self.coded) * torch.bfloat16.itemsize
+
+    @property
+    def scales_nearer(self) -> int:
+        """Bytes by which the scales of neighbouring records are nearer to each other than the records are."""
+        return self.k_row - self.record.footer if self.record is not None and self.record.footer else 0
 
     @property
     def side_elements(self) -> tuple[int, int]:
@@ -169,20 +207,28 @@ class PageFormat:
         return self.num_kv_heads * self.k_row, self.num_kv_heads * v
 
     @property
+    def line(self) -> int:
+        """Elements from one page of K to the next: those of its rows; with a footer, as many whole rows as hold both.
+
+        FlashMLA finds the row of a token without its page, in multiples of a row from the first one.
+        """
+        footer = 0 if self.record is None else self.page_size * self.record.footer
+        rows = self.page_size + -(-footer // self.k_row)
+        return rows * self.num_kv_heads * self.k_row
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page: K, V, and the scales that belong to its tokens."""
-        row_bytes = sum(self.side_elements) * self.encoding.dtype.itemsize
+        elements = self.line + self.page_size * self.side_elements[1]
         scale_values = self.num_kv_heads * (1 if self.kind is PoolKind.LATENT else 2) * (self.scales is Scales.TOKEN)
-        return self.page_size * (row_bytes + scale_values * torch.float32.itemsize)
+        return elements * self.encoding.dtype.itemsize + self.page_size * scale_values * torch.float32.itemsize
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of the scales of K, and of V; those of tokens for one page. Empty if there are none beside rows."""
-        shapes = {
-            Scales.NONE: (),
+        shapes: dict[Scales, tuple[int, ...]] = {
             Scales.LAYER: (1,),
             Scales.HEAD: (self.num_kv_heads,),
             Scales.TOKEN: (self.num_kv_heads, self.page_size),
-            Scales.GROUP: (),
         }
-        return shapes[self.scales]
+        return shapes.get(self.scales, ())

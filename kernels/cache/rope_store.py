@@ -21,14 +21,15 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
 from rocm_attn.kernels.cache.codes import (
-    GROUP_SCALES,
     HEAD_SCALES,
     NO_SCALES,
     TOKEN_SCALES,
     as_bfloat16,
     encoded,
     is_coded,
+    is_record,
     scale_of_rows,
+    scales_of,
     store_groups,
 )
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -84,6 +85,7 @@ class RopeStoreGeometry(NamedTuple):
     q, k, v:   its sides; k and v do nothing if STORES is False, nor does v if LATENT
     Q_BLOCKS:  programs of a token for its q
     PAGE_SIZE: tokens of a page
+    NEARER:    PageFormat.scales_nearer
     FIRST_SLOT: slots before it are dropped
     """
 
@@ -94,6 +96,7 @@ class RopeStoreGeometry(NamedTuple):
     STORES: bool
     LATENT: bool
     PAGE_SIZE: int
+    NEARER: int
     FIRST_SLOT: int
 
 
@@ -203,9 +206,9 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
         if S.SCALES == TOKEN_SCALES:
             scale_value = tl.maximum(scale_value, scale_of_rows(near.to(tl.float32), ENCODING))
             scale_value = tl.maximum(scale_value, scale_of_rows(far.to(tl.float32), ENCODING))
-    if S.SCALES == GROUP_SCALES:
+    if is_record(S.SCALES):
         # One head's row: elements that do not turn have codes, and the others are stored as they are.
-        store_groups(rest, to.at, to.scale, R.REST, ENCODING)
+        store_groups(rest, to.at, to.scale, R.REST, ENCODING, S.SCALES)
         if R.PAIRS > 0:
             tl.store(to.apart + (near_place - R.REST), as_bfloat16(near), mask=is_pair)
             tl.store(to.apart + (far_place - R.REST), as_bfloat16(far), mask=is_pair)
@@ -301,8 +304,8 @@ def _rope_store_kernel(
             to = k_pages + at + head64 * kp_head
             scale = k_scale
             apart = k_apart
-            if K.SCALES == GROUP_SCALES:
-                scale = k_scale + at // 4
+            if is_record(K.SCALES):
+                scale = scales_of(k_scale, at, offset, G.NEARER)
                 apart = k_apart + at // 2
             strange = _carry(
                 rows,
@@ -335,13 +338,13 @@ def launch_rope_store(
 
     Padded tokens of q_out are computed like others. At a position that the table does not have, q_out is NaN, and K is
     stored as 0 with the error bit.
-    pages:     linear, with any strides but the last, or vectorised; written in place. The elements after V of records
-               turn, and no others
+    pages:     linear, with any strides but the last, or vectorised; written in place. The elements of records that have
+               no codes turn, and no others
     null_page: whether page 0 belongs to no sequence
     """
     form = pages.format
     turned_elements = 0 if work.rope is None else work.rope.dim
-    assert pages.record is None or turned_elements == form.head_dim - form.v_head_dim, "a record turns what follows V"
+    assert pages.record is None or turned_elements == form.head_dim - form.coded, "a record turns what has no codes"
     k_row = RowGeometry.of(form.head_dim, work.rope, work.k_norm)
     v_row = RowGeometry.of(form.v_head_dim, None, work.v_norm)
     block = _heads_block(form.num_kv_heads, max(k_row.columns, v_row.columns))
@@ -351,6 +354,7 @@ def launch_rope_store(
         STORES=True,
         LATENT=form.kind is PoolKind.LATENT,
         PAGE_SIZE=form.page_size,
+        NEARER=form.scales_nearer,
         FIRST_SLOT=form.page_size if null_page else 0,
     )
     page_strides = *pages.keys.cells.stride()[:4], *pages.values.cells.stride()[:4]
@@ -371,7 +375,7 @@ def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
     row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
     block = _heads_block(q.shape[1], row.columns)
     side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).number, Scales.NONE.number)
-    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0)
+    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0, 0)
 
 
 def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:

@@ -31,10 +31,10 @@ from rocm_attn.kernels.cache.codes import (
     encoded,
     is_coded,
     scale_of_rows,
+    scales_of,
     store_groups,
 )
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 
@@ -147,39 +147,53 @@ def _store_kernel(
 class RecordGeometry(NamedTuple):
     """The values that the store of records is compiled for.
 
-    V_DIM, REST:             elements that have codes, and those after them
-    V_COLUMNS, REST_COLUMNS: with padding
-    ENCODING:                number of the codes' Encoding
-    FIRST_SLOT:              slots before it are dropped
+    CODED, REST:                 elements that have codes, and those after them
+    CODED_COLUMNS, REST_COLUMNS: with padding
+    ENCODING, SCALES:            numbers of the codes' Encoding and of Scales
+    NEARER:                      PageFormat.scales_nearer
+    FIRST_SLOT:                  slots before it are dropped
     """
 
     PAGE_SIZE: int
-    V_DIM: int
-    V_COLUMNS: int
+    CODED: int
+    CODED_COLUMNS: int
     REST: int
     REST_COLUMNS: int
     ENCODING: int
+    SCALES: int
+    NEARER: int
     FIRST_SLOT: int
 
 
 @triton.jit
 def _store_records_kernel(
-    k, slot_of_token, counts, codes, scales, rest, k_token, page_bytes, token_bytes, G: tl.constexpr
+    k,
+    slot_of_token,
+    counts,
+    codes,
+    scales,
+    rest,
+    k_token,
+    page_bytes,
+    token_bytes,
+    G: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot = tl.load(slot_of_token + token).to(tl.int64)
     if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
         row = k + token.to(tl.int64) * k_token
-        at = slot // G.PAGE_SIZE * page_bytes + slot % G.PAGE_SIZE * token_bytes
+        offset = slot % G.PAGE_SIZE
+        at = slot // G.PAGE_SIZE * page_bytes + offset * token_bytes
         # All loads come before the first store, because no load could pass a store.
-        v_d = tl.arange(0, G.V_COLUMNS)[None, :]
-        v = tl.load(row + v_d, mask=v_d < G.V_DIM, other=0.0)
+        d = tl.arange(0, G.CODED_COLUMNS)[None, :]
+        coded = tl.load(row + d, mask=d < G.CODED, other=0.0)
         if G.REST > 0:
             rest_d = tl.arange(0, G.REST_COLUMNS)[None, :]
             is_rest = rest_d < G.REST
-            rest_row = tl.load(row + G.V_DIM + rest_d, mask=is_rest, other=0.0)
-        v, strange = _finite_row(v)
-        store_groups(v, codes + at, scales + at // 4, G.V_DIM, G.ENCODING)
+            rest_row = tl.load(row + G.CODED + rest_d, mask=is_rest, other=0.0)
+        coded, strange = _finite_row(coded)
+        scales = scales_of(scales, at, offset, G.NEARER)
+        store_groups(coded, codes + at, scales, G.CODED, G.ENCODING, G.SCALES)
         if G.REST > 0:
             rest_row, rest_strange = _finite_row(rest_row)
             strange |= rest_strange
@@ -201,7 +215,7 @@ def launch_store_kv(
     pages:         linear, with any strides but the last, or vectorised; written in place, as are scales of tokens
     null_page:     whether page 0 belongs to no sequence
     """
-    if pages.format.scales is Scales.GROUP:
+    if pages.record is not None:
         _launch_records(k, slot_of_token, counts, pages, null_page)
         return
     geometry = CellGeometry.of(pages)
@@ -232,17 +246,19 @@ def launch_store_kv(
 def _launch_records(k: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, null_page: bool) -> None:
     form, record = pages.format, pages.record
     assert record is not None
-    rest = form.head_dim - form.v_head_dim
+    rest = form.head_dim - form.coded
     geometry = RecordGeometry(
         form.page_size,
-        form.v_head_dim,
-        triton.next_power_of_2(form.v_head_dim),
+        form.coded,
+        triton.next_power_of_2(form.coded),
         rest,
         triton.next_power_of_2(max(rest, 1)),
         form.encoding.number,
+        form.scales.number,
+        form.scales_nearer,
         form.page_size if null_page else 0,
     )
-    strides = k.stride(0), *pages.raw_k.stride()[:2]
+    strides = k.stride(0), *record.codes.stride()[:2]
     launch(_store_records_kernel, k.shape[:1], k, slot_of_token, counts, *record, *strides, G=geometry, num_warps=1)
 
 

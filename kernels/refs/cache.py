@@ -9,7 +9,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
-from rocm_attn.kernels.cache.records import records_of
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 
 # The smallest scale of a token, as in codes.py.
@@ -36,7 +36,11 @@ def store_kv(
     for side, scale, rows in sides:
         is_number = rows.isfinite()
         strange |= live & ~is_number.flatten(1).all(1)
-        written, scale_value = _in_pages(torch.where(is_number, rows, 0), scale, form)
+        finite = torch.where(is_number, rows, 0)
+        if pages.record is not None:
+            _put(pages.record, (page, offset), RecordParts.of_rows(finite, form).at(source), any_live)
+            continue
+        written, scale_value = _in_pages(finite, scale, form)
         _write(side, page, offset, written[source], any_live)
         if form.scales is Scales.TOKEN:
             assert scale is not None
@@ -77,8 +81,6 @@ def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Ten
     """Finite rows [T, kv_heads, dim] as pages hold them, and the scales of their tokens [T, kv_heads]."""
     if not form.encoding.is_fp8:
         return rows, rows
-    if form.scales is Scales.GROUP:
-        return records_of(rows, form), rows
     largest, rows = form.encoding.largest, rows.float()
     scale_value = torch.ones_like(rows[..., 0])
     if form.scales is Scales.TOKEN:
@@ -95,6 +97,13 @@ def _write(side: PageRows, page: Tensor, offset: Tensor, rows: Tensor, any_live:
     held = torch.empty_like(rows)
     side.read_tokens(page, offset, held)
     side.write_tokens(page, offset, torch.where(any_live, rows, held))
+
+
+def _put(record: RecordParts, at: tuple[Tensor, Tensor], rows: RecordParts, any_live: Tensor) -> None:
+    """Does the same as `_write`, for records."""
+    held = record.at(*at)
+    codes, scales, rest = (torch.where(any_live, *each) for each in zip(rows, held, strict=True))
+    record.put(at, RecordParts(codes, scales, rest))
 
 
 def zero_tails(

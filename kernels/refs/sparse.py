@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.sparse.arguments import (
     BAD_COUNT,
     NO_UNIT,
@@ -215,7 +214,8 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
         position = units.long() * unit_tokens + key % unit_tokens
         listed = (key // unit_tokens < selection.counts[first:end][:, :, None]) & (units >= 0)
     else:
-        position = key.expand(end - first, 1, -1)
+        hidden = (_visible(tokens) - selection.width).clamp(min=0)
+        position = hidden[:, None, None] + key
         listed = torch.ones_like(position, dtype=torch.bool)
     seen = listed & (position < _visible(tokens)[:, None, None])
     seen = seen.expand(-1, num_kv_heads, -1)
@@ -224,7 +224,7 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
     head = torch.arange(num_kv_heads, device=key.device)[:, None]
     at = page.unflatten(1, (num_kv_heads, -1)), offset.unflatten(1, (num_kv_heads, -1)), head
     if pages.record is not None:
-        k = RecordParts.of(pages.raw_k[at], pages.format).values(pages.format.encoding).to(_compute(args.q))
+        k = pages.record.at(*at).values(pages.format.encoding).to(_compute(args.q))
         k = k.masked_fill(~seen[..., None], 0)
         return k, k[..., : args.out.shape[2]], seen
     sides = []

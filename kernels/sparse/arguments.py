@@ -197,8 +197,8 @@ class SelectedKeys(NamedTuple):
         assert self.unit_tokens >= 1
 
 
-class AllTokens(NamedTuple):
-    """No selection: each token gets all that it sees, as units of one token. width: the most of them"""
+class LastTokens(NamedTuple):
+    """No selection: each token gets the last `width` that it sees, as units of one token."""
 
     width: int
     units: None = None
@@ -284,7 +284,7 @@ class SelectedArgs(NamedTuple):
     pages: LayerPages
     table: Tensor
     tokens: SparseTokens
-    selection: SelectedKeys | AllTokens
+    selection: SelectedKeys | LastTokens
     out: Tensor
     lse: Tensor | None
     sinks: Tensor | None

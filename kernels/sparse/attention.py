@@ -6,7 +6,7 @@ A row is the query heads that share a KV head, or a block of them. Its selection
 with equally many keys, so that one grid serves all lengths. A row of one part is written to out; for the others each
 part leaves a partial result, which merge_parts.py adds up from left to right. Key n of a selection is token n %
 unit_tokens of the unit that is listed at n // unit_tokens. A row of latent pages is loaded once, and is K and V.
-Without a selection every token sees all tokens up to its own.
+Without a selection every token sees the last tokens up to its own, as many as its listing is wide.
 
 Deterministic attention has segments as parts (attention/segments.py): if a selection holds all that a token sees, in
 order, it gives the bits of deterministic decode and extend.
@@ -32,8 +32,8 @@ from rocm_attn.kernels.attention.coded import (
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import in_range, rounded, sum_by_pairs
-from rocm_attn.kernels.cache.codes import GROUP_SCALES, TOKEN_SCALES, decoded
-from rocm_attn.kernels.cache.page_format import GROUP_ELEMENTS, PoolKind
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, group_of, group_scales, is_record, scales_of
+from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
@@ -45,14 +45,13 @@ from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-_GROUP = tl.constexpr(GROUP_ELEMENTS)
-
 
 class Listing(NamedTuple):
-    """One token's selection: its units, None if it has all; its keys, [first, end) of them here; the tokens that it
-    sees; its line of the table, and that line's width."""
+    """One token's selection: its units, None if it has the last tokens that it sees, after `hidden` others; its keys,
+    [first, end) of them here; the tokens that it sees; its line of the table, and that line's width."""
 
     units: Any
+    hidden: Any
     first: Any
     end: Any
     visible: Any
@@ -72,7 +71,9 @@ class SparseQuery(NamedTuple):
 def _load_units(listing, key, G: tl.constexpr):
     """The unit that each key belongs to; entries past the selection get its last one."""
     unit = key // G.UNIT_TOKENS
-    if listing.units is not None:
+    if listing.units is None:
+        unit += listing.hidden
+    else:
         unit = tl.load(listing.units + tl.minimum(unit, G.WIDTH - 1))
     return unit
 
@@ -107,13 +108,25 @@ def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.c
 
 
 @triton.jit
-def _load_latents(record, k_at, live, G: tl.constexpr):
-    """V of records, float32 [n, K_COLUMNS]: codes times scales. k_at: bytes from the first record to each, int64 [n]"""
-    GROUPS: tl.constexpr = G.K_COLUMNS // _GROUP
-    codes = _load_rows(record.codes + k_at, live, 0, G.K_COLUMNS, G.K_DIM)
-    scale = _load_rows(record.scales + k_at // 4, live, 0, GROUPS, G.K_DIM // _GROUP)
-    groups = tl.reshape(decoded(codes, G.coding.ENCODING, tl.float32), [G.KEY_BLOCK, GROUPS, _GROUP])
-    return tl.reshape(groups * scale[:, :, None], [G.KEY_BLOCK, G.K_COLUMNS])
+def _load_latents(record, offset, k_at, live, DTYPE: tl.constexpr, G: tl.constexpr):
+    """V of records, DTYPE [n, K_COLUMNS]: codes times scales, and the part of the rest that is V.
+
+    offset: places in pages; k_at: bytes from the first record to each; int64 [n]
+    """
+    GROUP: tl.constexpr = group_of(G.coding.SCALES)
+    GROUPS: tl.constexpr = G.K_COLUMNS // GROUP
+    codes = _load_rows(record.codes + k_at, live, 0, G.K_COLUMNS, G.CODED)
+    scales = scales_of(record.scales, k_at, offset, G.NEARER)
+    scale = group_scales(_load_rows(scales, live, 0, GROUPS, G.CODED // GROUP))
+    groups = tl.reshape(decoded(codes, G.coding.ENCODING, tl.float32), [G.KEY_BLOCK, GROUPS, GROUP])
+    values = tl.reshape(groups * scale[:, :, None], [G.KEY_BLOCK, G.K_COLUMNS])
+    if G.CODED < G.K_DIM:
+        column = tl.arange(0, G.K_COLUMNS)
+        is_rest = (column >= G.CODED) & (column < G.K_DIM)
+        rest = record.rest + k_at // 2 - G.CODED
+        plain = tl.load(rest[:, None] + column[None, :], mask=live[:, None] & is_rest[None, :], other=0.0)
+        values = tl.where(is_rest[None, :], plain.to(tl.float32), values)
+    return rounded(values, DTYPE)
 
 
 @triton.jit
@@ -145,15 +158,15 @@ def _attend(query, k_side, v_side, record, scale_values, listing, G: tl.constexp
         # scores, weights: [QUERY_ROWS, KEY_BLOCK]; k: [KEY_BLOCK, K_COLUMNS]; v: [KEY_BLOCK, V_COLUMNS]
         k_at = page * k_side.page + offset * k_side.token
         k_rows = k_side.at + k_at
-        if C.SCALES == GROUP_SCALES:
-            k = rounded(_load_latents(record, k_at, live, G), DTYPE)
+        if is_record(C.SCALES):
+            k = _load_latents(record, offset, k_at, live, DTYPE, G)
             k_block = k
         else:
             k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.K_DIM)
             k_block = decoded(k, C.ENCODING, DTYPE)
         scores = tl.dot(query.block, tl.trans(k_block), input_precision="ieee")
         if G.REST > 0:
-            if C.SCALES == GROUP_SCALES:
+            if is_record(C.SCALES):
                 k_rest = _load_rows(record.rest + k_at // 2, live, 0, G.REST, G.HEAD_DIM - G.V_HEAD_DIM).to(DTYPE)
             else:
                 k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
@@ -178,7 +191,7 @@ def _attend(query, k_side, v_side, record, scale_values, listing, G: tl.constexp
         else:
             v_at = k_at if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
             v = _load_rows(v_side.at + v_at, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
-        if C.SCALES == GROUP_SCALES:
+        if is_record(C.SCALES):
             acc = tl.dot(rounded(weights, DTYPE), v, acc * decay[:, None], input_precision="ieee")
         else:
             acc = add_values(acc, decay[:, None], weights, v, v_scale_value, DTYPE, False, C)
@@ -230,9 +243,11 @@ def _selected_attention_kernel(
     token = (tl.program_id(0) // (C.rows * C.parts)).to(tl.int64)
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
     listed = None
+    hidden = 0
     if units is None:
         visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
-        num_keys = visible
+        num_keys = tl.minimum(visible, G.WIDTH)
+        hidden = visible - num_keys
     else:
         num_keys, selection = listed_keys(counts, token, kv_head, G)
         listed = units + selection * G.WIDTH
@@ -259,7 +274,7 @@ def _selected_attention_kernel(
             PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head),
             RecordParts(k_pages, record_scales, record_rest),
             ScalePointers(k_scale, v_scale, kv_head),
-            Listing(listed, first, end, visible, line, width),
+            Listing(listed, hidden, first, end, visible, line, width),
             G,
         )
         softmax = scaled_values(softmax, row_scale(v_scale, kv_head, E), E)
@@ -378,6 +393,8 @@ def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: 
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         K_DIM=v_head_dim if is_latent else head_dim,
+        CODED=form.coded,
+        NEARER=form.scales_nearer,
         K_COLUMNS=max(16, next_power_of_2(v_head_dim if is_latent else head_dim)),
         V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
         REST=max(16, next_power_of_2(rest)) if rest else 0,

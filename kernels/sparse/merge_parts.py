@@ -49,7 +49,7 @@ def _merge_parts_kernel(
     row = tl.program_id(0) % C.rows
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
     if counts is None:
-        num_keys = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
+        num_keys = tl.minimum(visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True), G.WIDTH)
     else:
         num_keys, _ = listed_keys(counts, token, kv_head, G)
     num_parts = tl.cdiv(num_keys, C.part_keys)

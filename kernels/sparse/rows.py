@@ -22,6 +22,8 @@ class SelectedGeometry(NamedTuple):
     WIDTH, UNIT_TOKENS:   units of a selection, tokens of a unit
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
     K_DIM:                elements of a K row; in latent pages only those that are V too
+    CODED:                elements of a K row that are codes; in records, those in groups
+    NEARER:               PageFormat.scales_nearer
     K_COLUMNS, V_COLUMNS: columns of a block of them and of a block of V, padding included
     REST:                 in latent pages, columns after V in a row, padding included; 0: there are none
     LATENT:               whether V is the beginning of K
@@ -44,6 +46,8 @@ class SelectedGeometry(NamedTuple):
     HEAD_DIM: int
     V_HEAD_DIM: int
     K_DIM: int
+    CODED: int
+    NEARER: int
     K_COLUMNS: int
     V_COLUMNS: int
     REST: int

@@ -25,6 +25,8 @@ from torch import Tensor
 # Values of StatePlaces.source that are no slots.
 BEGINS = -1
 LEFT_OUT = -2
+# Of a slot; see kernels/states/places.py.
+HEADER_WORDS = 4
 
 # Tokens that the form for prompts takes at once.
 CHUNK = 64

@@ -114,10 +114,10 @@ def _add_decayed_products(a, p, q, k, k_at, decay_at, channel, num_rows, k_token
         # Then until this band's begin.
         of_last = tl.sum(tl.where(band_of == band - 1, decays, 0.0), 0)[None, :]
         until += tl.where(band_of < band - 1, of_last, 0.0)
-        earlier = tl.trans((k * tl.exp(tl.where(band_of < band, until, float("-inf")))).to(G.DTYPE))
+        earlier = tl.trans((k * tl.exp(tl.where(band_of < band, until, float("-inf")))).to(k_at.dtype.element_ty))
         factor = tl.exp(tl.where(band_of == band, since, float("-inf")))
-        a = tl.dot((k * factor).to(G.DTYPE), earlier, a, input_precision=exact())
-        p = tl.dot((q * factor).to(G.DTYPE), earlier, p, input_precision=exact())
+        a = tl.dot((k * factor).to(k_at.dtype.element_ty), earlier, a, input_precision=exact())
+        p = tl.dot((q * factor).to(k_at.dtype.element_ty), earlier, p, input_precision=exact())
     return a, p
 
 
@@ -153,8 +153,9 @@ def _chunk_rows_kernel(
     head = tl.program_id(1).to(tl.int64)
     k_head_of = head // G.RATIO
     row = tl.arange(0, _CHUNK)
-    all_columns = tl.arange(0, G.DV_BLOCK)
-    zeros = tl.zeros([G.DV_BLOCK], out.dtype.element_ty)
+    DV_BLOCK: tl.constexpr = G.DV_BLOCK
+    all_columns = tl.arange(0, DV_BLOCK)
+    zeros = tl.zeros([DV_BLOCK], out.dtype.element_ty)
     out_rows = out + head * out_head + all_columns
     for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
         tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
@@ -191,9 +192,9 @@ def _chunk_rows_kernel(
                         a, p, q_rows, k_rows, k_at, decay_at, channel, num_rows, k_token, decay_token, G
                     )
                 else:
-                    earlier = tl.trans(k_rows.to(G.DTYPE))
-                    a = tl.dot(k_rows.to(G.DTYPE), earlier, a, input_precision=exact())
-                    p = tl.dot(q_rows.to(G.DTYPE), earlier, p, input_precision=exact())
+                    earlier = tl.trans(k_rows.to(k.dtype.element_ty))
+                    a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
+                    p = tl.dot(q_rows.to(k.dtype.element_ty), earlier, p, input_precision=exact())
             if G.NORMALISES:
                 of_q = tl.rsqrt(of_q + NORM_EPSILON)
                 of_k = tl.rsqrt(of_k + NORM_EPSILON)
@@ -233,9 +234,9 @@ def _chunk_rows_kernel(
                     write *= until_last[:, None]
                 _store_rows(to.read, is_row, channel, read, G.DK, G.DK_PART)
                 _store_rows(to.write, is_row, channel, write, G.DK, G.DK_PART)
-            inverse = tl.zeros([_CHUNK, _CHUNK], G.DTYPE)
+            inverse = tl.zeros([_CHUNK, _CHUNK], k.dtype.element_ty)
             if G.DELTA:
-                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(G.DTYPE)
+                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(k.dtype.element_ty)
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
                     w = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * (of_k * strength)[:, None]
@@ -243,13 +244,13 @@ def _chunk_rows_kernel(
                         w *= tl.exp(tl.cumsum(_rows(decay_at, is_row, channel, G.DK, G.DK_PART), 0))
                     else:
                         w *= since_first[:, None]
-                    w = tl.dot(inverse, w.to(G.DTYPE), input_precision=exact())
+                    w = tl.dot(inverse, w.to(k.dtype.element_ty), input_precision=exact())
                     _store_rows(to.w, is_row, channel, w, G.DK, G.DK_PART)
             for first in range(0, G.DV, G.DV_PART):
                 column = first + tl.arange(0, G.DV_PART)
                 u = _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None]
                 if G.DELTA:
-                    u = tl.dot(inverse, u.to(G.DTYPE), input_precision=exact())
+                    u = tl.dot(inverse, u.to(k.dtype.element_ty), input_precision=exact())
                 _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
 
 

@@ -37,7 +37,6 @@ class ChunkGeometry(NamedTuple):
     DK_PART, DV_PART:   columns of rows that are in registers at the same time, before the walk
     CHANNELS:           whether each channel decays by itself
     DELTA, SCALE, NORMALISES: the recurrence
-    DTYPE:              Triton's name of the tokens' dtype
     """
 
     HEADS: int
@@ -52,7 +51,6 @@ class ChunkGeometry(NamedTuple):
     DELTA: bool
     SCALE: float
     NORMALISES: bool
-    DTYPE: Any
 
 
 @constexpr_function
@@ -70,9 +68,6 @@ class SpaceOfRows(NamedTuple):
     write: Any
     u: Any
     products: Any
-
-
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def chunk_geometry(
@@ -101,7 +96,6 @@ def chunk_geometry(
         DELTA=recurrence.delta,
         SCALE=recurrence.scale,
         NORMALISES=recurrence.normalises,
-        DTYPE=_TRITON_DTYPES[slots.k.dtype],
     )
     return geometry, workspace[: words - num_decays].view(slots.k.dtype), workspace[words - num_decays : words]
 

@@ -63,6 +63,7 @@ def _chunk_walk_kernel(
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    DK_BLOCK: tl.constexpr = G.DK_BLOCK
     BLOCKS: tl.constexpr = (G.DV + COLUMNS - 1) // COLUMNS
     seq = tl.program_id(1)
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -77,7 +78,7 @@ def _chunk_walk_kernel(
     if (q_len > most_q_len) & (slot >= _BEGINS):
         in_state = is_channel[:, None] & is_column[None, :]
         at = (channel.to(tl.int64) * state_row)[:, None] + (head * state_head + column)[None, :]
-        states = tl.zeros([G.DK_BLOCK, COLUMNS], tl.float32)
+        states = tl.zeros([DK_BLOCK, COLUMNS], tl.float32)
         if slot >= 0:
             states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
             for step in range(tl.load(pending + seq)):
@@ -90,7 +91,7 @@ def _chunk_walk_kernel(
                 if G.CHANNELS:
                     decay_of = tl.load(decay_at + channel, mask=is_channel, other=0.0)
                 else:
-                    decay_of = tl.load(decay_at) + tl.zeros([G.DK_BLOCK], tl.float32)
+                    decay_of = tl.load(decay_at) + tl.zeros([DK_BLOCK], tl.float32)
                 beta_of = tl.load(kept_beta + slot * kept_beta_slot + old * kept_beta_row + head)
                 if G.NORMALISES:
                     k_of = normal_row(k_of)
@@ -104,11 +105,11 @@ def _chunk_walk_kernel(
             in_k = is_row[:, None] & is_channel[None, :]
             in_v = is_row[:, None] & is_column[None, :]
             changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
-            operand = states.to(G.DTYPE)
+            operand = states.to(rows.dtype.element_ty)
             if G.DELTA:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
-            changed = changes.to(G.DTYPE)
+            changed = changes.to(rows.dtype.element_ty)
             read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
             result = tl.dot(read, operand, input_precision=exact())

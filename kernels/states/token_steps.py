@@ -101,6 +101,8 @@ def _token_steps_kernel(
     G: tl.constexpr,
 ):
     seq = tl.program_id(1)
+    COLUMNS: tl.constexpr = G.COLUMNS
+    DK_BLOCK: tl.constexpr = G.DK_BLOCK
     BLOCKS: tl.constexpr = (G.DV + G.COLUMNS - 1) // G.COLUMNS
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     k_head_of = head // G.RATIO
@@ -110,7 +112,7 @@ def _token_steps_kernel(
     channel = tl.arange(0, G.DK_BLOCK)
     is_channel = channel < G.DK
     out_rows = out + head * out_head + column
-    zeros = tl.zeros([G.COLUMNS], out.dtype.element_ty)
+    zeros = tl.zeros([COLUMNS], out.dtype.element_ty)
     first_token = tl.load(q_indptr + seq)
     q_len = tl.load(q_indptr + seq + 1) - first_token
     if G.CLEARS:
@@ -128,7 +130,7 @@ def _token_steps_kernel(
             target_slot = tl.load(target + seq).to(tl.int64)
             to = state + target_slot * state_slot + at
             held = 0
-            states = tl.zeros([G.DK_BLOCK, G.COLUMNS], tl.float32)
+            states = tl.zeros([DK_BLOCK, COLUMNS], tl.float32)
             if slot >= 0:
                 held = tl.load(pending + seq)
                 states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
@@ -167,7 +169,7 @@ def _token_steps_kernel(
                     decay_row = tl.load(decay_at + channel, mask=is_channel, other=0.0)
                 else:
                     decay_of = tl.load(decay_at)
-                    decay_row = tl.zeros([G.DK_BLOCK], tl.float32) + decay_of
+                    decay_row = tl.zeros([DK_BLOCK], tl.float32) + decay_of
                 k_of = k_row.to(tl.float32)
                 if G.NORMALISES:
                     k_of = normal_row(k_of)

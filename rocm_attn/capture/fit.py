@@ -63,9 +63,11 @@ def _fit_of(plan: CapturePlan, budget: int, weight_bytes: int) -> Fit:
     graphs = len(plan.buckets) * DRIVER_BYTES
     full = plan.pages.num_pages * plan.pages.page_bytes
     buffers = plan.num_bytes - plan.kv_bytes
-    for_full = budget - weight_bytes - buffers - graphs - (plan.kv_bytes - full)
+    # The states that a prefix cache keeps grow with the pages.
+    growing = full + plan.checkpoint_bytes
+    for_growing = budget - weight_bytes - (buffers - plan.checkpoint_bytes) - graphs - (plan.kv_bytes - full)
     # Page 0 holds no tokens.
-    pages = max(0, for_full // plan.pages.page_bytes - 1) if plan.pages.page_bytes else plan.pages.num_pages - 1
+    pages = max(0, for_growing * plan.pages.num_pages // growing - 1) if full else plan.pages.num_pages - 1
     return Fit(
         budget=budget,
         weights=weight_bytes,

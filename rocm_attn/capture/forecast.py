@@ -17,6 +17,7 @@ from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, Unit
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, SLOTS_OF_ROW, RecurrentLayers, slot_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -62,6 +63,7 @@ class CapturePlan:
     parts:   every allocation that is made before the first step
     pages:   those of the pool for layers without a window, or of all layers
     kv_bytes: of all pools
+    checkpoint_bytes: of states that a prefix cache keeps, whose number grows with the pages
     draft_bytes: bytes that would not be allocated without rounds of drafts; num_pages is the same
     """
 
@@ -71,6 +73,7 @@ class CapturePlan:
     parts: tuple[Allocation, ...]
     pages: PlannedPages
     kv_bytes: int
+    checkpoint_bytes: int
     draft_bytes: int
 
     @property
@@ -79,12 +82,18 @@ class CapturePlan:
         return sum(part.num_bytes for part in self.parts)
 
 
-def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOptions) -> CapturePlan:
+def plan_capture(
+    problems: Sequence[Problem],
+    target: Target,
+    options: RuntimeOptions,
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
+) -> CapturePlan:
     """Predicts what a runtime of these layers and options allocates and what StepRunner.capture_all() captures.
 
+    recurrent: layers that keep states in place of K and V
     Raises what build_runtime raises.
     """
-    runtime = build_runtime(problems, options, device=torch.device("meta"), target=target)
+    runtime = build_runtime(problems, options, recurrent, device=torch.device("meta"), target=target)
     padding = runtime.padding
     shapes = [
         shape
@@ -99,9 +108,10 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
         buckets=tuple(_bucket(runtime, shape) for shape in shapes),
         kernels=frozenset(entry.name for entry in entries),
         lengths=bool(shapes) and any(entry.bakes for entry in entries),
-        parts=(*parts, *_request_parts(runtime, problems)),
+        parts=(*parts, *_request_parts(runtime, problems), *_state_parts(runtime)),
         pages=PlannedPages(runtime.pool.in_space(Space.FULL).num_pages, page_bytes(full), runtime.pool.page_size),
         kv_bytes=sum(runtime.pool.in_space(table.space).num_bytes for table in runtime.table.spaces),
+        checkpoint_bytes=recurrent.checkpoints * slot_bytes(recurrent),
         draft_bytes=sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in without),
     )
 
@@ -115,7 +125,9 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Allocation]:
     """The buffers of captured steps, at the size of the largest step. padding: says which steps are captured"""
-    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, mask_keys=padding.mask_keys)
+    memory = StepMemory(
+        runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, runtime.states, mask_keys=padding.mask_keys
+    )
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
     return [Allocation(name, tensor.nbytes, knobs[name]) for name, tensor in memory.sealed_tensors().items()]
@@ -149,9 +161,8 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
 def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> Iterator[Allocation]:
     """The memory of requests: their tables, then the pools."""
     options, spaces = runtime.options, runtime.table.spaces
-    rows_knob = "max_num_rows" if options.max_num_rows else "max_num_seqs"
     for table in spaces:
-        entries = f"{rows_knob} {options.num_rows} x {_row_width(runtime)}"
+        entries = f"{_rows_knob(runtime)} {options.num_rows} x {_row_width(runtime)}"
         yield Allocation(f"{_prefix(table.space)}request table", table.entries.nbytes, entries)
     for table in spaces:
         pool, pages = runtime.pool.in_space(table.space), table.pages
@@ -162,6 +173,25 @@ def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> It
         assert pool.num_bytes == pool.num_pages * of_page, "the pool holds its pages and no other buffer"
         knob = f"{pages.knob} {pages.num_pages} of {of_page} bytes"
         yield Allocation(f"{_prefix(table.space)}KV pool", pool.num_bytes, knob)
+
+
+def _state_parts(runtime: AttentionRuntime) -> Iterator[Allocation]:
+    """The memory of recurrent layers' states, if there are any."""
+    states, num = runtime.states, runtime.states.recurrent.checkpoints
+    if states.is_empty:
+        return
+    of_slot = slot_bytes(states.recurrent)
+    of_rows = f"{SLOTS_OF_ROW} x {_rows_knob(runtime)} {runtime.options.num_rows}"
+    of_checkpoints = num * of_slot
+    of_each = f"{of_slot} bytes, kept {states.recurrent.kept}"
+    yield Allocation("states of requests", states.num_bytes - of_checkpoints, f"{of_rows} of {of_each}")
+    yield Allocation("kept states", of_checkpoints, f"checkpoints {num} of {of_each}")
+    yield Allocation("state headers", states.headers.nbytes, f"{of_rows}, checkpoints {num}")
+    yield Allocation("state tags", states.tags.nbytes, f"{_rows_knob(runtime)} {runtime.options.num_rows}")
+
+
+def _rows_knob(runtime: AttentionRuntime) -> str:
+    return "max_num_rows" if runtime.options.max_num_rows else "max_num_seqs"
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

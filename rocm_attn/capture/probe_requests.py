@@ -26,7 +26,7 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
-from rocm_attn.kernels.cache.records import records_of
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.providers.contract import Baked
@@ -126,6 +126,7 @@ class ProbeRequests:
             table.reserve(rows[seq], kv_len[seq])
         self._fill(rows)
         table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
+        self._fill_states(rows, [all_tokens - new for all_tokens, new in zip(kv_len, q_len, strict=True)])
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
@@ -185,19 +186,37 @@ class ProbeRequests:
             ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
             filled |= pages
             for layer in self._runtime.pool.in_space(space).layers:
-                sides = [(layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)]
-                # V of a record is a part of it, and has no scales of its own.
-                for raw, scale in sides[:1] if layer.record is not None else sides:
-                    for some in torch.split(ids, _FILL_PAGES):
-                        raw.index_copy_(0, some, self._random_pages(len(some), raw, scale, layer.format))
-                    if scale is not None and layer.format.scales is Scales.TOKEN:
-                        scale.index_fill_(0, ids, 1.0)
+                for some in torch.split(ids, _FILL_PAGES):
+                    self._fill_pages(layer, some)
+
+    def _fill_pages(self, layer: LayerPages, ids: Tensor) -> None:
+        """Writes random numbers to pages of a layer, in their format."""
+        form, device = layer.format, self._runtime.device
+        if layer.record is not None:
+            shape = len(ids), form.page_size, 1, form.head_dim
+            rows = torch.randn(shape, generator=self._generator, device=device)
+            layer.record.put((ids,), RecordParts.of_rows(rows, form))
+            return
+        for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
+            raw.index_copy_(0, ids, self._random_pages(len(ids), raw, scale, form))
+            if scale is not None and form.scales is Scales.TOKEN:
+                scale.index_fill_(0, ids, 1.0)
+
+    def _fill_states(self, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """Gives recurrent layers random states before the rows' new tokens."""
+        states = self._runtime.states
+        if states.is_empty:
+            return
+        slots, headers = self._runtime.table.states.give(np.array(rows, np.int32), np.array(num_tokens, np.int32))
+        at = torch.from_numpy(slots).to(states.device)
+        for tensor in states.before_kept_tokens():
+            shape = len(slots), *tensor.shape[1:]
+            random = torch.randn(shape, generator=self._generator, device=states.device)
+            tensor.index_copy_(0, at, random.to(tensor.dtype))
+        states.headers.index_copy_(0, at, torch.from_numpy(headers).to(states.device))
 
     def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
         """Pages of random numbers, encoded in the format of raw."""
-        if form.scales is Scales.GROUP:
-            rows = *raw.shape[1:-1], form.head_dim
-            return records_of(torch.randn(count, *rows, generator=self._generator, device=raw.device), form)
         dtype = torch.float32 if form.encoding.is_fp8 else raw.dtype
         shape = (count, *raw.shape[1:])
         values = torch.randn(shape, generator=self._generator, device=raw.device, dtype=dtype)
@@ -357,9 +376,8 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
     """
     kept = []
     for _, layer, page, _ in _new_tokens(runtime, batch):
-        pages, scales = page.new_tensor(sorted(set(page.tolist()))), [layer.k_scale, layer.v_scale]
-        held = [layer.raw_k, layer.raw_v, *(scales if layer.format.scales is Scales.TOKEN else ())]
-        kept += [(side, pages, side[pages]) for side in held if side is not None]
+        pages = page.new_tensor(sorted(set(page.tolist())))
+        kept += [(line, pages, line[pages]) for line in layer.lines]
     try:
         yield
     finally:

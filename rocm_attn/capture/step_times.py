@@ -25,8 +25,8 @@ _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
 _TIMES_AS_LONG = 3.0
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64
-# Sequences that run at a time: as many as have room with _TOKENS_OF_EACH tokens each.
-_FEWEST_SEQS, MOST_SEQS, _TOKENS_OF_EACH = 8, 256, 1024
+# Sequences that run at a time: as many as have room with TOKENS_OF_EACH tokens each.
+_FEWEST_SEQS, MOST_SEQS, TOKENS_OF_EACH = 8, 256, 1024
 # Stands for a prompt whose later tokens take no longer.
 NEVER = 1 << 62
 
@@ -157,7 +157,7 @@ def _reported(most: int) -> list[int]:
 
 def fitting(kv_tokens: int) -> int:
     """The sequences that run at a time where K and V have room for kv_tokens tokens."""
-    return min(MOST_SEQS, max(_FEWEST_SEQS, kv_tokens // _TOKENS_OF_EACH))
+    return min(MOST_SEQS, max(_FEWEST_SEQS, kv_tokens // TOKENS_OF_EACH))
 
 
 def _seen(layer: Problem, kv_len: int) -> int:

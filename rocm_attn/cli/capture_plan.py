@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,14 +16,20 @@ from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graph_nodes import CountedNodes, GraphNodes, count_nodes
 from rocm_attn.capture.graphs import shape_name
-from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fitting
+from rocm_attn.capture.step_times import MOST_CHUNK, NOT_COUNTED, StepBudget, StepTimes, fitting
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
 from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.gpus import GPUS, Gpu
 from rocm_attn.models.cut import cost_of_heads
+from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.paging.checkpoints import StateMemory, spacing_of
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.state_pool import RecurrentLayers
+from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
+from rocm_attn.step.options import RuntimeOptions
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NOT_PREDICTED = (
@@ -52,15 +58,20 @@ def run(options: argparse.Namespace) -> None:
         problems = tuple(replace(problem, custom_mask=True) for problem in problems)
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
     settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
-    plan = plan_capture(problems, target, settings)
+    states = _state_memory(geometry, problems, settings)
+
+    def planned(num_pages: int) -> CapturePlan:
+        recurrent = states.with_checkpoints(num_pages * states.page_bytes)
+        return plan_capture(problems, target, replace(settings, num_pages=num_pages), recurrent)
+
+    plan = planned(settings.num_pages)
     nodes = count_nodes(plan, problems, target, settings)
-    state_bytes = geometry.state_bytes(getattr(torch, options.dtype))
     weights = weights_of(options)
     fit = None
     if gpu is not None and weights.num_bytes != NOT_KNOWN:
         fit = fit_of(
             plan,
-            lambda num_pages: plan_capture(problems, target, replace(settings, num_pages=num_pages)),
+            planned,
             budget=int(options.gpu_memory_share * gpu.memory_bytes),
             weight_bytes=weights.num_bytes,
         )
@@ -73,11 +84,11 @@ def run(options: argparse.Namespace) -> None:
         described = {"arch": target.arch, "ranks": options.tp, **pages_as_json(pages), "max_kv_len": max_kv_len}
         of_weights = {"weights_bytes": None if weights.num_bytes == NOT_KNOWN else weights.num_bytes}
         of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
-        states = {"state_bytes_per_request": state_bytes}
+        of_states = {"state_bytes_per_request": states.of_each_request, "spacing": states.recurrent.spacing}
         expected = {} if times is None or budget is None else {"budget": budget.as_json(), **times.as_json(most)}
         print(
             json.dumps(
-                {**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **states, **expected}, indent=2
+                {**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **of_states, **expected}, indent=2
             )
         )
     else:
@@ -93,8 +104,18 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(_fit_lines(options, weights, gpu, fit)))
         if times is not None and budget is not None:
             print("\n".join(["", *budget.lines(), *times.lines(most)]))
-        if state_bytes:
-            print(f"recurrent states take {_size(state_bytes)} a request too; rocm_attn keeps none")
+        if states.recurrent.layers:
+            print(
+                f"recurrent states take {_size(states.of_each_request)} a request; the prefix cache keeps one after "
+                f"{states.recurrent.spacing} tokens or a multiple, {_size(states.of_checkpoints(1))} each"
+            )
+
+
+def _state_memory(geometry: AttentionGeometry, problems: Sequence[Problem], options: RuntimeOptions) -> StateMemory:
+    """The memory of recurrent layers' states. Raises BadProblem."""
+    first = problems[0]
+    recurrent = RecurrentLayers(geometry.recurrences(first.dtype), spacing=spacing_of(first.page_size, MOST_CHUNK))
+    return StateMemory(recurrent, options.num_rows + 1, page_bytes(problems), first.page_size)
 
 
 def _gpu(options: argparse.Namespace) -> Gpu | None:

@@ -34,7 +34,7 @@ from rocm_attn.selection.pages import PageChoice
 _STATE = (
     "recurrent, {rule}, {num_value_heads} value heads over {num_key_heads} key heads, each with a {state_dtype} state "
     "of {key_dim} x {value_dim}, convolution of width {conv_width} over {conv_channels} channels\n"
-    "  no pages: {bytes_per_request} bytes a layer and request, which rocm_attn does not keep"
+    "  no pages: {bytes_per_request} bytes a layer and request, in two slots: a step reads the one and writes the other"
 )
 
 
@@ -293,7 +293,9 @@ def _row_lines(kind: LayerKind) -> list[str]:
         lines.append(f"  and {rows.describe()}")
         if rows.own_rows:
             count = f"floor(tokens / {rows.tokens}) rows" if rows.tokens > 1 else "as many rows as tokens"
-            num_bytes = rows.head_dim * kind.problem.dtype.itemsize
+            form, dim = kind.problem.page_format, rows.head_dim
+            form = replace(form, page_size=form.page_size // rows.tokens, head_dim=dim, v_head_dim=dim)
+            num_bytes = form.page_bytes // form.page_size
             lines.append(f"  a request has {count}, of {num_bytes:,} bytes each, K and V in one")
             state = rows.problem(kind.problem).state_format
             if state is not None:

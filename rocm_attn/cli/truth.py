@@ -137,7 +137,7 @@ def _report(options: argparse.Namespace, way: Way, problems: Sequence[Problem], 
 def _side_bytes(problem: Problem) -> int:
     """Bytes of a page in the largest of a layer's K pages, V pages and pages of its state."""
     forms = filter(None, (problem.page_format, problem.state_format))
-    return max(max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize for form in forms)
+    return max(max(form.line, form.side_elements[1] * form.page_size) * form.encoding.dtype.itemsize for form in forms)
 
 
 def _lines(way: Way, pages: PageChoice, report: TruthReport) -> list[str]:

@@ -107,6 +107,8 @@ class KVPassport:
         problems, spaces = problems_of(owner), spaces_of(owner)
         if any(problem.row.tokens > 1 for problem in problems):
             raise Unsupported("rows of several tokens and their state cannot be sent; compute the prompt again", [])
+        if any(problem.kv_scales is Scales.FOOTER for problem in problems):
+            raise Unsupported("records with scales in the page's footer cannot be sent; compute the prompt again", [])
         layers = zip(range(len(problems)), problems, spaces, strict=True)
         return cls(tuple(_layer(pool_of(owner), *each) for each in layers))
 
@@ -245,7 +247,7 @@ def _why_no_form(source: PageFormat, own: PageFormat) -> str:
         return "only eight-bit encodings are converted"
     if source.scales != own.scales:
         return "the kind of scale must be equal"
-    if source.encoding != own.encoding and own.scales is Scales.GROUP:
+    if source.encoding != own.encoding and own.record is not None:
         return "records are not converted"
     return ""
 

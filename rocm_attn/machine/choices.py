@@ -19,6 +19,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Encodings of K and V in the KV cache: like q, in the eight bits that the GPU's matrix units read, or in given ones.
 KV_DTYPES = (AUTO, "fp8", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 # The groups of elements that share a scale of eight-bit K and V.
-KV_SCALES = (AUTO, "layer", "head", "token", "group")
+KV_SCALES = (AUTO, "layer", "head", "token", "group", "footer")
 # Layouts of K and V in pages, for layers that are not latent.
 POOLS = ("linear", "vectorized", AUTO)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.mlp_config import Mlp
+from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.rope import DivisorScaling, Rope
 
 
@@ -16,6 +18,8 @@ class HeadProjections:
 
     qkv_bias, out_bias: whether these projections add a bias
     qk_norm:            whether each head of q and k is RMS-normalised before it turns
+    gate:               whether the output of each head is multiplied by the sigmoid of a gate; a file holds its rows
+                        after those of the head's q
     v_norm:             whether each head of v is normalised, without weights
     v_is_k:             whether v is k as it was projected; v then has no projection of its own
     indexer:            whether the layer has an indexer with norms of its own, which turns as the layer does
@@ -24,6 +28,7 @@ class HeadProjections:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    gate: bool = False
     v_norm: bool = False
     v_is_k: bool = False
     indexer: bool = False
@@ -65,6 +70,41 @@ class LayerConfig:
         return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
 
 
+class RecurrentTensors(enum.Enum):
+    """How a file holds the matrices around a recurrent layer."""
+
+    BY_KEY_HEAD = "the rows of q, k, v and the gate of a key head, then those of the next one"
+    BY_KIND = "q, k and v in one tensor, the gate in another"
+    MAMBA = "the rows of the gate, v, k and q, and the step sizes"
+    KIMI = "q, k and v each, with a convolution each; gates of a rank"
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentProjections:
+    """How a token's q, k and v are computed in a recurrent layer.
+
+    has_bias:       whether the projections of the input and of the output add a bias
+    convolved_bias: whether the convolution adds one
+    """
+
+    tensors: RecurrentTensors
+    has_bias: bool = False
+    convolved_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """The settings of a layer with a state in place of K and V."""
+
+    recurrent: RecurrentLayer
+    mlp: Mlp
+    projections: RecurrentProjections
+
+    def on_one_of(self, num_ranks: int) -> RecurrentConfig:
+        """The part of one tensor-parallel rank."""
+        return replace(self, recurrent=self.recurrent.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+
+
 @dataclass(frozen=True, slots=True)
 class OwnInputs:
     """The inputs that each layer gets for a token in addition to the residual (Gemma 4).
@@ -93,7 +133,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, gated MLPs.
+    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, recurrent layers, gated MLPs.
 
     context_len:       KV tokens of a sequence that the model was made for
     tied_embeddings:   whether the embedding is also the output matrix
@@ -105,11 +145,11 @@ class ModelConfig:
     logits_soft_cap:   x -> cap * tanh(x / cap) on the logits; 0: none
     eos_token_ids:     tokens that end a text
     num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
-    reads:             AttentionGeometry.reads; empty: every layer keeps K and V
+    reads:             AttentionGeometry.reads; empty: every layer with attention keeps K and V
     """
 
     architecture: str
-    layers: tuple[LayerConfig, ...]
+    layers: tuple[LayerConfig | RecurrentConfig, ...]
     hidden_size: int
     vocab_size: int
     context_len: int
@@ -133,7 +173,7 @@ class ModelConfig:
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
     def __post_init__(self) -> None:
-        for layer in self.layers:
+        for layer in self.attending:
             if layer.rope.head_dim % 2:
                 raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding needs pairs")
             if isinstance(layer.rope.scaling, DivisorScaling):
@@ -148,11 +188,31 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, each with one attention."""
+        """Number of layers, each with one attention or one recurrence."""
         return len(self.layers)
 
     @property
+    def attending(self) -> tuple[LayerConfig, ...]:
+        """The layers with attention, in order."""
+        return tuple(layer for layer in self.layers if isinstance(layer, LayerConfig))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Places of the layers with attention among all layers."""
+        return tuple(place for place, layer in enumerate(self.layers) if isinstance(layer, LayerConfig))
+
+    def keeps_kv(self, place: int) -> bool:
+        """True if the layer at a place among all layers keeps K and V."""
+        places = self.places
+        return place in places and self.attention.keeps_kv(places.index(place))
+
+    @property
     def attention(self) -> AttentionGeometry:
-        """The attention of every layer."""
-        layers = tuple(layer.attention for layer in self.layers)
-        return AttentionGeometry(layers, self.reads) if self.reads else AttentionGeometry.of(layers)
+        """The attention of every layer that has one, and the recurrent layers."""
+        layers = tuple(layer.attention for layer in self.attending)
+        of_places = enumerate(self.layers)
+        return AttentionGeometry(
+            layers,
+            self.reads or tuple(range(len(layers))),
+            tuple((place, layer.recurrent) for place, layer in of_places if isinstance(layer, RecurrentConfig)),
+        )

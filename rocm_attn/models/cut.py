@@ -18,6 +18,10 @@ def cost_of_heads(geometry: AttentionGeometry, num_ranks: int) -> tuple[str, ...
             sentences.append(f"{what} are padded to {q_heads} over {kv_heads}, {_zeros(layer.num_q_heads, q_heads)}")
         elif kv_heads > layer.num_kv_heads:
             sentences.append(f"{what}: each KV head is held by {kv_heads // layer.num_kv_heads} ranks")
+    for _, state in geometry.recurrent:
+        heads, padded = state.num_value_heads, state.on_one_of(num_ranks).num_value_heads * num_ranks
+        if padded > heads:
+            sentences.append(f"{heads} heads with states are padded to {padded}, {_zeros(heads, padded)}")
     return tuple(dict.fromkeys(sentences))
 
 

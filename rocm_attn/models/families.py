@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.models.config import Multipliers, OwnInputs
+from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
@@ -40,6 +40,7 @@ from rocm_attn.models.hf_mlp import (
     deepseek_v3_experts,
     geglu,
     gpt_oss_experts,
+    kimi_experts,
     qwen_experts,
     swiglu,
     swiglu_with_bias,
@@ -48,13 +49,18 @@ from rocm_attn.models.hf_projections import (
     Projections,
     bias_everywhere_if_said,
     bias_on_qkv,
+    by_key_head,
+    by_kind,
+    gated_heads,
     interleaved_rows,
     no_bias,
     normed_heads,
+    of_kimi,
+    of_mamba,
     rows_with_indexers,
 )
-from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta
-from rocm_attn.models.hf_rope import one_rope, rope_of_each_kind, rope_of_first_elements
+from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta, mamba
+from rocm_attn.models.hf_rope import no_rope, one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.rope import Rope
 
@@ -87,6 +93,8 @@ class Decoder:
     own_inputs: the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
+    recurrent_projections: of recurrent layers, if there are any
+    renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -98,6 +106,8 @@ class Decoder:
     own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
     has_layer_factors: bool = False
     gguf: str = ""
+    recurrent_projections: Callable[[Fields], RecurrentProjections] = by_kind
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +116,13 @@ class Family:
 
     defaults: values that a published file may leave out because the model's class has them; a null overrides one
     decoder:  None if the runner does not run the model; its attention is served all the same
+    names:    names of fields -> those in this family's files, which the usual ones may stand for too
     """
 
     attention: Callable[[Fields], AttentionGeometry]
     defaults: Mapping[str, object] = field(default_factory=dict)
     decoder: Decoder | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
@@ -136,8 +148,9 @@ def text_fields(config: Mapping[str, object]) -> Fields:
             f"the attention of {architecture} is not known; config.json must name one of {', '.join(FAMILIES)}"
         )
     text = config.get("text_config")
-    given = text if isinstance(text, Mapping) else config
-    return Fields({**FAMILIES[architecture].defaults, **given}, "config.json")
+    given, family = text if isinstance(text, Mapping) else config, FAMILIES[architecture]
+    named = {name: given[theirs] for name, theirs in family.names.items() if theirs in given}
+    return Fields({**family.defaults, **given, **named}, "config.json")
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
@@ -216,8 +229,79 @@ _MINIMAX_M3_FAMILY = Family(
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
 )
-_QWEN_HYBRID = Family(HybridAttention(GroupedAttention(no_window), gated_delta))
+_QWEN_LAYERS = HybridAttention(GroupedAttention(no_window), gated_delta)
+_QWEN_HYBRID: dict[str, object] = {
+    "head_dim": 256,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "norm_topk_prob": True,
+}
+_QWEN3_NEXT_FAMILY = Family(
+    _QWEN_LAYERS,
+    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    Decoder(
+        qwen_experts,
+        gated_heads,
+        rope_of_first_elements,
+        norm_offset=1.0,
+        recurrent_projections=by_key_head,
+    ),
+)
+_QWEN3_5_FAMILY = Family(
+    _QWEN_LAYERS,
+    {**_QWEN_HYBRID, "num_key_value_heads": 4},
+    Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0),
+)
+_QWEN3_5_EXPERTS_FAMILY = Family(
+    _QWEN_LAYERS,
+    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0),
+)
+_BAMBA_FAMILY = Family(
+    HybridAttention(GroupedAttention(no_window), mamba),
+    {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+    Decoder(
+        swiglu_with_bias,
+        ropes=rope_of_first_elements,
+        recurrent_projections=of_mamba,
+        renamed={
+            ".feed_forward.": ".mlp.",
+            ".pre_ff_layernorm.": ".post_attention_layernorm.",
+            "model.final_layernorm.": "model.norm.",
+        },
+    ),
+)
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
+_KIMI_LINEAR_FAMILY = Family(
+    HybridAttention(latent_layers, kimi_delta),
+    {"rms_norm_eps": 1e-5, "rope_interleave": False, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446},
+    Decoder(
+        kimi_experts,
+        interleaved_rows,
+        no_rope,
+        recurrent_projections=of_kimi,
+        renamed={
+            ".block_sparse_moe.": ".mlp.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+    ),
+    {
+        "max_position_embeddings": "model_max_length",
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+    },
+)
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
 _GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))
 
@@ -237,6 +321,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
+    "BambaForCausalLM": _BAMBA_FAMILY,
     "Gemma2ForCausalLM": Family(
         GroupedAttention(even_layers_slide),
         _GEMMA2,
@@ -267,14 +352,14 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV4ForCausalLM": Family(compressed_layers),
     "DeepseekV41ForCausalLM": Family(compressed_layers),
     "Glm5NextForConditionalGeneration": _GLM_HYBRID,
-    "KimiLinearForCausalLM": _KIMI_HYBRID,
+    "KimiLinearForCausalLM": _KIMI_LINEAR_FAMILY,
     "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
     "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
-    "Qwen3NextForCausalLM": _QWEN_HYBRID,
-    "Qwen3_5ForCausalLM": _QWEN_HYBRID,
-    "Qwen3_5ForConditionalGeneration": _QWEN_HYBRID,
-    "Qwen3_5MoeForCausalLM": _QWEN_HYBRID,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN_HYBRID,
+    "Qwen3NextForCausalLM": _QWEN3_NEXT_FAMILY,
+    "Qwen3_5ForCausalLM": _QWEN3_5_FAMILY,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5_FAMILY,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_EXPERTS_FAMILY,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_EXPERTS_FAMILY,
     "Qwen4ExpForCausalLM": _QWEN_SPARSE_HYBRID,
     "Qwen4ExpForConditionalGeneration": _QWEN_SPARSE_HYBRID,
 }

@@ -23,6 +23,7 @@ from rocm_attn.problem import (
     Problem,
     Row,
 )
+from rocm_attn.recurrence import Recurrence
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
 # CompressedRows.top of layers that attend to all rows.
@@ -196,6 +197,10 @@ class AttentionGeometry:
         if not self.layers[layer].compressed or not before:
             raise Unsupported(f"layer {layer} attends to no compressed rows", [])
         return self.num_storing + before[-1]
+
+    def recurrences(self, dtype: torch.dtype) -> tuple[Recurrence, ...]:
+        """The recurrent layers in a model of dtype, in order. Raises BadProblem."""
+        return tuple(layer.recurrence(dtype) for _, layer in self.recurrent)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all recurrent states of a request in a model of dtype."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import LayerConfig, ModelConfig
+from rocm_attn.models.config import LayerConfig, ModelConfig, RecurrentConfig
 from rocm_attn.models.families import (
     DECODERS,
+    Decoder,
     architecture_of,
     attention_geometry,
     text_fields,
 )
 from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.geometry import AttentionGeometry
 
 
 def config_from_json(config: Mapping[str, object]) -> ModelConfig:
@@ -23,18 +25,15 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
     attention = attention_geometry(config)
-    num_layers = len(attention.layers)
-    ropes, mlps = decoder.ropes(fields, attention), decoder.mlps(fields, num_layers)
-    projections = decoder.projections(fields, num_layers)
     return ModelConfig(
         architecture=architecture,
-        layers=tuple(map(LayerConfig, attention.layers, ropes, mlps, projections)),
+        layers=_layers(decoder, fields, attention),
         hidden_size=fields.count("hidden_size"),
         vocab_size=fields.count("vocab_size"),
         context_len=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        # a file with text_config has the end tokens next to it
+        # a file with text_config has these two next to it
+        tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False)),
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
         reads=attention.reads,
@@ -45,6 +44,22 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         multipliers=decoder.multipliers(fields),
         logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
     )
+
+
+def _layers(
+    decoder: Decoder, fields: Fields, attention: AttentionGeometry
+) -> tuple[LayerConfig | RecurrentConfig, ...]:
+    """All layers, in order."""
+    num_layers = len(attention.layers) + len(attention.recurrent)
+    mlps, projections = decoder.mlps(fields, num_layers), decoder.projections(fields, num_layers)
+    attending = zip(attention.places, attention.layers, decoder.ropes(fields, attention), strict=True)
+    layers: dict[int, LayerConfig | RecurrentConfig] = {
+        place: LayerConfig(layer, rope, mlps[place], projections[place]) for place, layer, rope in attending
+    }
+    of_recurrent = decoder.recurrent_projections(fields)
+    for place, layer in attention.recurrent:
+        layers[place] = RecurrentConfig(layer, mlps[place], of_recurrent)
+    return tuple(layers[place] for place in range(num_layers))
 
 
 def _refuse_quantised(fields: Fields) -> None:

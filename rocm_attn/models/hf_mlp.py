@@ -40,11 +40,21 @@ def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         num_chosen=fields.count("num_experts_per_tok"),
         normalised=fields.flag("norm_topk_prob", False),
     )
-    experts = ExpertMlp(routing, fields.count("moe_intermediate_size"), SwiGLU(), ExpertTensors.EACH)
-    dense = swiglu(fields, 1)[0]
+    shared = "shared_expert_intermediate_size"
+    experts = ExpertMlp(
+        routing,
+        fields.count("moe_intermediate_size"),
+        SwiGLU(),
+        ExpertTensors.EACH,
+        shared_size=fields.count(shared) if fields.has(shared) else 0,
+        has_shared_share=fields.has(shared),
+    )
+    _activation(fields, "hidden_act", "silu")
     period = fields.count("decoder_sparse_step", 1)
-    is_dense = set(fields.ids("mlp_only_layers"))
-    return tuple(dense if layer in is_dense or (layer + 1) % period else experts for layer in range(num_layers))
+    named = set(fields.ids("mlp_only_layers"))
+    is_dense = [layer in named or (layer + 1) % period > 0 for layer in range(num_layers)]
+    dense = swiglu(fields, num_layers) if any(is_dense) else ()
+    return tuple(dense[layer] if is_dense[layer] else experts for layer in range(num_layers))
 
 
 def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
@@ -91,6 +101,17 @@ def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         in_float32=True,
     )
     return _after_dense(fields, num_layers, routing)
+
+
+def kimi_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """Like deepseek_v3_experts, in every layer after the first ones."""
+    scores, period = fields.text("moe_router_activation_func", "sigmoid"), fields.count("moe_layer_freq", 1)
+    if scores != "sigmoid" or period != 1:
+        raise BadModel(
+            f"config.json: moe_router_activation_func is {shown(scores)} and moe_layer_freq {period}; they must be "
+            "'sigmoid' and 1"
+        )
+    return deepseek_v3_experts(fields, num_layers)
 
 
 def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp, ...]:

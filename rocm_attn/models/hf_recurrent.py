@@ -1,17 +1,18 @@
-"""Models with recurrent layers among those with pages: Qwen3-Next to Qwen3.8, Kimi-Linear, Kimi-K3, GLM-5.3-Flash.
+"""Models with recurrent layers among those with pages: Qwen3-Next to 3.8, Kimi-Linear, Kimi-K3, GLM-5.3-Flash, Bamba.
 
-States are those of transformers' Qwen3_5GatedDeltaNet and KimiLinearDeltaAttention.
+States are those of transformers' Qwen3_5GatedDeltaNet, KimiLinearDeltaAttention and BambaMixer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.recurrent import Recurrence, RecurrentLayer
+from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.problem import EarlierSelection
 
 _LINEAR = "linear_attention"
@@ -36,7 +37,10 @@ class HybridAttention:
 
 
 def _recurrent_places(fields: Fields) -> tuple[int, ...]:
-    """By layer_types, or Kimi's kda_layers (from 1), or all but every full_attention_interval-th. Raises BadModel."""
+    """By layer_types, Kimi's kda_layers (from 1), Bamba's attn_layer_indices, or full_attention_interval.
+
+    Raises BadModel, Unsupported.
+    """
     num_layers, kimi = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.inner("linear_attn_config")
     if fields.has("layer_types"):
         types = fields.list("layer_types")
@@ -48,6 +52,9 @@ def _recurrent_places(fields: Fields) -> tuple[int, ...]:
     if kimi.has("kda_layers"):
         numbers = set(kimi.ids("kda_layers"))
         return tuple(place for place in range(num_layers) if place + 1 in numbers)
+    if fields.has("attn_layer_indices"):
+        attending = set(fields.ids("attn_layer_indices"))
+        return tuple(place for place in range(num_layers) if place not in attending)
     interval = fields.count("full_attention_interval")
     return tuple(place for place in range(num_layers) if (place + 1) % interval)
 
@@ -62,7 +69,7 @@ def gated_delta(fields: Fields) -> RecurrentLayer:
         )
     key_dim, value_dim = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
     width = fields.count("linear_conv_kernel_dim")
-    return RecurrentLayer(Recurrence.GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
+    return RecurrentLayer(Rule.GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
 
 
 def kimi_delta(fields: Fields) -> RecurrentLayer:
@@ -72,4 +79,28 @@ def kimi_delta(fields: Fields) -> RecurrentLayer:
     heads, dim, width = (
         older.count(old) if older.has(old) else fields.count(f"linear_{name}") for old, name in names.items()
     )
-    return RecurrentLayer(Recurrence.KIMI_DELTA, heads, heads, dim, dim, width)
+    return RecurrentLayer(Rule.KIMI_DELTA, heads, heads, dim, dim, width)
+
+
+def mamba(fields: Fields) -> RecurrentLayer:
+    """Mamba2's layer, whose groups are heads of k, and whose state has mamba_d_state rows."""
+    heads, groups, expand = (fields.count(f"mamba_{name}") for name in ("n_heads", "n_groups", "expand"))
+    inner = expand * fields.count("hidden_size")
+    dim = fields.values.get("mamba_d_head", "auto")
+    dim = inner // heads if dim == "auto" else fields.count("mamba_d_head")
+    if dim * heads != inner or heads % groups:
+        raise BadModel(
+            f"config.json: mamba_n_heads is {heads}, mamba_d_head {dim} and mamba_n_groups {groups}; the heads must be "
+            f"a multiple of the groups, and have mamba_expand times hidden_size, {inner}, elements together"
+        )
+    if fields.values.get("time_step_limit") not in _NO_LIMIT:
+        raise BadModel(
+            f"config.json: time_step_limit is {shown(fields.values['time_step_limit'])}; it must be 0 and infinity"
+        )
+    sizes = (fields.count(f"mamba_{name}") for name in ("d_state", "d_conv"))
+    rows, width = sizes
+    return RecurrentLayer(Rule.STATE_SPACE, groups, heads, rows, dim, width)
+
+
+# transformers writes infinity as an object.
+_NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])

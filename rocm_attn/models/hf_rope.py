@@ -26,6 +26,8 @@ from rocm_attn.problem import UNLIMITED_WINDOW
 
 # Gemma 3's defaults for absent fields.
 _THETA_OF_FULL, _THETA_OF_WINDOWED = 1e6, 1e4
+# Types of rope that scale the turns of a row's first elements like those of a whole row of this length.
+_OF_FIRST_ELEMENTS = ("default", "linear", "llama3", "yarn")
 
 
 def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
@@ -42,18 +44,26 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     return tuple(Rope(theta, layer.rope_dim, kind) for layer in attention.layers)
 
 
+def no_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] Rows that do not turn (Kimi-Linear). Raises BadModel."""
+    if not fields.flag("mla_use_nope", True):
+        raise BadModel("config.json: mla_use_nope is false; layers of this model are served if their rows do not turn")
+    return (Rope(1.0, 0),) * len(attention.layers)
+
+
 def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
-    """[layers] One rotary embedding, without scaling, of partial_rotary_factor of every row. Raises BadModel."""
+    """[layers] One rotary embedding of the first partial_rotary_factor of every row. Raises BadModel."""
     parameters = fields.inner("rope_parameters")
-    given = Fields({**fields.values, **parameters.values}, parameters.source)
-    share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", "default")
-    if share > 1.0 or kind != "default":
+    scaling = parameters if parameters.values else fields.inner("rope_scaling")
+    given = Fields({**fields.values, **scaling.values}, scaling.source)
+    share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", given.text("type", "default"))
+    if share > 1.0 or kind not in _OF_FIRST_ELEMENTS:
         raise BadModel(
-            f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the type must be 'default' "
-            "and the factor at most 1"
+            f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the type must be one of "
+            f"{', '.join(_OF_FIRST_ELEMENTS)}, and the factor at most 1"
         )
-    theta = given.positive("rope_theta", 5e6)
-    return tuple(Rope(theta, int(layer.head_dim * share)) for layer in attention.layers)
+    theta, scaled = given.positive("rope_theta", 5e6), _scaling(scaling, fields.count("max_position_embeddings"))
+    return tuple(Rope(theta, int(layer.head_dim * share), scaled) for layer in attention.layers)
 
 
 def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:

@@ -44,6 +44,7 @@ class ExpertMlp:
     intermediate_size: of one expert
     has_bias:          of the router and of the experts
     shared_size:       elements of a dense MLP that every token takes in addition, with the same gate; 0: there is none
+    has_shared_share:  whether a token's share of that MLP is the sigmoid of a product (Qwen); otherwise it is 1
     """
 
     routing: Routing
@@ -52,11 +53,13 @@ class ExpertMlp:
     tensors: ExpertTensors
     has_bias: bool = False
     shared_size: int = 0
+    has_shared_share: bool = False
 
     @property
     def shared(self) -> DenseMlp:
-        """The dense MLP next to the experts, if there is one."""
-        return DenseMlp(self.shared_size, self.gate, is_joined=self.tensors is ExpertTensors.JOINED)
+        """The dense MLP next to the experts, if there is one. Qwen's files hold its matrices apart in any case."""
+        is_joined = self.tensors is ExpertTensors.JOINED and not self.has_shared_share
+        return DenseMlp(self.shared_size, self.gate, is_joined=is_joined)
 
     def on_one_of(self, num_ranks: int) -> ExpertMlp:
         shared_size = _part(self.shared_size, num_ranks) if self.shared_size else 0

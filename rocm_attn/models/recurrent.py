@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size for each request in place of pages; rocm_attn names them and serves none."""
+"""Layers that keep a state of fixed size for each request in place of pages, as a config.json describes them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rocm_attn.errors import Unsupported
 from rocm_attn.models.shards import Shard
+from rocm_attn.recurrence import Convolution, Recurrence, Update
 
 
-class Recurrence(enum.Enum):
-    """The rule by which a layer folds a token into its state: one decay for a head, or one for each element of k."""
+class Rule(enum.Enum):
+    """How a layer folds a token into its state: the delta rule, with decays of heads or of elements of k; or sums."""
 
     GATED_DELTA = "gated delta rule"
     KIMI_DELTA = "Kimi delta attention"
+    STATE_SPACE = "Mamba2"
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
     """One recurrent layer of a model. Each value head has a float32 matrix [key_dim, value_dim] for each request.
 
+    num_key_heads:   heads of q and k; groups in Mamba2, whose C, B and x are q, k and v
     num_value_heads: a multiple of num_key_heads
     conv_width:      tokens that the convolution over q, k and v reads, its own included
     """
 
-    rule: Recurrence
+    rule: Rule
     num_key_heads: int
     num_value_heads: int
     key_dim: int
@@ -42,7 +46,32 @@ class RecurrentLayer:
         matrices = self.num_value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
         return matrices + self.conv_channels * (self.conv_width - 1) * dtype.itemsize
 
+    def recurrence(self, dtype: torch.dtype) -> Recurrence:
+        """The layer as the attention runtime takes it. Raises BadProblem."""
+        sums = self.rule is Rule.STATE_SPACE
+        return Recurrence(
+            num_heads=self.num_value_heads,
+            num_k_heads=self.num_key_heads,
+            k_dim=self.key_dim,
+            v_dim=self.value_dim,
+            dtype=dtype,
+            update=Update.SUM if sums else Update.DELTA,
+            channel_decay=self.rule is Rule.KIMI_DELTA,
+            scale=1.0 if sums else self.key_dim**-0.5,
+            convolution=Convolution(self.conv_channels, self.conv_width),
+            normalizes=not sums,
+        )
+
     def on_one_of(self, num_ranks: int) -> RecurrentLayer:
-        """The part of one tensor-parallel rank: value heads are cut like query heads, key heads like KV heads."""
+        """The part of one tensor-parallel rank: value heads are cut like query heads, key heads like KV heads.
+
+        Raises Unsupported if a norm of Mamba2 would be cut that is not one over all heads.
+        """
+        if self.rule is Rule.STATE_SPACE and self.num_key_heads > 1 and self.num_key_heads % num_ranks:
+            raise Unsupported(
+                f"Mamba2's {self.num_key_heads} groups, each with a norm over its heads, are not divided over "
+                f"{num_ranks} ranks; use a number of ranks that divides the groups",
+                [],
+            )
         heads = Shard(0, num_ranks).heads(self.num_value_heads, self.num_key_heads)
         return replace(self, num_value_heads=heads.q.size, num_key_heads=heads.kv.size)

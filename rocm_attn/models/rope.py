@@ -140,7 +140,7 @@ class Rope:
     """A model's rotary embedding.
 
     theta:    base of the frequencies
-    head_dim: elements that turn: all of a q and k row
+    head_dim: elements that turn: all of a q and k row, or the first or last ones; 0: none do
     """
 
     theta: float
@@ -163,8 +163,10 @@ class Rope:
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return table.to(device=device, dtype=dtype)
 
-    def turns(self, num_positions: int, device: torch.device) -> RopeTable:
-        """The same table in float32, as a step's layers take it."""
+    def turns(self, num_positions: int, device: torch.device) -> RopeTable | None:
+        """The same table in float32, as a step's layers take it; None if no element turns."""
+        if not self.head_dim:
+            return None
         table = RopeTable.of_frequencies(self.inv_freq(), num_positions, factor=self.scaling.attention_factor)
         return RopeTable(table.cos_sin.to(device))
 

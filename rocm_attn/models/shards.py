@@ -6,6 +6,7 @@ place of the missing elements: a head of zeros gives zeros, and so does an eleme
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Matrix units take rows and columns of bf16 in units of 16 bytes; sizes that divide evenly are left unchanged.
@@ -37,6 +38,29 @@ class ShardRange:
     def of_elements(self, per_unit: int) -> ShardRange:
         """The same span counted in elements, of which a unit (a head, an expert's row) has per_unit."""
         return ShardRange(self.start * per_unit, self.stop * per_unit, self.size * per_unit)
+
+    def of_each(self, rows: GroupedRows) -> Iterator[ShardRange]:
+        """The rows of each unit of the span, one range after the other; those of padding are empty."""
+        for unit in range(self.start, self.start + self.size):
+            group, place = divmod(min(unit, self.stop), rows.units)
+            first = group * rows.of_group + rows.begin + place * rows.size
+            yield ShardRange(first, first + rows.size * (unit < self.stop), rows.size)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Where the rows of units lie in a tensor that has groups of units, with rows of other kinds between them.
+
+    units:    of a group
+    of_group: rows of the tensor for each group
+    begin:    the first row, among those of a group, of its first unit
+    size:     rows of a unit
+    """
+
+    units: int
+    of_group: int
+    begin: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class BatchChecks:
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
 
     def check(self, batch: StepBatch) -> None:
-        """Raises BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows.
+        """Raises BadBatch unless every row is admitted, named once, has room for its kv_len, its windows and its state.
 
         Also raises it unless rows that share a prefix hold the same whole pages there. Raises NeverFits for more
         sequences than a step may have.
@@ -44,6 +44,7 @@ class BatchChecks:
             state.known_room = batch.after
         for table in state.windowed:
             table.check_windows(rows, batch.start)
+        state.states.check(batch)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
             # While rows stay admitted, they keep the whole pages before their last token.
             shared = (batch.prefixes, named, state.generations.last_change)

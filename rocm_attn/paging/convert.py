@@ -99,7 +99,7 @@ def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tens
 def _check(source: LayerPages, target: LayerPages, source_pages: Tensor, target_pages: Tensor) -> None:
     alike = replace(target.format, encoding=source.format.encoding)
     are_codes = source.format.encoding.is_fp8 and target.format.encoding.is_fp8
-    if source.format != alike or not are_codes or source.format.scales is Scales.GROUP:
+    if source.format != alike or not are_codes or source.format.record is not None:
         raise BadTensor(
             f"pages in {source.format} cannot be converted to {target.format}; both must be in eight bits, no records, "
             "and differ only in the encoding"

@@ -40,6 +40,8 @@ class KeptPages:
         self._page_no = np.empty(0, np.int32)
         # [space][place]: the page; page 0 stands for none.
         self._pages = np.empty((len(rows.spaces), 0), np.int32)
+        # For each place: the slot of the recurrent layers' states after the page's last token; 0: not kept.
+        self._states = np.empty(0, np.int32)
         self._free_places: list[int] = []
 
     def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
@@ -47,6 +49,9 @@ class KeptPages:
 
         Row must not store in them again: to compute some of their tokens again, truncate() it. A page may be kept
         several times, under an id for each.
+
+        With recurrent layers the state after a page's last token is kept too, if it is still there, a checkpoint is due
+        and one is free: see RecurrentLayers. have_states() says where.
 
         spaces: spaces in which a page is kept; those that the table does not have are ignored
         Returns int64 [n] ids, one for each page_no.
@@ -93,7 +98,7 @@ class KeptPages:
         self._rows.tokens.raise_first_writable(rows, kv_len)
         for space in self._named(spaces):
             self._rows.spaces[space].hold(pages[space])
-        return self._add(page_no, pages)
+        return self._add(page_no, pages, self._rows.states.keep_all(rows, kv_len))
 
     def admit_over(self, ids: GivenIds, kv_len: int) -> int:
         """Admits a row whose first kv_len tokens are stored in kept pages. They stay kept.
@@ -103,8 +108,8 @@ class KeptPages:
         ids: int64 [n], page_no 0 first; results of keep() for any rows, in the order of page_no. In the SWA space only
              pages that steps after kv_len tokens see need to be kept
         Raises WrongState for ids that are not kept, OutOfRows, NeverFits beyond max_kv_len, and BadBatch for pages that
-        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, or if a page of a
-        window is missing; nothing is changed then.
+        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, if a page of a window
+        is missing, or if recurrent layers have no state after kv_len tokens; nothing is changed then.
         """
         places = self._places(ids)
         end, page_size = len(places), self._rows.page_size
@@ -121,7 +126,10 @@ class KeptPages:
                 f"kept page {at} was page_no {self._page_no[places[at]]} of its sequence; give a row's kept pages "
                 "in order, beginning with page_no 0"
             )
-        return self._rows.begin(list(self._pages[:, places]), kv_len, kv_len)
+        state = self._rows.states.checkpoint_at(kv_len, self._states[places])
+        row = self._rows.begin(list(self._pages[:, places]), kv_len, kv_len)
+        self._rows.states.begin_at(row, state, kv_len)
+        return row
 
     def drop(self, ids: GivenIds, spaces: Collection[Space] = EVERY_SPACE) -> None:
         """Stops keeping pages; those that no row and no other keep holds become free.
@@ -143,12 +151,16 @@ class KeptPages:
             self._rows.spaces[space].let_go(pages[space][pages[space] != RESERVED_PAGE])
         empty = places[~self._pages[:, places].any(axis=0)]
         self._ids[empty] = -np.abs(self._ids[empty])
+        self._rows.states.drop(self._states[empty].tolist())
+        self._states[empty] = 0
         self._free_places += empty.tolist()
 
     def drop_all(self) -> None:
         """Drops all keeps, and gives back all pages that no row holds, including those that an interrupt has lost."""
         self._ids = -np.abs(self._ids)
         self._pages[:] = RESERVED_PAGE
+        self._rows.states.drop_all()
+        self._states[:] = 0
         self._free_places = list(range(len(self._ids) - 1, -1, -1))
         for table in self._rows.spaces:
             table.count_anew()
@@ -156,6 +168,33 @@ class KeptPages:
     def ids(self) -> KeptIds:
         """int64 [n]: all ids that are kept, so that a caller can check whether it has lost some."""
         return self._ids[self._ids > 0]
+
+    def have_states(self, ids: GivenIds) -> npt.NDArray[np.bool_]:
+        """bool [n]: True if a row can be admitted over the pages up to this one: recurrent layers have a state there.
+
+        True for all if there are no recurrent layers. Raises WrongState.
+        """
+        places = self._places(ids)
+        return (self._states[places] > 0) | self._rows.states.is_empty
+
+    def states_due(self, rows: Integers, page_no: Integers) -> npt.NDArray[np.bool_]:
+        """bool [n]: True if keep_all() keeps a state with this page, as long as num_free_states is large enough.
+
+        rows, page_no: integers [n]; of admitted rows
+        """
+        kv_len = (as_int32("page_no", page_no) + 1) * self._rows.page_size
+        return self._rows.states.are_due(as_int32("rows", rows), kv_len)
+
+    @property
+    def num_free_states(self) -> int:
+        """States of recurrent layers that can be kept in addition to those that are."""
+        return self._rows.states.num_free
+
+    def drop_states(self, ids: GivenIds) -> None:
+        """Gives back the states that are kept with pages; the pages stay kept. Raises WrongState for unknown ids."""
+        places = self._places(ids)
+        self._rows.states.drop(self._states[places].tolist())
+        self._states[places] = 0
 
     def are_kept(self, pages: Sequence[int], space: Space) -> bool:
         """True if all of these pages of a space are kept; 0 stands for none. Raises BadSetting."""
@@ -210,8 +249,8 @@ class KeptPages:
             raise WrongState("a kept page is named twice; name each id once")
         return places
 
-    def _add(self, page_no: Int32Array, pages: npt.NDArray[np.int32]) -> KeptIds:
-        """Makes ids for pages that are held for them. pages: int32 [num_spaces, n]. Raises FitsLater."""
+    def _add(self, page_no: Int32Array, pages: npt.NDArray[np.int32], states: Int32Array) -> KeptIds:
+        """Makes ids for pages that are held for them. pages: int32 [num_spaces, n]; states: [n]. Raises FitsLater."""
         num_ids = len(page_no)
         if num_ids > len(self._free_places):
             self._grow(num_ids)
@@ -219,7 +258,7 @@ class KeptPages:
         places = np.array(self._free_places[first:], np.int64)
         del self._free_places[first:]
         self._page_no[places] = page_no
-        self._pages[:, places] = pages
+        self._pages[:, places], self._states[places] = pages, states
         ids: KeptIds = _GENERATION + np.abs(self._ids[places])
         self._ids[places] = ids
         return ids
@@ -232,5 +271,7 @@ class KeptPages:
         ids = np.append(self._ids, -_GENERATION - np.arange(old, new))
         page_no = np.append(self._page_no, np.zeros(new - old, np.int32))
         pages = np.append(self._pages, np.zeros((len(self._pages), new - old), np.int32), axis=1)
-        self._page_no, self._pages, self._ids = page_no, pages, ids  # at once, so that an interrupt leaves all or none
+        states = np.append(self._states, np.zeros(new - old, np.int32))
+        # At once, so that an interrupt leaves all or none.
+        self._page_no, self._pages, self._states, self._ids = page_no, pages, states, ids
         self._free_places[:0] = range(new - 1, old - 1, -1)

@@ -6,7 +6,7 @@ fewer pages: those that have left every window are reused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -58,44 +58,38 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(tensor.nbytes for tensor in self._storages())
+        return self.num_pages * sum(layer.format.page_bytes for layer in self.layers)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages in every layer: target[i] gets the content that source[i] had before the call.
 
         source, target: int64 [n] page ids on the pool's device; targets are distinct and never page 0
         """
-        for pages in self._storages():
-            pages.index_copy_(0, target, pages.index_select(0, source))
-
-    def _storages(self) -> Iterator[Tensor]:
-        """Yields the tensors that own the memory of pages: a latent layer's v is part of its k."""
-        for layer in self.layers:
-            sides = [(layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)]
-            for pages, scale in sides[:1] if layer.format.kind is PoolKind.LATENT else sides:
-                yield pages
-                if scale is not None and layer.format.scales is Scales.TOKEN:
-                    yield scale
+        for line in (line for layer in self.layers for line in layer.lines):
+            line.index_copy_(0, target, line.index_select(0, source))
 
     def _allocate(self, form: PageFormat) -> LayerPages:
         # Not torch.zeros, because nothing may depend on the content of a page that no token was stored to.
-        k, v = self._empty(form)
-        k[RESERVED_PAGE].zero_()
-        v[RESERVED_PAGE].zero_()
-        k_scale = self._scale(form)
-        return LayerPages(k, v, form, k_scale, k_scale if form.kind is PoolKind.LATENT else self._scale(form))
+        pages = self._empty(form)
+        for line in pages.lines:
+            line[RESERVED_PAGE].zero_()
+        return pages
 
-    def _empty(self, form: PageFormat) -> tuple[Tensor, Tensor]:
+    def _empty(self, form: PageFormat) -> LayerPages:
         dtype = form.encoding.dtype
+        if form.kind is PoolKind.LATENT:
+            memory = torch.empty(self.num_pages, form.line, dtype=dtype, device=self.device)
+            return LayerPages.latent(memory, form, self._scale(form))
+        pages, heads = (self.num_pages, form.page_size), form.num_kv_heads
         if form.kind is PoolKind.VECTORIZED:
             dims, vector = (form.head_dim, form.v_head_dim), VECTOR_BYTES // dtype.itemsize
-            pages, heads = (self.num_pages, form.page_size), form.num_kv_heads
-            return empty_vectorised_pages(*pages, heads, dims, vector, dtype=dtype, device=self.device)
-        shape = (self.num_pages, form.page_size, form.num_kv_heads)
-        k = torch.empty(*shape, form.k_row, dtype=dtype, device=self.device)
-        if form.kind is PoolKind.LATENT:
-            return k, k[..., : form.v_head_dim]
-        return k, torch.empty(*shape, form.v_head_dim, dtype=dtype, device=self.device)
+            k, v = empty_vectorised_pages(*pages, heads, dims, vector, dtype=dtype, device=self.device)
+        else:
+            k, v = (
+                torch.empty(*pages, heads, dim, dtype=dtype, device=self.device)
+                for dim in (form.head_dim, form.v_head_dim)
+            )
+        return LayerPages(k, v, form, self._scale(form), self._scale(form))
 
     def _scale(self, form: PageFormat) -> Tensor | None:
         """Scales of K or of V, 1 if a caller sets them later; the store writes those of tokens."""
@@ -103,9 +97,7 @@ class KVPool:
             return None
         if form.scales is not Scales.TOKEN:
             return torch.ones(form.scale_shape, dtype=torch.float32, device=self.device)
-        scale = torch.empty(self.num_pages, *form.scale_shape, dtype=torch.float32, device=self.device)
-        scale[RESERVED_PAGE].zero_()
-        return scale
+        return torch.empty(self.num_pages, *form.scale_shape, dtype=torch.float32, device=self.device)
 
 
 class HybridKVPool:

@@ -20,7 +20,9 @@ from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.paging.kept_pages import KeptPages
 from rocm_attn.paging.page_table import PageTable, SpacePages, TableGuards
+from rocm_attn.paging.row_states import RowStates
 from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 
 ALL_TABLE_GUARDS = TableGuards()
 _INT32 = np.dtype(np.int32)
@@ -34,12 +36,14 @@ class RequestTable:
     max_kv_len:   tokens that a row can hold
     num_pages:    pages of the full space's pool, the reserved page 0 included
     windows:      other spaces, whose pages are given back when they have left the window
+    recurrent:    layers that keep states of rows in place of pages
 
     spaces:      the page table of each space; full: that of the full space
     kept:        the pages that are kept, even if their rows are freed
     checks:      the checks of a step before it begins
     tokens:      the tokens of rows that are stored
     generations: the last change of each row
+    states:      the states of rows
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class RequestTable:
         device: torch.device,
         windows: Sequence[SpacePages] = (),
         max_num_rows: int = 0,
+        recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
         guards: TableGuards = ALL_TABLE_GUARDS,
     ) -> None:
         num_rows = (max_num_rows or max_num_seqs) + 1
@@ -73,7 +78,9 @@ class RequestTable:
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )
         self.full = self.spaces[0]
-        self._rows = Rows(self.spaces, num_rows=num_rows, max_kv_len=max_kv_len, page_size=page_size, guards=guards)
+        self.states = RowStates(recurrent, num_rows=num_rows, page_size=page_size)
+        sizes = {"num_rows": num_rows, "max_kv_len": max_kv_len, "page_size": page_size}
+        self._rows = Rows(self.spaces, self.states, **sizes, guards=guards)
         self.tokens, self.generations = self._rows.tokens, self._rows.generations
         self.kept = KeptPages(self._rows, guards)
         self.checks = BatchChecks(self._rows, max_num_seqs)
@@ -242,7 +249,8 @@ class RequestTable:
         """Admits a row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
 
         To compute some of them again, share fewer, or truncate() the row that goes back.
-        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window it has given back.
+        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window it has given back. A child
+        whose parent has no state after kv_len tokens has none either, and is refused by the step that needs it.
         """
         self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
         self.generations.share(row)
@@ -251,6 +259,7 @@ class RequestTable:
         stored_len = min(kv_len, int(self.tokens.stored_len[row]))
         child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len)
         self.tokens.raise_first_writable(row, kv_len)
+        self.states.fork(row, child, kv_len)
         return child
 
     def truncate(self, row: int, kv_len: int) -> None:

@@ -13,6 +13,7 @@ from rocm_attn.errors import BadBatch, BadSetting, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.paging.page_table import PageTable, TableGuards
+from rocm_attn.paging.row_states import RowStates
 
 # Rows whose next reservation is checked for any length.
 ALWAYS = np.iinfo(np.int32).min
@@ -72,9 +73,16 @@ class Rows:
     """
 
     def __init__(
-        self, spaces: tuple[PageTable, ...], *, num_rows: int, max_kv_len: int, page_size: int, guards: TableGuards
+        self,
+        spaces: tuple[PageTable, ...],
+        states: RowStates,
+        *,
+        num_rows: int,
+        max_kv_len: int,
+        page_size: int,
+        guards: TableGuards,
     ) -> None:
-        self.spaces, self.page_size = spaces, page_size
+        self.spaces, self.states, self.page_size = spaces, states, page_size
         self.windowed = tuple(table for table in spaces if table.window_left != ALL_KEYS)
         self.must_fit = partial(guards.row_width, max_kv_len)
         self.reserved_len = np.full(num_rows, -1, np.int32)
@@ -124,6 +132,7 @@ class Rows:
         self.capacity[row] = self.reserved_len[row] = 0
         for table in self.windowed:
             table.begin(row, 0, _NO_PAGES)
+        self.states.begin(row)
         return self.free.pop()  # last, so that no interrupt loses a row
 
     def end(self, row: int) -> int:

@@ -87,19 +87,21 @@ class StoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """All that a step stores, numbered: K and V of every layer, then index keys, then states.
+    """All that a step stores, numbered: K and V of every layer, then index keys, states, and those of recurrent layers.
 
     num_layers: of the runtime
     indexed:    layers with index keys
     folding:    layers with a state
+    of_states:  recurrent layers and their parts; these have numbers of their own
     """
 
     num_layers: int
     indexed: tuple[int, ...] = ()
     folding: tuple[int, ...] = ()
+    of_states: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
-        return self.num_layers + len(self.indexed) + len(self.folding)
+        return self.num_layers + len(self.indexed) + len(self.folding) + len(self.of_states)
 
     def index(self, layer: int) -> int:
         """The number of a layer's index keys."""
@@ -108,6 +110,10 @@ class Sides:
     def state(self, layer: int) -> int:
         """The number of a layer's state."""
         return self.num_layers + len(self.indexed) + self.folding.index(layer)
+
+    def recurrent(self, layer: int, part: str) -> int:
+        """The number of a recurrent layer's part."""
+        return len(self) - len(self.of_states) + self.of_states.index((layer, part))
 
     def of_layer(self, layer: int) -> list[int]:
         """The numbers of all that a layer stores."""
@@ -121,7 +127,11 @@ class Sides:
         of_index = number - self.num_layers
         if of_index < len(self.indexed):
             return f"index keys {of_index}"
-        return f"the state of layer {self.folding[of_index - len(self.indexed)]}"
+        of_state = of_index - len(self.indexed)
+        if of_state < len(self.folding):
+            return f"the state of layer {self.folding[of_state]}"
+        layer, part = self.of_states[of_state - len(self.folding)]
+        return f"the {part} of recurrent layer {layer}"
 
 
 class StepStores:

@@ -162,9 +162,9 @@ SMALLEST_POOL = PoolSize(num_pages=2, max_kv_len=1, max_num_seqs=1)
 
 def side_bytes(problem: Problem, pool: PoolSize) -> int:
     """Bytes of one layer's K pages or of its V pages, whichever is larger."""
-    tokens = pool.num_pages * problem.page_format.page_size
-    row_elements = problem.num_kv_heads * max(problem.page_format.k_row, problem.v_head_dim)
-    return tokens * row_elements * problem.page_format.encoding.dtype.itemsize
+    form = problem.page_format
+    page_elements = max(form.line, form.page_size * problem.num_kv_heads * problem.v_head_dim)
+    return pool.num_pages * page_elements * form.encoding.dtype.itemsize
 
 
 # Chooses tiles for a problem on a target; raises LookupError with a sentence when the tuning table has no row.

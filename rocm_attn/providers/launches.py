@@ -101,6 +101,12 @@ class Recur(Protocol):
     ) -> None: ...
 
 
+class StatePlacing(Protocol):
+    """launch_state_places, or its twin."""
+
+    def __call__(self, step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None: ...
+
+
 class ZeroTails(Protocol):
     """launch_zero_tails, or its twin."""
 
@@ -170,6 +176,7 @@ class StepOps:
     finish: Callable[[Tensor, Tensor | None, RopeTable | None, Tensor, Tensor], None]
     zero_tails: ZeroTails
     fold_rows: FoldRows
+    state_places: StatePlacing
     convolve: Convolve
     recur: Recur
     clear_pads: Callable[[Tensor, Tensor, Tensor | None], None]  # counts, out, lse

@@ -12,7 +12,6 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs import (
     attention,
@@ -26,6 +25,7 @@ from rocm_attn.kernels.refs import (
     sampling,
     sparse,
     speculative,
+    state_places,
     states,
 )
 from rocm_attn.machine.target import Target
@@ -167,7 +167,7 @@ def torch_entry(
 
 def _rows_entry(kind: StepKind) -> KernelEntry:
     row = torch_entry("torch.rows", kind, _bind_rows, Baked.MAX_KV_LEN)
-    of_rows = {"pools": (PoolKind.LATENT,), "row_tokens": (2, limits.MAX_PAGE_SIZE), "scales": SCALES_BESIDE_ROWS}
+    of_rows = {"pools": (PoolKind.LATENT,), "row_tokens": (2, limits.MAX_PAGE_SIZE)}
     off = {"window": False, "soft_cap": False, "alibi": False, "non_causal": False}
     return replace(row, limits=replace(_LIMITS, **of_rows, **off))  # type: ignore[arg-type]
 
@@ -206,6 +206,7 @@ def _ops() -> StepOps:
         finish=rope.finish,
         zero_tails=cache.zero_tails,
         fold_rows=cache.fold_rows,
+        state_places=state_places.state_places,
         convolve=torch.no_grad()(states.convolve),
         recur=torch.no_grad()(states.recur),
         clear_pads=pads.clear_pads,

@@ -14,9 +14,9 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.sparse.arguments import (
-    AllTokens,
     IndexArgs,
     Indexing,
+    LastTokens,
     SelectedArgs,
     SelectedKeys,
     SparseTokens,
@@ -78,7 +78,7 @@ class TorchEveryRow:
         width = max(1, bounds.max_kv_len // self.problem.row.tokens)
         tokens = SparseTokens(step.row_of_token, step.position_of_token, step.counts[1:2], bounds.max_q_len, width)
         rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
-        sparse.selected_attention(SelectedArgs(*rows, AllTokens(width), *results), scale=self.problem.scale)
+        sparse.selected_attention(SelectedArgs(*rows, LastTokens(width), *results), scale=self.problem.scale)
 
 
 def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TorchIndexer:

@@ -46,6 +46,7 @@ from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.kernels.states.convolve import launch_convolve
+from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.providers.launches import StepOps
 
@@ -82,6 +83,7 @@ OPS = StepOps(
     finish=launch_finish,
     zero_tails=launch_zero_tails,
     fold_rows=launch_fold_rows,
+    state_places=launch_state_places,
     convolve=launch_convolve,
     recur=launch_recur,
     clear_pads=launch_clear_pads,

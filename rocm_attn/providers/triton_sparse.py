@@ -13,13 +13,13 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
+from rocm_attn.kernels.cache.page_format import RECORDS, SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import (
-    AllTokens,
     IndexArgs,
     Indexing,
+    LastTokens,
     SelectedArgs,
     SelectedKeys,
     SparseTokens,
@@ -34,7 +34,7 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
     selected_tiles,
 )
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import NO_SCHEDULE, Limits, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
 from rocm_attn.providers.tiles import codes_of
@@ -105,7 +105,7 @@ class TritonEveryRow:
     """Attention of every kind of step to all rows that a token sees, each token for itself.
 
     name:     of the kernel
-    selected: attention over a selection, of as many rows as a sequence may have
+    selected: attention over a selection, of as many rows as a token may see
     """
 
     name: str
@@ -123,7 +123,7 @@ class TritonEveryRow:
         places = step.row_of_token, step.position_of_token, step.counts[1:2]
         tokens = SparseTokens(*places, bounds.max_q_len, bounds.max_kv_len)
         rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
-        self.selected.attend(SelectedArgs(*rows, AllTokens(self.selected.keys), *results))
+        self.selected.attend(SelectedArgs(*rows, LastTokens(self.selected.keys), *results))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,9 @@ def _every_row(name: str, problem: Problem, target: Target, pool: PoolSize) -> T
 
 
 def _most_rows(problem: Problem, pool: PoolSize) -> int:
-    """Rows of the longest sequence."""
-    return round_up(pool.max_kv_len, problem.page_size) // problem.row.tokens
+    """Rows that a token of the longest sequence sees."""
+    rows = round_up(pool.max_kv_len, problem.page_size) // problem.row.tokens
+    return rows if problem.window_left == UNLIMITED_WINDOW else min(rows, problem.window_left + 1)
 
 
 def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
@@ -191,7 +192,7 @@ def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
         is_coded=problem.kv_encoding is not KVEncoding.LIKE_Q,
-        is_record=problem.kv_scales is Scales.GROUP,
+        is_record=problem.page_format.record is not None,
     )
     return TritonSelected(problem, keys, tiles, target.compute_units * tiles.programs_per_cu)
 
@@ -277,8 +278,8 @@ _RECORD_LIMITS = replace(
     dtypes=(torch.bfloat16, torch.float32),
     pools=(PoolKind.LATENT,),
     encodings=(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
-    scales=(Scales.GROUP,),
-    row_tokens=(1, 1),
+    scales=tuple(RECORDS),
+    window=True,
 )
 
 _ROW_LIMITS = replace(

@@ -10,6 +10,7 @@ from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.machine.devices import with_index
 from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.kernels import choose_kernels
@@ -20,6 +21,7 @@ from rocm_attn.step.options import RuntimeOptions
 def build_runtime(
     problems: Sequence[Problem],
     options: RuntimeOptions,
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
     *,
     device: torch.device | str,
     target: Target | None = None,
@@ -29,6 +31,7 @@ def build_runtime(
     """Builds a runtime with pages of its own.
 
     problems: one for each layer; layers with equal problems share a plan
+    recurrent: layers that keep states of requests in place of K and V, with numbers of their own
     target:   the hardware; detected if not given
     guards:   the safeguards; if not given, all but those that the environment switches off (machine/settings.py)
     agree:    how ranks that share a model's layers agree on kernels, graphs and faults: agreement.among(group); all of
@@ -49,4 +52,4 @@ def build_runtime(
         agree=agree,
     )
     kinds = LayerKinds.of(problems, options.spaces(problems), selections)
-    return AttentionRuntime(kinds, options, device=device, guards=guards, agree=agree)
+    return AttentionRuntime(kinds, options, recurrent, device=device, guards=guards, agree=agree)

@@ -15,7 +15,13 @@ _ENCODINGS = {
     "fp8_e4m3fnuz": KVEncoding.E4M3FNUZ,
     "fp8_e5m2": KVEncoding.E5M2,
 }
-_SCALES = {"layer": Scales.LAYER, "head": Scales.HEAD, "token": Scales.TOKEN, "group": Scales.GROUP}
+_SCALES = {
+    "layer": Scales.LAYER,
+    "head": Scales.HEAD,
+    "token": Scales.TOKEN,
+    "group": Scales.GROUP,
+    "footer": Scales.FOOTER,
+}
 _E4M3 = (KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ)
 
 

@@ -211,7 +211,13 @@ def _lse(line: _Line) -> str:
 
 
 def _scale_values(line: _Line) -> str:
-    names = {Scales.LAYER: "layer", Scales.HEAD: "KV head", Scales.TOKEN: "token", Scales.GROUP: "group of a record"}
+    names = {
+        Scales.LAYER: "layer",
+        Scales.HEAD: "KV head",
+        Scales.TOKEN: "token",
+        Scales.GROUP: "group of a record",
+        Scales.FOOTER: "group, in the footer",
+    }
     return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
 
 

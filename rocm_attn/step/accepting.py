@@ -209,4 +209,6 @@ def _sides(pages: LayerPages, *, is_index: bool = False) -> list[Tensor]:
         if pages.format.scales is Scales.TOKEN:
             assert scale is not None
             sides.append(scale.view(torch.int32).transpose(1, 2)[:, :, None, None])
+    if pages.record is not None and pages.format.record is not None and pages.format.record.footer:
+        sides.append(page_words(key_rows(pages.record.scales)))
     return sides

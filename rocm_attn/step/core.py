@@ -15,6 +15,7 @@ from rocm_attn.kernels.cache.pool_slots import write_last_rows, write_pool_slots
 from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
+from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.paging.storage import PagePool, RowTable
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.select import Selection, ops_for
@@ -26,6 +27,7 @@ from rocm_attn.step.layers import LayerGuards, Layers
 from rocm_attn.step.memory import DeviceStep, StepMemory, pools_of
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.planner import PlanningGuards
+from rocm_attn.step.state_layers import StateLayers
 
 _T = TypeVar("_T")
 OpsChange = Callable[[StepOps], StepOps]
@@ -51,6 +53,7 @@ class LaunchGuards:
     draft_lengths: OpsChange = unchanged
     path_pages: OpsChange = unchanged
     full_refresh: OpsChange = unchanged
+    state_lineage: OpsChange = unchanged
     length_bounds: OpsChange = unchanged
     slots_in_table: OpsChange = unchanged
     v_mask: SelectionChange = unchanged
@@ -83,20 +86,29 @@ class StepCore:
     table: the rows that sequences read, in every space that a kind of layer lives in
     pool:  the pages of every layer
     mask_keys: see StepMemory
+    states:    the slots of recurrent layers
     """
 
     def __init__(
-        self, kinds: LayerKinds, table: RowTable, pool: PagePool, guards: StepGuards, *, mask_keys: int = ALL_KEYS
+        self,
+        kinds: LayerKinds,
+        table: RowTable,
+        pool: PagePool,
+        guards: StepGuards,
+        states: StatePool,
+        *,
+        mask_keys: int = ALL_KEYS,
     ) -> None:
         self.device, self.guards = pool.device, guards
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
         self.selections = kinds.selections
         self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.layers.new_head_weights)
         self.ops = guards.launches.ops(ops_for(self.selections, self.device))
-        self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
-        self.memory = StepMemory(kinds, table, self.device, guards.memory, mask_keys=mask_keys)
+        self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers, states.stored)
+        self.states = StateLayers(states, self.ops, self.layers.sides, deterministic=kinds.deterministic)
+        self.memory = StepMemory(kinds, table, self.device, guards.memory, states, mask_keys=mask_keys)
         self.moves = AcceptedMoves(kinds, table, pool, self.ops)
-        self._table, self._pool = table, pool
+        self._table, self._pool, self._state_pool = table, pool, states
         self._page_size = pool.page_size
         self._windows = tuple(space.window_left for space in table.spaces)
         has_pools = any(tokens > 1 for _, tokens in pools_of(kinds))
@@ -135,6 +147,9 @@ class StepCore:
             write_pool_slots(*at, slots, key_tokens=tokens, null_page=of_space.terms.null_page)
             if len(rows):
                 write_last_rows(of_space.position_of_token, rows, tokens=tokens)
+        if not self._state_pool.is_empty:
+            pool = self._state_pool
+            self.ops.state_places(step.tensors, pool.tags, pool.headers, step.states, kept=pool.recurrent.kept)
         for kind in plan.built_kinds:
             schedule = plan.kernels[kind].bound.schedule
             schedule.build(step.queries, step.of_kind[kind], plan.bounds, step.schedules[kind])
@@ -150,5 +165,8 @@ class StepCore:
             pages[f"index_pages_{layer}"] = self._pool.index(layer).k
         for layer in self.layers.sides.folding:
             pages[f"state_values_{layer}"], pages[f"state_gates_{layer}"] = self._pool.state(layer).tensors().values()
+        states = self._state_pool
+        if not states.is_empty:
+            pages |= {"states": states.memory, "state_headers": states.headers, "state_tags": states.tags}
         tables = {name_in(table.space, "table"): table.entries for table in self._table.spaces}
         return {**self.memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}

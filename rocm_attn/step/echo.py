@@ -25,6 +25,7 @@ from rocm_attn.kernels.metadata.error_word import (
     TOO_FEW_GIVEN,
     UNSTORED_TOKEN,
     WINDOW_WITHOUT_PAGE,
+    WRONG_STATE,
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP_BEFORE, UNREAD, WRONG_STEP
 
@@ -66,6 +67,9 @@ _WHAT = {
     UNSTORED_TOKEN: "lengths on the device let a step begin after the tokens that its row has stored; it was moved "
     "to the first token after them; look for code that wrote the lengths, or call mark_stored() for "
     "tokens that were stored in another way",
+    WRONG_STATE: "the state of a row is not the one before the new tokens: it was never computed, belongs to another "
+    "request, or to tokens that were taken back; its outputs are 0 and its state is as it was; look for code that "
+    "wrote lengths or rows, or begin the row at a checkpoint or at token 0",
 }
 
 

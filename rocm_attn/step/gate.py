@@ -43,6 +43,7 @@ from rocm_attn.step.planner import Planner
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
+from rocm_attn.step.state_layers import StepStates
 from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Step
 
 
@@ -237,6 +238,7 @@ class StepGate:
         # A length that only the device knows may be shorter than its bound, so such a step gives no pages back.
         if self._has_windows and batch.inputs.kv_len_on_host:
             self._table.evict(batch.rows, self._evict_before(batch))
+        self._table.states.note(batch)
         self._streams.follow()
         children = self._core.memory.device_steps(plan)
         publisher = self._publisher
@@ -279,10 +281,13 @@ class StepGate:
                 require: Callable[[], None] = partial(self._require, children)
                 if drafts is not NO_DRAFTS:
                     require = partial(tree.require, require, step)
+                states = StepStates(self._core.states, child, require, self.stores, number)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
                 views_of_part: dict[str, Any] = {name: getattr(child.tensors, name) for name in VIEWS_OF_PART}
                 sizes = batch.num_seqs, batch.num_fed
-                parts.append(Part(*sizes, layers=calls, plan=plan, number=number, tree=tree, **views_of_part))
+                parts.append(
+                    Part(*sizes, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part)
+                )
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 
@@ -306,6 +311,7 @@ class StepGate:
         if last is None:
             raise WrongState("no whole step that can run again was staged last; stage one first")
         self._require_rows(last, "the step cannot run again", last.batch.rows)
+        self._table.states.lose_track(last.batch.rows)
         self.holder.state = STAGED
         with on_device(self.device):
             self._streams.follow()

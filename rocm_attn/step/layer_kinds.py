@@ -42,6 +42,11 @@ class LayerKinds:
         )
 
     @property
+    def deterministic(self) -> bool:
+        """True if a sequence's results are bitwise the same in any batch, in every layer."""
+        return all(selection.deterministic for selection in self.selections)
+
+    @property
     def problems(self) -> tuple[Problem, ...]:
         """The problem of each layer."""
         return tuple(self.selections[kind].problem for kind in self.of_layer)

@@ -63,17 +63,25 @@ class Layers:
     Arguments of a call are checked here; its caller checks that the call may come now. Each call raises BadTensor, and
     attend raises WrongState for a layer that lacks head weights.
 
+    of_states: what recurrent layers store; see Sides
+
     Raises BadTensor if a pool has another format than the kernels of a layer: both must use one layout.
     """
 
     def __init__(
-        self, kinds: LayerKinds, pool: PagePool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
+        self,
+        kinds: LayerKinds,
+        pool: PagePool,
+        head_weights: LayerHeadWeights,
+        ops: StepOps,
+        guards: LayerGuards,
+        of_states: tuple[tuple[int, str], ...] = (),
     ) -> None:
         self._read_by = guards.read_by
         self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
         self._pool, self._head_weights, self._ops = pool, head_weights, ops
         folding = tuple(layer for layer, problem in enumerate(kinds.problems) if problem.state_format is not None)
-        self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding)
+        self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding, of_states)
         self._device, self._device_index = pool.device, pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
@@ -439,11 +447,12 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
                 "rope rotates the first elements of a latent layer's rows, and must rotate the last; make the "
                 "table with at_end=True"
             )
-    turned, rest = 0 if work.rope is None else work.rope.dim, problem.head_dim - problem.v_head_dim
-    if problem.kv_scales is Scales.GROUP and turned != rest:
+    form = problem.page_format
+    turned, rest = 0 if work.rope is None else work.rope.dim, form.head_dim - form.coded
+    if form.record is not None and turned != rest:
         raise BadTensor(
             f"rope rotates {turned} elements of rows that are stored as records, and must rotate the {rest} that "
-            "follow V; give such a table, or rotate before store()"
+            "have no codes; give such a table, or rotate before store()"
         )
     if is_latent and work.v_norm is not None:
         raise BadTensor("v_norm was given for a latent layer, whose V is part of K; normalise it with k_norm")

@@ -21,7 +21,9 @@ from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, NO_PARENT, Need, StepTensors, Unit
 from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, SparseTokens
 from rocm_attn.kernels.sparse.arguments import SelectedKeys as SelectedUnits
+from rocm_attn.kernels.states.arguments import LEFT_OUT, StatePlaces
 from rocm_attn.paging.index_spaces import Space, space_of_states
+from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.paging.storage import RowTable, SpaceTable
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
@@ -79,7 +81,8 @@ class DeviceStep:
     attended:  per kind of layer, places and selection as its kernel reads them: in its rows
     index_slots: per kind of layer, int32 [T], the slots of its index keys; if it has none, those of tokens
     pools:     places that are derived from those of tokens, for each space and number of tokens that a slot stands for
-    of_state:  the step in the space of the layers' states
+    of_state:  the step in the space of the states that rows of several tokens are folded from
+    states:    the slots that recurrent layers read and write; without sequences if there are no such layers
     parents:   of a draft step, int32 [S, K * steps]: for each draft of the round the number of its parent among them,
                or NO_PARENT; draft step * K + branch is a draft's number. Empty if there are no branches
     prepared:  the layers' calls that were made in these views
@@ -98,6 +101,7 @@ class DeviceStep:
     index_slots: tuple[Tensor, ...]
     pools: tuple[PoolPlaces, ...]
     of_state: StepTensors
+    states: StatePlaces
     parents: Tensor
     prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, repr=False, compare=False)
 
@@ -128,6 +132,7 @@ class StepMemory:
     kinds:     the layers, whose kernels declare their needs
     mask_keys: keys before the new ones that masks of steps which graphs replay have room for; masks of other steps have
                room for all
+    states:    the slots of recurrent layers
     """
 
     def __init__(
@@ -136,9 +141,11 @@ class StepMemory:
         table: RowTable,
         device: torch.device,
         guards: MemoryGuards,
+        states: StatePool,
         *,
         mask_keys: int = ALL_KEYS,
     ) -> None:
+        self._states = states
         self._selections, self._space_of_kind = kinds.selections, kinds.spaces
         self._pools = pools_of(kinds)
         num_rows = table.spaces[0].entries.shape[0] - 1
@@ -250,6 +257,14 @@ class StepMemory:
             ),
             pools=tuple(pools.values()),
             of_state=spaces.get(space_of_states(spaces), first),
+            states=StatePlaces(
+                view(STATE_SOURCE),
+                view(STATE_TARGET),
+                view(STATE_PENDING),
+                first.q_indptr,
+                num_tokens=first.row_of_token.shape[0],
+                max_q_len=plan.bounds.max_q_len,
+            ),
             parents=view(_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
 
@@ -308,7 +323,12 @@ class StepMemory:
         for kind, selection in enumerate(self._selections):
             words = partial(_schedule_words, selection)
             specs.append(BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0))
-        words = partial(_workspace_words, self._selections)
+        if not self._states.is_empty:
+            specs += [
+                BufferSpec(name, Unit.SEQ, torch.int32, lambda shape: shape.num_seqs, pad)
+                for name, pad in _STATE_PLACES.items()
+            ]
+        words = partial(_workspace_words, self._selections, self._states)
         return [*specs, BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, 0, of_round=True, exact=True)]
 
     def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
@@ -343,14 +363,18 @@ def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
 WORKSPACE = "workspace"
 
 
-def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int:
+def _workspace_words(selections: Sequence[Selection], states: StatePool, shape: PaddedShape) -> int:
     """Words of scratch memory that layers' kernels use one after the other: the largest need, content undefined.
 
     The draft steps of a round run one after the other and share it. Halves may run at once and have a part each.
     """
-    return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
+    of_kinds = (selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
+    return max(states.workspace_words(shape), *of_kinds)
 
 
+# The tensors of StatePlaces, and their pads.
+STATE_SOURCE, STATE_TARGET, STATE_PENDING = "state_source", "state_target", "state_pending"
+_STATE_PLACES = {STATE_SOURCE: LEFT_OUT, STATE_TARGET: 0, STATE_PENDING: 0}
 _PARENTS = "draft_parents"  # for each draft of a round, its parent
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
 LEFT_BLOCKS, LEFT_COUNTS = "left_blocks", "left_block_counts"

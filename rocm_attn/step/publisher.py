@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
 from rocm_attn.step.host_ring import Fence, HostRing, NoFence, wait_for
@@ -228,9 +230,11 @@ class Publisher:
     steps_to_answer: the whole steps that call hear_of_the_second_half() before their inputs are published
     """
 
-    def __init__(self, ops: StepOps, table: RequestTable, pool: HybridKVPool, guards: PublishingGuards) -> None:
+    def __init__(
+        self, ops: StepOps, table: RequestTable, pool: HybridKVPool, states: StatePool, guards: PublishingGuards
+    ) -> None:
         self.device = pool.device
-        self._ops, self._table, self._pool = ops, table, pool
+        self._ops, self._table, self._pool, self._states = ops, table, pool, states
         self._deliver, self._of_last_step = guards.deliver, guards.of_last_step
         # One ring for each child, so that the host may be as many split steps ahead as others.
         words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
@@ -241,8 +245,8 @@ class Publisher:
             for half in range(HALVES)
         )
         self.runs = GraphRuns(pool.device)
-        # A step takes up to two slots per space: for copies and for cells.
-        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
+        # A step takes up to two slots per space, for copies and for cells, and one for tags.
+        self._updates = HostRing(pool.device, depth=2 * (2 * len(table.spaces) + 1), wait=guards.ring_wait)
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
         self.launching: _Launching | None = None
         self.found: Found = []
@@ -261,6 +265,18 @@ class Publisher:
                 launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
                 self._deliver(launch, pending.cells.clear)
                 self._updates.release()
+        if not self._states.is_empty:
+            self._table.states.apply(self._update_tags, self._states.copy)
+
+    def _update_tags(self, rows: Int32Array, tags: Int32Array) -> None:
+        """Launches the change of rows' tags. rows, tags: int32 [n]"""
+        cells = np.stack([rows, np.zeros_like(rows), tags], 1)
+        slot, words, _ = self._updates.acquire(cells.size)
+        words[: cells.size] = cells.reshape(-1)
+        try:
+            self._ops.table_update(slot, self._states.tags, num_updates=len(cells))
+        finally:
+            self._updates.release()
 
     def _copy_pages(self, table: PageTable) -> None:
         """Launches a space's pending copies. No target is a source, so a launch that failed halfway may run again."""

@@ -15,6 +15,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.state_layers import StateCalls
 
 # (branches, draft step, its memory): derives the mask of its drafts from the parents of all drafts so far.
 PlaceMask = Callable[[int, int, DeviceStep], None]
@@ -103,6 +104,7 @@ class Part:
     last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 if there is no new token. A
                           pad of a decode step has a padded token
     layers:               store and attend for the tokens above, while the step runs
+    states:               the calls of recurrent layers, likewise
     plan:                 how the step runs; its shape has all parts
     number:               the part's place in Step.parts
     tree:                 the parents of a round's drafts; empty in other steps
@@ -119,6 +121,7 @@ class Part:
     row_of_token: Tensor
     last_token_of_seq: Tensor
     layers: LayerCalls
+    states: StateCalls
     plan: StepPlan
     number: int
     tree: RoundTree

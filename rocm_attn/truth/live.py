@@ -83,6 +83,8 @@ class LiveTruth:
                     layer.run(part.layers, number, part.token_ids.shape[0])
             needles.judge(layers, "decode" if new == 1 else "prompt")
             done += new
+            # Needles pass no recurrent layer, so a step of a model with such layers counts as unfinished.
+            table.mark_stored([row], [done])
 
     def _verdict(self, reason: str, *, is_fault: bool) -> TruthVerdict:
         """Returns the verdict of all ranks."""

@@ -24,7 +24,7 @@ def wrapping_pages(problems: Sequence[Problem], pages: int) -> tuple[int, ...]:
     found: set[int] = set()
     for problem in problems:
         for form in filter(None, (problem.page_format, problem.state_format)):
-            for elements in {form.page_size * side for side in form.side_elements if side}:
+            for elements in {form.line, form.page_size * form.side_elements[1]} - {0}:
                 for unit in {1, form.encoding.dtype.itemsize}:
                     found.update(reach // (elements * unit) for reach in _REACHES)
     return tuple(sorted(page for page in found if page < pages))

@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
-from rocm_attn.kernels.cache.records import records_of
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
@@ -130,12 +130,13 @@ def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -
         numbers[0] = 0
         return numbers.to(form.encoding.dtype)
 
-    if form.scales is Scales.GROUP:
-        size = num_pages, form.page_size, 1, form.head_dim
-        records = records_of(torch.randn(*size, device=device, generator=generator), form)
-        records[0] = 0
-        k = records.view(form.encoding.dtype)
-        return LayerPages(k, k[..., : form.v_head_dim], form)
+    if form.record is not None:
+        pages = LayerPages.latent(torch.zeros(num_pages, form.line, dtype=form.encoding.dtype, device=device), form)
+        assert pages.record is not None
+        size, ids = (num_pages - 1, form.page_size, 1, form.head_dim), torch.arange(1, num_pages, device=device)
+        parts = RecordParts.of_rows(torch.randn(*size, device=device, generator=generator), form)
+        pages.record.put((ids,), parts)
+        return pages
 
     def scale_values() -> Tensor | None:
         if form.scales is Scales.NONE:

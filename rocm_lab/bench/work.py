@@ -42,7 +42,7 @@ def work_of(problem: Problem, batch: BatchSpec) -> LayerWork:
 def _row_bytes(problem: Problem) -> int:
     """Returns the bytes of a token's K and V, with scales per token."""
     form = problem.page_format
-    elements = form.k_row if form.kind is PoolKind.LATENT else form.head_dim + form.v_head_dim
+    elements = sum(form.side_elements) // form.num_kv_heads + (form.record.footer if form.record is not None else 0)
     sides = 1 if form.kind is PoolKind.LATENT else 2
     scales = sides * _SCALE_BYTES * (form.scales is Scales.TOKEN)
     return form.num_kv_heads * (elements * form.encoding.dtype.itemsize + scales)

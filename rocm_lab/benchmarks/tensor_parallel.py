@@ -196,7 +196,7 @@ def _graph(body: Callable[[], Tensor], device: torch.device) -> Callable[[], obj
 
 def attention_alone(served: Served, num_seqs: int) -> Callable[[Part], Tensor]:
     """Returns a forward of attention alone, with constant q, k and v."""
-    heads = served.config.layers[0].attention
+    heads = served.config.attending[0].attention
     parts = [heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads]
     device, dtype = served.runtime.device, served.model.weights.dtype
     qkv = torch.randn(num_seqs, sum(parts), heads.head_dim, device=device, dtype=dtype)

@@ -20,7 +20,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.errors import BadSetting, NeverFits, RocmAttnError
-from rocm_attn.kernels.cache.records import records_of
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
@@ -268,7 +268,8 @@ def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> 
             some = raw[first : first + _FILL_PAGES]
             if pages.record is not None:
                 rows = torch.randn(*some.shape[:-1], form.head_dim, generator=generator, device=some.device)
-                some.copy_(records_of(rows, form))
+                ids = torch.arange(first, first + len(some), device=some.device)
+                pages.record.put((ids,), RecordParts.of_rows(rows, form))
             elif form.encoding.is_fp8:
                 drawn = torch.randn(some.shape, generator=generator, device=some.device)
                 some.copy_(drawn.to(form.encoding.dtype).view(torch.uint8))

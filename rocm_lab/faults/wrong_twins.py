@@ -31,6 +31,7 @@ from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.kernels.refs.rope import rope_queries, stored_rows
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
+from rocm_attn.kernels.states.arguments import BEGINS, LEFT_OUT, StatePlaces
 from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.paging.stored_tokens import StoredTokens
@@ -130,6 +131,30 @@ def fill_once(ops: StepOps) -> StepOps:
             ops.fill(step, page_size=page_size, window_left=window_left)
 
     return replace(ops, fill=fill)
+
+
+def states_as_they_come(ops: StepOps) -> StepOps:
+    """A step goes on from the state that its row's slots got last, whoever wrote it, and after whatever token."""
+
+    def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None:
+        rows, starts = step.row_of_seq.tolist(), (step.kv_len - step.q_len).tolist()
+        new = step.q_len.tolist()
+        for seq, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            if seq >= int(step.counts[0]) or new[seq] == 0:
+                places.source[seq], places.target[seq], places.pending[seq] = LEFT_OUT, 0, 0
+                continue
+            written_at = [int(headers[2 * row + slot, 1]) for slot in range(2)]
+            last = int(written_at[1] > written_at[0])
+            target = 2 * row + (0 if start == 0 else 1 - last)
+            places.source[seq] = BEGINS if start == 0 else 2 * row + last
+            places.target[seq] = target
+            before = min(max(start - int(headers[2 * row + last, 2]), 0), kept)
+            places.pending[seq] = 0 if start == 0 else before
+            first = start if new[seq] <= kept else start + new[seq]
+            header = [int(tags[row, 0]), start, first, start + new[seq]]
+            headers[target] = torch.tensor(header, dtype=torch.int32, device=headers.device)
+
+    return replace(ops, state_places=state_places)
 
 
 def lengths_of_the_first_step(ops: StepOps) -> StepOps:
@@ -517,6 +542,7 @@ WRONG_TWINS: Mapping[str, Any] = {
     "planner_inputs": lengths_on_the_device,
     "graph_key": key_without_length,
     "full_refresh": fill_once,
+    "state_lineage": states_as_they_come,
     "graph_epoch": EpochlessPins,
     "sealed_capture": sealed_or_not,
     "table_first": table_one_update_late,

@@ -50,6 +50,7 @@ class Core:
     def __init__(self, memory: Memory) -> None:
         self.vector = np.zeros((NUM_VECTOR, LANES), np.uint32)
         self.scalar = np.zeros(NUM_SCALAR, np.uint32)
+        self._scalar_bytes = self.scalar.view(np.uint8)
         self.active = np.ones(LANES, np.bool_)
         self.all_active = True
         self.any_active = True
@@ -78,19 +79,20 @@ class Core:
 
     def read_mask(self, index: int) -> Array:
         """Returns two scalar registers as bool [64]."""
-        return np.unpackbits(self.scalar[index : index + 2].view(np.uint8), bitorder="little").view(np.bool_)
+        return np.unpackbits(self._scalar_bytes[4 * index : 4 * index + 8], bitorder="little").view(np.bool_)
 
     def write_mask(self, index: int, mask: Array) -> None:
         """Writes mask, in which inactive lanes are 0, to two scalar registers."""
-        self.scalar[index : index + 2] = np.packbits(mask & self.active, bitorder="little").view(np.uint32)
+        self._scalar_bytes[4 * index : 4 * index + 8] = np.packbits(mask & self.active, bitorder="little")
         if index == EXEC:
             self.refresh_exec()
 
     def refresh_exec(self) -> None:
         """Updates the lane masks from EXEC."""
         self.active[:] = self.read_mask(EXEC)
-        self.all_active = bool(self.active.all())
-        self.any_active = bool(self.active.any())
+        lanes = self.read_pair(EXEC)
+        self.all_active = lanes == (1 << LANES) - 1
+        self.any_active = lanes != 0
 
     def resume(self, wave: Wave) -> None:
         """Makes wave the running one."""

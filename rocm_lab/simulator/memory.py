@@ -58,7 +58,11 @@ class Memory:
 
     def _locate(self, addresses: Array, size: int, verb: str) -> tuple[Allocation, Array]:
         """The allocation that holds every lane's bytes, and the offsets in it."""
+        first = int(addresses[0])
         for allocation in self.allocations:
+            # Numbers cost less than arrays, and one lane rules out nearly all others.
+            if not 0 <= first - allocation.address <= allocation.num_bytes - size:
+                continue
             # Below the allocation the difference wraps around to a huge number.
             offsets = (addresses - allocation.address).view(np.uint64)
             if int(offsets.max()) + size <= allocation.num_bytes:

@@ -129,7 +129,7 @@ class VectorSink:
         self._dtype = dtype
         index = vector_register(token).index
         rows = core.vector[index : index + max(1, dtype.itemsize // 4)]
-        self._rows = rows.view(dtype) if dtype.itemsize == 4 else rows
+        self._rows = list(rows.view(dtype) if dtype.itemsize == 4 else rows)
 
     def write(self, value: Array) -> None:
         """value, [1] or [64], to the active lanes."""

@@ -265,6 +265,11 @@ def _lines(report: Report) -> list[str]:
         *(f"  {line}" for line in report.kernels),
         f"{report.num_pages} pages"
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
+        *(
+            [f"{report.checkpoints} states of recurrent layers for prompts that begin alike"]
+            if report.state_bytes
+            else []
+        ),
         *([f"{report.ranks} ranks share the model"] if report.ranks > 1 else []),
         *(f"  {sentence}" for sentence in report.cost_of_ranks),
         report.memory_line(),

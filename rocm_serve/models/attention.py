@@ -17,12 +17,13 @@ from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.step.protocols import LayerCalls
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention_weights import (
-    AttentionWeights,
     BlockIndexWeights,
     IndexWeights,
     KVHeadWeights,
     LatentWeights,
 )
+from rocm_serve.models.step_calls import StepCalls
+from rocm_serve.models.weights import MixerWeights
 
 # The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
 # MiniCPM3 use this value, whatever the epsilon of the model's other norms is.
@@ -38,28 +39,33 @@ class OverHeads:
     """A layer with K and V heads.
 
     number: of the layer whose K and V it reads, its own if it keeps some
+    num_gates: heads whose output is multiplied by a gate: all or none
     rope:   of its index keys
     work:   norms and rope of q, k and v
     """
 
     number: int
     keeps_kv: bool
+    num_gates: int
     heads: AttentionLayer
     weights: KVHeadWeights
     arithmetic: Arithmetic
     rope: Rope
     work: QkvWork
 
-    def attended(self, attention: LayerCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method.
 
         x: [T, hidden], normalised
         """
-        heads, weights = self.heads, self.weights
+        heads, weights, attention = self.heads, self.weights, step.layers
         if weights.index is not None:
             self._select(attention, weights.index, x, cos_sin[self.rope])
         x = self.arithmetic.linears.linear(x, weights.qkv, weights.qkv_bias)
         x = x.view(x.shape[0], -1, heads.head_dim)
+        gates = x[:, x.shape[1] - self.num_gates :] if self.num_gates else None
+        if gates is not None:
+            x = x[:, : -self.num_gates]
         q = x[:, : heads.num_q_heads]
         if self.keeps_kv:
             # If V is K, V has no rows of its own: the last rows are those of K.
@@ -72,7 +78,7 @@ class OverHeads:
             attention.attend(self.number, q, out)
         else:
             attention.attend_selected(self.number, q, out)
-        return out.flatten(1)
+        return (out if gates is None else out * gates.sigmoid()).flatten(1)
 
     def _select(self, attention: LayerCalls, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
         """Selects the step's keys. x: [T, hidden], normalised"""
@@ -107,8 +113,9 @@ class OverLatentRows:
     rope: Rope
     work: QkvWork
 
-    def attended(self, attention: LayerCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * v_dim]; see OverHeads."""
+        attention = step.layers
         heads, weights, linears = self.heads, self.weights, self.arithmetic.linears
         first = linears.linear(x, weights.first, weights.first_bias)
         row, q = first[:, None, -heads.head_dim :], first[:, : -heads.head_dim]
@@ -122,7 +129,11 @@ class OverLatentRows:
         rows = torch.empty((*q.shape[:2], heads.head_dim), dtype=q.dtype, device=q.device)
         rows[..., :latent_dim] = linears.of_heads(q[..., :nope_dim], weights.absorbed_k)
         q_rope, latent = q[..., nope_dim:], row[..., :latent_dim]
-        attention.rope_and_store(self.number, q_rope, row, latent, rows[..., latent_dim:], self.work)
+        if self.work.rope is not None:
+            attention.rope_and_store(self.number, q_rope, row, latent, rows[..., latent_dim:], self.work)
+        else:
+            rows[..., latent_dim:] = q_rope
+            attention.rope_and_store(self.number, rows, row, latent, rows, self.work)
         q, out = rows, torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
         if isinstance(heads.indexer, AllKeys):
             attention.attend(self.number, q, out)
@@ -147,20 +158,22 @@ LayerAttention = OverHeads | OverLatentRows
 
 
 def layer_attention(
-    number: int, reads: int, layer: LayerConfig, weights: AttentionWeights, arithmetic: Arithmetic, rope: RopeTable
+    number: int, reads: int, layer: LayerConfig, weights: MixerWeights, arithmetic: Arithmetic, rope: RopeTable | None
 ) -> LayerAttention:
     """The attention of layer `number`, which reads K and V of layer `reads`. rope: the layer's"""
     if isinstance(weights, LatentWeights):
         assert isinstance(layer.projections, LatentProjections), "weights are read by their config"
-        at_end = RopeTable(rope.cos_sin, at_end=True)
+        at_end = None if rope is None else RopeTable(rope.cos_sin, at_end=True)
         arithmetic = replace(arithmetic, eps=_LATENT_NORM_EPS)
         work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, _LATENT_NORM_EPS))
         return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic, layer.rope, work)
     assert isinstance(layer.projections, HeadProjections), "weights are read by their config"
+    assert isinstance(weights, KVHeadWeights), "weights are read by their config"
     eps = arithmetic.eps
     plain = torch.ones(layer.attention.head_dim, device=weights.qkv.device) if layer.projections.v_norm else None
     work = QkvWork(rope, _row_norm(weights.q_norm, eps), _row_norm(weights.k_norm, eps), _row_norm(plain, eps))
-    return OverHeads(reads, reads == number, layer.attention, weights, arithmetic, layer.rope, work)
+    num_gates = layer.attention.num_q_heads if layer.projections.gate else 0
+    return OverHeads(reads, reads == number, num_gates, layer.attention, weights, arithmetic, layer.rope, work)
 
 
 def _row_norm(weight: Tensor | None, eps: float) -> RowNorm | None:

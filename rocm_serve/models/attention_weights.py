@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.models.config import HeadProjections, LatentProjections
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_attn.models.shards import Shard, ShardRange
+from rocm_attn.models.shards import GroupedRows, Shard, ShardRange
 from rocm_attn.models.tensors import TensorPart, TensorReader
 from rocm_attn.problem import Indexer
 from rocm_serve.models.mlp_weights import Named, with_bias
@@ -22,7 +22,8 @@ class KVHeadWeights:
 
     A matrix is [out, in]. A weight that the model lacks is None.
 
-    qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then of k and v as far as there are any
+    qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then of k and v as far as there are any,
+           and then num_q_heads * head_dim of the gate, if there is one
     out:   [hidden, num_q_heads * head_dim]
     sinks: float32 [num_q_heads]
     q_norm, k_norm: [head_dim]
@@ -105,9 +106,8 @@ def head_shapes(attention: AttentionLayer, projections: HeadProjections, hidden:
     q_size = attention.num_q_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     for name in _projected(projections, keeps_kv=keeps_kv):
-        yield from with_bias(
-            f"self_attn.{name}_proj", (q_size if name == "q" else kv_size, hidden), projections.qkv_bias
-        )
+        size = q_size * (1 + projections.gate) if name == "q" else kv_size
+        yield from with_bias(f"self_attn.{name}_proj", (size, hidden), projections.qkv_bias)
     yield from with_bias("self_attn.o_proj", (hidden, q_size), projections.out_bias)
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_q_heads,)
@@ -188,8 +188,14 @@ def read_heads(
     reader, piece = tensors.reader, tensors.piece
     heads = tensors.shard.heads(attention.num_q_heads, attention.num_kv_heads)
     q, kv = (span.of_elements(attention.head_dim) for span in (heads.q, heads.kv))
-    names = _projected(projections, keeps_kv=keeps_kv)
-    qkv = [(f"{name}_proj", q if name == "q" else kv) for name in names]
+    dim = attention.head_dim
+    qkv = [(f"{name}_proj", kv) for name in _projected(projections, keeps_kv=keeps_kv) if name != "q"]
+    if projections.gate:
+        of_each = (heads.q.of_each(GroupedRows(1, 2 * dim, begin, dim)) for begin in (0, dim))
+        queries, gates = ([("q_proj", span) for span in spans] for spans in of_each)
+        qkv = [*queries, *qkv, *gates]
+    else:
+        qkv = [("q_proj", q), *qkv]
     out, out_bias = tensors.out(q, has_bias=projections.out_bias)
     return KVHeadWeights(
         qkv=reader.join(*(piece(f"{name}.weight", span) for name, span in qkv)),

@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +15,7 @@ import torch
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.models.cut import cost_of_cut
+from rocm_attn.models.families import DECODERS
 from rocm_attn.models.fields import Fields, read_json, read_text
 from rocm_attn.models.gguf_config import config_from_gguf
 from rocm_attn.models.gguf_file import GGUFFile
@@ -21,8 +23,8 @@ from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.tensors import TensorSource
 from rocm_attn.problem import DTYPES
 from rocm_serve.models.places import find_model
+from rocm_serve.models.renamed_tensors import RenamedTensors, replaced_name, text_name
 from rocm_serve.models.safetensors_file import SafetensorsFiles
-from rocm_serve.models.text_part import TextWeights
 from rocm_serve.models.weights import ModelWeights, load_weights
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.text.chat_template import template_of
@@ -132,9 +134,12 @@ def _open_directory(directory: Path) -> ModelFiles:
     generation = Fields(_json_if_there(directory / "generation_config.json"), "generation_config.json")
     ends = dict.fromkeys(config.eos_token_ids + generation.ids("eos_token_id"))
     config = replace(config, eos_token_ids=tuple(ends))
-    files = SafetensorsFiles(directory)
-    # with a text_config, the text model is one part of several
-    return ModelFiles(config, TextWeights(files) if "text_config" in json else files, tokenizer)
+    source: TensorSource = SafetensorsFiles(directory)
+    if "text_config" in json:  # the text model is one part of several
+        source = RenamedTensors(source, text_name)
+    if renamed := DECODERS[config.architecture].renamed:
+        source = RenamedTensors(source, partial(replaced_name, renamed))
+    return ModelFiles(config, source, tokenizer)
 
 
 def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:

@@ -68,7 +68,10 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
     total = (parts.view(*share.shape, -1) * share.to(x.dtype)[..., None]).sum(1)
     if weights.shared is not None:
-        total = total + linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
+        shared = linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
+        if weights.shared_share is not None:
+            shared = shared * linears.linear(x, weights.shared_share).sigmoid()
+        total = total + shared
     return linears.summed(total)
 
 

@@ -43,6 +43,7 @@ class ExpertWeights:
     down:         [num_experts, hidden, inner]
     down_bias:    [num_experts, hidden]; only on one rank, because ranks sum the outputs of experts
     shared:       of the dense MLP next to them
+    shared_share: [1, hidden]; the logit of a token's share of that MLP
     """
 
     router: Tensor
@@ -54,6 +55,7 @@ class ExpertWeights:
     down: Tensor
     down_bias: Tensor | None
     shared: DenseWeights | None
+    shared_share: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +112,13 @@ def _expert_shapes(mlp: ExpertMlp, hidden: int) -> Named:
         for expert in range(experts):
             yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), hidden)
     if mlp.shared_size:
-        yield from _dense_shapes("mlp.shared_experts.", mlp.shared, hidden)
+        yield from _dense_shapes(f"mlp.{_shared_name(mlp)}.", mlp.shared, hidden)
+    if mlp.has_shared_share:
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
+
+
+def _shared_name(mlp: ExpertMlp) -> str:
+    return "shared_expert" if mlp.has_shared_share else "shared_experts"
 
 
 def _joined_shapes(prefix: str, mlp: ExpertMlp, hidden: int) -> Named:
@@ -196,7 +204,8 @@ def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) 
         gate_up_bias=None,
         down=down,
         down_bias=None,
-        shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
+        shared=_read_shared(reader, mlp, prefix, shard),
+        shared_share=_read_shared_share(reader, mlp, prefix),
     )
 
 
@@ -216,7 +225,18 @@ def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shar
         down=down.transpose(1, 2).contiguous(),
         down_bias=reader.join(TensorPart(f"{prefix}experts.down_proj_bias")) if shard.rank == 0 else None,
         shared=None,
+        shared_share=None,
     )
+
+
+def _read_shared(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> DenseWeights | None:
+    name = f"{prefix}{_shared_name(mlp)}."
+    return _read_dense(reader, mlp.shared, name, shard) if mlp.shared_size else None
+
+
+def _read_shared_share(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> Tensor | None:
+    part = TensorPart(f"{prefix}shared_expert_gate.weight")
+    return reader.join(part) if mlp.has_shared_share else None
 
 
 class _Router(NamedTuple):
@@ -260,5 +280,6 @@ def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, router: _Rou
         gate_up_bias=None,
         down=reader.join(TensorPart(f"{prefix}experts.down_proj", (every, ShardRange.whole(hidden), inner))),
         down_bias=None,
-        shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
+        shared=_read_shared(reader, mlp, prefix, shard),
+        shared_share=_read_shared_share(reader, mlp, prefix),
     )

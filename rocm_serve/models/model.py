@@ -10,32 +10,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.models.config import ModelConfig
+from rocm_attn.models.config import ModelConfig, RecurrentConfig
 from rocm_attn.problem import Indexer
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.protocols import LayerCalls
 from rocm_serve.models.arithmetic import Arithmetic, Residual
-from rocm_serve.models.attention import layer_attention
+from rocm_serve.models.attention import LayerAttention, layer_attention
 from rocm_serve.models.attention_weights import KVHeadWeights as AttentionHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
 from rocm_serve.models.mlp import add_mlp
+from rocm_serve.models.recurrent import RecurrentMixer, recurrent_layer
+from rocm_serve.models.step_calls import StepCalls
 from rocm_serve.models.weights import ModelWeights
 from rocm_serve.ranks import ONE_RANK, Ranks
 
 
-class StepInputs(Protocol):
+class StepInputs(StepCalls, Protocol):
     """The inputs of forward() for a step of T tokens and S sequences, pads included.
 
     token_ids:         int32 [T], pads 0
     positions:         int32 [T], pads 0
     last_token_of_seq: int32 [S], 0 if there is no new token
-    layers:            attention of the step's tokens
+    layers, states:    see StepCalls
     """
 
     @property
@@ -44,8 +46,6 @@ class StepInputs(Protocol):
     def positions(self) -> Tensor: ...
     @property
     def last_token_of_seq(self) -> Tensor: ...
-    @property
-    def layers(self) -> LayerCalls: ...
 
 
 class Model:
@@ -76,25 +76,35 @@ class Model:
             config.rms_norm_eps,
             config.multipliers.residual,
         )
-        ropes = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.layers}
-        self._attentions = [
-            layer_attention(number, reads, layer, layer_weights.attention, self._arithmetic, ropes[layer.rope])
-            for number, (reads, layer, layer_weights) in enumerate(
-                zip(config.attention.reads, config.layers, weights.layers, strict=True)
-            )
-        ]
+        self._mixers = self._mixers_of(max_kv_len)
         dtype = weights.dtype
         self._cos_sin = {
             layer.rope: layer.rope.table(max_kv_len, dtype, weights.device)
-            for layer in config.layers
+            for layer in config.attending
             if isinstance(layer.attention.indexer, Indexer)
         }
         # rounded like the embeddings: models with a scale were trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
         self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
-        for layer, layer_weights in enumerate(weights.layers):
-            if isinstance(layer_weights.attention, AttentionHeadWeights) and layer_weights.attention.sinks is not None:
-                head_weights.set(layer, HeadWeights(sinks=layer_weights.attention.sinks))
+        for layer, place in enumerate(config.places):
+            of_attention = weights.layers[place].attention
+            if isinstance(of_attention, AttentionHeadWeights) and of_attention.sinks is not None:
+                head_weights.set(layer, HeadWeights(sinks=of_attention.sinks))
+
+    def _mixers_of(self, max_kv_len: int) -> list[LayerAttention | RecurrentMixer]:
+        """The attention or the recurrence of every layer; each kind has numbers of its own."""
+        config, weights, arithmetic = self.config, self.weights, self._arithmetic
+        turns = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.attending}
+        reads, recurrent = iter(enumerate(config.attention.reads)), count()
+        mixers: list[LayerAttention | RecurrentMixer] = []
+        for layer, layer_weights in zip(config.layers, weights.layers, strict=True):
+            if isinstance(layer, RecurrentConfig):
+                mixers.append(recurrent_layer(next(recurrent), layer.recurrent, layer_weights.attention, arithmetic))
+            else:
+                number, read = next(reads)
+                rope, of_attention = turns[layer.rope], layer_weights.attention
+                mixers.append(layer_attention(number, read, layer, of_attention, arithmetic, rope))
+        return mixers
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
@@ -114,11 +124,11 @@ class Model:
         inputs: dict[int, Tensor] = {}
         own_inputs = self._own_inputs(step.token_ids, embedded)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
-        for number, attention in enumerate(self._attentions):
+        for number, mixer in enumerate(self._mixers):
             layer, weights = self.config.layers[number], self.weights.layers[number]
             if number in layers:
                 inputs[number] = residual.rows
-            x = attention.attended(step.layers, residual.normed(weights.attention_norm), cos_sin)
+            x = mixer.attended(step, residual.normed(weights.attention_norm), cos_sin)
             of_attention = weights.attention
             residual.add(arithmetic.output(x, of_attention.out, of_attention.out_bias, weights.attention_out_norm))
             add_mlp(residual, layer.mlp, weights, arithmetic)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import LatentProjections, ModelConfig
+from rocm_attn.models.config import LatentProjections, LayerConfig, ModelConfig, RecurrentConfig
+from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.models.shards import WHOLE, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_serve.models.attention_weights import (
@@ -30,9 +31,14 @@ from rocm_serve.models.attention_weights import (
 )
 from rocm_serve.models.kv_scales import KV_SCALES, kv_scale_values
 from rocm_serve.models.mlp_weights import MlpWeights, mlp_shapes, read_mlp
+from rocm_serve.models.recurrent_weights import RecurrentWeights, read_recurrent, recurrent_shapes
 
 # Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
+
+
+# The weights of attention, or of a recurrence in its place.
+MixerWeights = AttentionWeights | RecurrentWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +80,7 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    attention: AttentionWeights
+    attention: MixerWeights
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
     mlp: MlpWeights
@@ -154,11 +160,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 def layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
     """Yields the name within a layer and the shape of every tensor of it."""
     layer, hidden = config.layers[number], config.hidden_size
-    projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
-    if isinstance(projections, LatentProjections):
-        yield from latent_shapes(layer.attention, projections, hidden)
+    if isinstance(layer, RecurrentConfig):
+        yield from recurrent_shapes(layer.recurrent, layer.projections, hidden)
+    elif isinstance(layer.projections, LatentProjections):
+        yield from latent_shapes(layer.attention, layer.projections, hidden)
     else:
-        yield from head_shapes(layer.attention, projections, hidden, keeps_kv=keeps_kv)
+        yield from head_shapes(layer.attention, layer.projections, hidden, keeps_kv=config.keeps_kv(number))
     for name in _norm_names(config).values():
         yield f"{name}.weight", (hidden,)
     yield from mlp_shapes(layer.mlp, hidden)
@@ -188,10 +195,12 @@ def load_weights(
     """Reads a rank's part of the weights of the model, one tensor at a time.
 
     config: of the whole model
-    dtype:  of all weights except sinks and norms with an offset, which are float32: 1 + w needs more digits than w
+    dtype:  of all weights except sinks, norms with an offset, and the decays and norms of recurrences, which are
+            float32: 1 + w needs more digits than w
     shard:  the part; each rank holds the whole embedding
     Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite.
     """
+    config = _as_stored(source, config)
     _check_shapes(source, config)
     reader = TensorReader(source, expected_shapes(config), dtype, device)
     rows, vocab = shard.span(config.vocab_size), config.vocab_size
@@ -211,6 +220,20 @@ def load_weights(
     )
 
 
+def _as_stored(source: TensorSource, config: ModelConfig) -> ModelConfig:
+    """The config, with experts as the source holds them: Qwen3.5's files have one of two forms."""
+    shapes = source.shapes()
+
+    def of(number: int, mlp: Mlp) -> Mlp:
+        is_joined = f"model.layers.{number}.mlp.experts.gate_up_proj" in shapes
+        if is_joined and isinstance(mlp, ExpertMlp) and mlp.tensors is ExpertTensors.EACH:
+            return replace(mlp, tensors=ExpertTensors.JOINED)
+        return mlp
+
+    of_layers = enumerate(config.layers)
+    return replace(config, layers=tuple(replace(layer, mlp=of(number, layer.mlp)) for number, layer in of_layers))
+
+
 def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
     expected, found = expected_shapes(config), source.shapes()
     missing = [name for name in expected if name not in found]
@@ -228,15 +251,17 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
 
 def may_be_ignored(config: ModelConfig, name: str) -> bool:
     """True for a tensor that files of such a model may have although the model does not use it."""
-    # a tied head may be stored again, and old files keep a table that follows from the config
+    # a tied head may be stored again, old files keep a table that follows from the config, and Qwen's layers for
+    # speculation have names of their own
     layer = name.removeprefix("model.layers.").partition(".")[0]
     is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
     if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
         # layers that read K and V of another one may hold weights for K and V of their own
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
-        if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.attention.keeps_kv(int(layer)):
+        if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
             return True
-    return is_extra or name == "lm_head.weight" or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))
+    is_extra |= name == "lm_head.weight" or name.startswith("mtp.")
+    return is_extra or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))
 
 
 def _some(names: list[str]) -> str:
@@ -249,7 +274,9 @@ def read_layer(reader: TensorReader, config: ModelConfig, number: int, shard: Sh
     norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
     return LayerWeights(
         attention_norm=norms["attention_norm"],
-        attention=_attention(reader, config, number, shard),
+        attention=read_recurrent(reader, layer.recurrent, layer.projections, prefix, shard)
+        if isinstance(layer, RecurrentConfig)
+        else _attention(reader, config, number, layer, shard),
         attention_out_norm=norms.get("attention_out_norm"),
         mlp_norm=norms["mlp_norm"],
         mlp=read_mlp(reader, layer.mlp, prefix, shard),
@@ -276,9 +303,10 @@ def _own_inputs(reader: TensorReader) -> OwnInputWeights:
     )
 
 
-def _attention(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> AttentionWeights:
-    layer, prefix = config.layers[number], f"model.layers.{number}.self_attn."
-    projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
+def _attention(
+    reader: TensorReader, config: ModelConfig, number: int, layer: LayerConfig, shard: Shard
+) -> AttentionWeights:
+    prefix, projections, keeps_kv = f"model.layers.{number}.self_attn.", layer.projections, config.keeps_kv(number)
     if isinstance(projections, LatentProjections):
         return read_latent(OfAttention(reader, prefix, shard), layer.attention, projections)
     norms = {name: _norm(reader, config, prefix + name) for name in head_norms(projections, keeps_kv=keeps_kv)}

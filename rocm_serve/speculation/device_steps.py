@@ -83,10 +83,13 @@ def speculative_bytes(options: EngineOptions, max_kv_len: int) -> int:
 FOLLOWING = "follow from each other on the device"
 
 
-def why_no_speculative_steps(options: EngineOptions, *, num_ranks: int, looks_on: bool) -> str:
+def why_no_speculative_steps(
+    options: EngineOptions, *, num_ranks: int, looks_on: bool, has_states: bool = False
+) -> str:
     """The reason why the host plans every round of an engine with draft tokens; empty: they may follow from each other.
 
-    looks_on: whether an observer needs single steps
+    looks_on:   whether an observer needs single steps
+    has_states: whether the model has recurrent layers
     """
     if options.speculative != NGRAM:
         return f"speculative is {options.speculative}, and only ngram drafts are looked up on the device"
@@ -94,6 +97,8 @@ def why_no_speculative_steps(options: EngineOptions, *, num_ranks: int, looks_on
         return "topk is above 1, and the host looks up the trees of ngram drafts"
     if num_ranks > 1:
         return f"{num_ranks} ranks share the model, and plan each step together"
+    if has_states:
+        return "the model has recurrent layers, whose states the host follows from step to step"
     if looks_on:
         return "check_every, hang_after, profiler_ranges or flight_record is set, and needs each step on the host"
     return ""

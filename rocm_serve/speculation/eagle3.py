@@ -82,7 +82,7 @@ def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
 
 def seeded_head3(large: LoadedModel) -> Eagle3Weights:
     """A head of random weights, always the same ones, that knows every second token of the large model."""
-    layer = large.config.layers[-1]
+    layer = large.config.attending[-1]
     layer = replace(
         layer,
         attention=replace(layer.attention, window_left=UNLIMITED_WINDOW, has_sinks=False),

@@ -87,7 +87,7 @@ class EagleHead(DraftingModel):
     def __init__(self, weights: EagleWeights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
         config, of_head = weights.model.config, weights.model.weights
         self._large, self._fc = large, weights.fc
-        self._layer, self._of_layer = config.layers[0], of_head.layers[0]
+        (self._layer,), (self._of_layer,) = config.attending, of_head.layers
         linears = linears_over(ONE_RANK, deterministic=runtime.deterministic)
         self._arithmetic = Arithmetic(linears, config.rms_norm_eps, config.multipliers.residual)
         rope = self._layer.rope.turns(runtime.max_kv_len, of_head.device)
@@ -124,7 +124,7 @@ class EagleHead(DraftingModel):
     def through_layer(self, step: Part, x: Tensor, residual: Tensor) -> Tensor:
         """[T, hidden]: the residual with attention over x, and with the MLP of that."""
         arithmetic, weights = self._arithmetic, self._of_layer
-        x = self._attention.attended(step.layers, x, {})
+        x = self._attention.attended(step, x, {})
         out = weights.attention.out, weights.attention.out_bias, weights.attention_out_norm
         sums = Residual(arithmetic, residual)
         sums.add(arithmetic.output(x, *out))
@@ -147,7 +147,7 @@ def _config_like(config: ModelConfig) -> ModelConfig:
 
 def _layer_like(config: ModelConfig) -> LayerConfig:
     """The last layer that attends to all keys, without a window, with K and V of its own."""
-    for layer in reversed(config.layers):
+    for layer in reversed(config.attending):
         if isinstance(layer.attention.indexer, AllKeys) and not layer.attention.has_sinks:
             return replace(layer, attention=replace(layer.attention, window_left=UNLIMITED_WINDOW))
     raise BadModel(

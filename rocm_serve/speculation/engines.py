@@ -60,7 +60,13 @@ def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     if options.speculative.startswith(EAGLE):
         return _read_head(options.speculative.removeprefix(EAGLE), loaded)
     path = options.speculative.removeprefix(DRAFT_MODEL)
-    return load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
+    small = load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
+    if small.config.attention.recurrent:
+        raise BadSetting(
+            f"speculative is {options.speculative}, a model with recurrent layers, and drafts are made in rounds on "
+            "the device, which have no states; use a draft model without recurrent layers, or ngram"
+        )
+    return small
 
 
 def _read_head(path: str, loaded: LoadedModel) -> EagleWeights:

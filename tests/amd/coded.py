@@ -8,10 +8,10 @@ from torch import Tensor
 from rocm_attn.problem import KVEncoding, Problem, Scales
 
 
-def group_scales(groups: Tensor, largest: float) -> Tensor:
-    """Returns scales of groups of 128, [..., 1]: vLLM's 2 ** ceil(log2(max(largest element / largest, 1e-4)))."""
-    least = (groups.abs().amax(-1, keepdim=True).double() / largest).clamp(min=1e-4)
-    return (2.0 ** least.log2().ceil()).to(groups)
+def group_scales(groups: Tensor, largest: float, least: float = 1e-4) -> Tensor:
+    """Returns scales of groups, [..., 1]: vLLM's 2 ** ceil(log2(max(largest element / largest, least)))."""
+    wanted = (groups.abs().amax(-1, keepdim=True).double() / largest).clamp(min=least)
+    return (2.0 ** wanted.log2().ceil()).to(groups)
 
 
 def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
@@ -24,11 +24,14 @@ def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
     dtype = getattr(torch, problem.kv_encoding.value)
     largest = torch.finfo(dtype).max
     rows = rows.float().nan_to_num(0.0, 0.0, 0.0)
-    if problem.kv_scales is Scales.GROUP:
-        groups = rows[..., : problem.v_head_dim].reshape(*rows.shape[:-1], -1, 128)
-        scale_value = group_scales(groups, 224.0 if problem.kv_encoding is KVEncoding.E4M3FNUZ else 448.0)
+    if problem.kv_scales in (Scales.GROUP, Scales.FOOTER):
+        # DeepSeek-V4's records: the last 64 elements of V are no codes, and 1e-4 is the largest element's least value.
+        of_v4 = problem.kv_scales is Scales.FOOTER
+        coded, group, least = (problem.v_head_dim - 64, 64, 1e-4 / 448) if of_v4 else (problem.v_head_dim, 128, 1e-4)
+        groups = rows[..., :coded].reshape(*rows.shape[:-1], -1, group)
+        scale_value = group_scales(groups, 224.0 if problem.kv_encoding is KVEncoding.E4M3FNUZ else 448.0, least)
         latent = ((groups / scale_value).to(dtype).float() * scale_value).flatten(-2)
-        return torch.cat((latent, rows[..., problem.v_head_dim :].bfloat16().float()), -1)
+        return torch.cat((latent, rows[..., coded:].bfloat16().float()), -1)
     if problem.kv_scales is Scales.TOKEN:
         scale_value = torch.maximum(rows.abs().amax(-1, keepdim=True) * (1 / largest), torch.tensor(2.0**-100))
     else:

@@ -48,6 +48,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-3-70b.eight-bits": ("--tp", "8", *_EIGHT_BITS),
     "deepseek-v3.eight-bits": ("--tp", "8", *_EIGHT_BITS),
     "deepseek-v3.2.records": ("--tp", "8", *_RECORDS),
+    "deepseek-v4-flash.records": ("--tp", "8", "--kv-dtype", "fp8", "--kv-scales", "footer"),
 }
 
 
@@ -111,7 +112,7 @@ def _rows(model: str) -> list[str]:
     for kind in said[0]["recurrent_layers"]:
         state = f"{kind['num_value_heads']} states of {kind['key_dim']} x {kind['value_dim']}"
         size = f"{kind['bytes_per_request']:,} bytes a layer and request"
-        numbers[f"{kind['rule']}, {state}, {size} | **not served** | | "] = len(kind["layers"])
+        numbers[f"{kind['rule']}, {state}, {size} | `kernels/states` | `kernels/states` | "] = len(kind["layers"])
     name = f"{model} {' '.join(MODELS[model])}".strip()
     return [f"| {name} | {number} | {row} |" for row, number in numbers.items()]
 

@@ -159,11 +159,16 @@ def test_the_table_of_models_is_current() -> None:
 
 def test_a_plan_says_the_bytes_of_states(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8")
-    states = 48 * (4 * 48 * 128 * 128 + 6 * 80 * 128)
+    # Two states, each with the last inputs of the convolution, and k, v, decay and beta of one token that is kept.
+    state = 4 * 48 * 128 * 128 + 2 * (3 + 1) * 80 * 128 + 2 * (16 + 48) * 128 + 2 * 256
+    states = 2 * 48 * state
     assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_bytes_per_request"] == states
     assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan]) == 0
-    assert f"states take {states / 2**20:.1f} MiB a request too; rocm_attn keeps none" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"states take {states / 2**20:.1f} MiB a request" in printed
+    rows = 9  # with the reserved one
+    assert f"states of requests {rows * states / 2**30:.1f} GiB" in " ".join(printed.split())
 
 
 def test_a_plan_counts_windows_rows_and_states_of_deepseek_v4(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
 def wide_model(dtype: torch.dtype) -> LoadedModel:
     """Returns two layers whose eight query heads share one KV head, which kernels over vectorised pages require."""
     attention = AttentionLayer(8, 1, 128, scale=128**-0.5)
-    layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=128))
+    layer = replace(CONFIG.attending[0], attention=attention, rope=Rope(theta=10000.0, head_dim=128))
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
 
 

@@ -38,7 +38,7 @@ MODELS = (
     Named("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ("Qwen3MoeForCausalLM",)),
     Named("Qwen3-Next, Qwen3-Coder-Next", ("Qwen3NextForCausalLM",)),
     Named(
-        "Qwen3.5, Qwen3.8",
+        "Qwen3.5, Qwen3.8 (text)",
         (
             "Qwen3_5ForCausalLM",
             "Qwen3_5ForConditionalGeneration",
@@ -58,6 +58,7 @@ MODELS = (
     Named("DeepSeek-V4, V4.1", ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")),
     Named("GLM-5, GLM-5.1", ("GlmMoeDsaForCausalLM",)),
     Named("GLM-5.3-Flash", ("Glm5NextForConditionalGeneration",)),
+    Named("Bamba", ("BambaForCausalLM",)),
     Named("Kimi-Linear", ("KimiLinearForCausalLM",)),
     Named("Kimi-K3", ("KimiK3ForConditionalGeneration",)),
     Named("MiniCPM3", ("MiniCPM3ForCausalLM",)),

@@ -45,7 +45,7 @@ def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
 def write_smollm2(folder: Path) -> None:
     """Writes SmolLM2 135M from the GGUF file in its wheel, dequantised to float32 by the runner's own loader."""
     files = open_model("smollm2")
-    config, layer = files.config, files.config.layers[0]
+    config, layer = files.config, files.config.attending[0]
     assert isinstance(layer.rope.scaling, NoScaling)
     assert isinstance(layer.mlp, DenseMlp)
     assert files.tokenizer is not None

@@ -55,7 +55,7 @@ def test_every_flag_of_generate_that_serves_is_a_field_of_the_engines_options() 
     given = {name: getattr(parsed, name) for name in ON_GENERATE}
     assert EngineOptions(**given) == EngineOptions()
     assert {field.name for field in fields(EngineOptions)} - set(given) == {
-        *("capture_after", "max_kv_len", "kv_bytes", "priority_aging")
+        *("capture_after", "max_kv_len", "kv_bytes", "priority_aging", "state_checkpoints")
     }
 
 

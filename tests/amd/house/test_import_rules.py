@@ -19,6 +19,7 @@ LEVELS_UP = (
     "hip_graphs",
     "machine",
     "problem",
+    "recurrence",
     "batch",
     "paging",
     "providers",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
@@ -114,7 +114,8 @@ def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRunt
 
 
 def storages(runtime: AttentionRuntime) -> list[Tensor]:
-    return [tensor for space in runtime.table.spaces for tensor in runtime.pool.in_space(space.space)._storages()]
+    pools = (runtime.pool.in_space(table.space) for table in runtime.table.spaces)
+    return [line for pool in pools for layer in pool.layers for line in layer.lines]
 
 
 def assert_others_untouched(runtime: AttentionRuntime, pages: Tensor, before: Tensor) -> None:
@@ -511,6 +512,12 @@ def test_records_of_another_encoding_are_refused() -> None:
     passport = KVPassport.of(runtime_of(source, torch.device("cpu"), "torch"))
     with pytest.raises(BadTensor, match="records are not converted"):
         KVImporter(runtime_of(target, torch.device("cpu"), "torch"), passport)
+
+
+def test_records_with_scales_in_the_footer_are_not_sent() -> None:
+    runtime = runtime_of([record_layer(scales=Scales.FOOTER)], torch.device("cpu"), "torch")
+    with pytest.raises(Unsupported, match="records with scales in the page's footer cannot be sent"):
+        KVPassport.of(runtime)
 
 
 def test_a_passport_is_text_with_a_version() -> None:

@@ -19,7 +19,7 @@ from rocm_attn.integrations.sglang.indexers import project
 from rocm_attn.kernels.cache.page_format import Encoding
 from tests.amd.external.oracle import Array
 from tests.amd.integrations.sglang_stand_in import Engine, Graph, LatentPool, Mode, Request, Step
-from tests.amd.kernels.record_cases import POISON, record_of_row, record_value
+from tests.amd.kernels.record_cases import POISON, RecordPages
 
 HIDDEN, LORA, HEADS, INDEX_DIM, TURNED, TOP = 12, 10, 2, 16, 4, 5
 
@@ -192,9 +192,8 @@ class RecordEngine(SparseEngine):
         super().__init__(provider, device, qk_head_dim=576, v_head_dim=512, scaling=0.04)
 
     def decoded(self, values: Tensor, scale: float | None) -> Array:
-        dims = values.shape[-1], 512
-        rows = [torch.tensor(list(record_of_row(row, dims, Encoding.E4M3FN))) for row in values[:, 0].cpu()]
-        found = [record_value(row, dims, Encoding.E4M3FN) for row in rows]
+        one = RecordPages((values.shape[-1], 512), Encoding.E4M3FN, 1)
+        found = [one.value(one.of_row(row), 0) for row in values[:, 0].cpu()]
         return torch.stack(found)[:, None].numpy() if found else np.zeros((0, 1, values.shape[-1]))
 
 
@@ -266,7 +265,7 @@ def test_records_hold_the_bytes_that_sglangs_readers_expect(provider: str, devic
     for layer in range(2):
         found = engine.pool.k[layer].view(torch.uint8)[slots, 0].cpu().tolist()
         rows = step.k[layer][:, 0].cpu()
-        assert found == [list(record_of_row(row, (576, 512), Encoding.E4M3FN)) for row in rows]
+        assert found == [RecordPages((576, 512), Encoding.E4M3FN, 1).of_row(row).tolist() for row in rows]
 
 
 def test_records_that_others_would_have_stored_are_refused(provider: str, device: torch.device) -> None:

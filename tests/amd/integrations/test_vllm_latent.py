@@ -28,7 +28,7 @@ from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
 from tests.amd.integrations.oracle import Scores, attention
-from tests.amd.kernels.record_cases import POISON, record_bytes, record_of_row, record_value
+from tests.amd.kernels.record_cases import POISON, RecordPages
 
 HEADS, LATENT, V_DIM, BLOCK = 4, 80, 64, 16
 SEQS, MAX_LEN, NUM_BLOCKS = 4, 128, 40
@@ -239,8 +239,8 @@ def test_sparse_layers_read_the_records_that_vllm_stores(
     platform: torch.dtype, device: torch.device, provider: str
 ) -> None:
     """In a graph too. Bytes that no token has stored are poison."""
-    cache, dims, encoding = CacheTerms(BLOCK, 0, torch.float32, platform), (576, 512), Encoding.of(platform)
-    stored = torch.full((NUM_BLOCKS, BLOCK, record_bytes(dims)), POISON, dtype=torch.uint8, device=device)
+    cache, one = CacheTerms(BLOCK, 0, torch.float32, platform), RecordPages((576, 512), Encoding.of(platform), 1)
+    stored = torch.full((NUM_BLOCKS, BLOCK, one.page_bytes), POISON, dtype=torch.uint8, device=device)
     stored[0] = 0
     terms = LayerTerms(HEADS, 576, SCALE / 8, 1, kv_cache_dtype="fp8_ds_mla")
     problem = replace(terms.latent_problem(cache, 512), indexer=Indexer(4, 32, Indexing(scale=1.0, top=TOP)))
@@ -262,11 +262,11 @@ def test_sparse_layers_read_the_records_that_vllm_stores(
     values = []
     for seq, length in enumerate(lengths):
         rows = torch.from_numpy(draw.standard_normal((length, 576)) * 0.3).bfloat16()
-        records = torch.tensor([list(record_of_row(row, dims, encoding)) for row in rows], dtype=torch.uint8)
+        records = torch.stack([one.of_row(row) for row in rows])
         place = torch.arange(length)
         at = table[seq].long()[place // BLOCK] * BLOCK + place % BLOCK
         stored.view(-1, stored.shape[-1])[at.to(device)] = records.to(device)
-        values.append([record_value(record, dims, encoding) for record in records])
+        values.append([one.value(record, 0) for record in records])
         kv_len[seq], slots[seq] = length, int(at[-1])
     slots[len(lengths) :] = -1
     buffer[: len(lengths)] = chosen.to(device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.cache.codes import decoded, encoded
+from rocm_attn.kernels.cache.codes import decoded, encoded, group_scales
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
 
@@ -27,6 +27,12 @@ def _encode_kernel(numbers, codes, N: tl.constexpr, ENCODING: tl.constexpr):
     tl.store(codes + i, encoded(tl.load(numbers + i).to(tl.float32), ENCODING))
 
 
+@triton.jit
+def _scales_kernel(exponents, scales, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(scales + i, group_scales(tl.load(exponents + i)))
+
+
 def decode_all(encoding: Encoding, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns codes 0 to 255 as a kernel reads them, and as torch does."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
@@ -43,6 +49,13 @@ def encode(numbers: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
     launch(_encode_kernel, (len(numbers) // block,), numbers, codes, N=block, ENCODING=encoding.number, num_warps=1)
     kept = numbers.cpu().float().clamp(-encoding.largest, encoding.largest)
     return codes, kept.to(encoding.dtype).view(torch.uint8).to(numbers.device)
+
+
+def scales_of_exponents(exponents: Tensor) -> Tensor:
+    """Returns scales of records, float32 [n], as a kernel reads them. exponents: uint8 [n], n a power of two"""
+    scales = torch.empty(len(exponents), device=exponents.device)
+    launch(_scales_kernel, (1,), exponents, scales, N=len(exponents), num_warps=1)
+    return scales
 
 
 def numbers_to_encode(encoding: Encoding) -> Tensor:

@@ -26,7 +26,7 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
-from tests.amd.kernels.record_cases import random_records, record_value
+from tests.amd.kernels.record_cases import POISON, RecordPages
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 UNTOUCHED = -77
@@ -314,7 +314,8 @@ class SelectedProblem:
 def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
     """Builds random rows and entries in any order, some twice, past the context or negative. Unreadable memory is NaN.
 
-    Rows that no entry lists are NaN too. dense: every token selects all visible tokens, in order
+    Rows that no entry lists are NaN too. dense: every token selects the last ones that it sees, in order, as many as
+    the case is wide
     """
     step, generator = case.step, torch.Generator().manual_seed(case.step.seed + 2)
     (num_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
@@ -336,8 +337,9 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
             if not seen:
                 continue
             at = [(*slots[each], kv_head) for each in seen]
-            if case.scales is Scales.GROUP:
-                rows = [record_value(pages.raw_k[place], case.dims, pages.format.encoding) for place in at]
+            if pages.record is not None:
+                records, (held,) = records_of(case, pages.format), pages.lines
+                rows = [records.value(held[page].flatten(), offset) for page, offset, _ in at]
                 k, v = torch.stack(rows), torch.stack(rows)[:, :v_head_dim]
             else:
                 k = torch.stack([_value(pages.k, pages.k_scale, place, case.scales) for place in at])
@@ -347,18 +349,9 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
             lse = torch.cat([logits, torch.stack(sink)] if sink else [logits]).logsumexp(0)
             reference[token, head] = (logits - lse).exp() @ v
             reference_lse[token, head] = lse
-    moved = LayerPages(
-        pages.k.to(device),
-        pages.v.to(device),
-        pages.format,
-        None if pages.k_scale is None else pages.k_scale.to(device),
-        None if pages.v_scale is None else pages.v_scale.to(device),
-    )
-    if case.latent:
-        moved = LayerPages(moved.k, moved.k[..., :v_head_dim], moved.format, moved.k_scale, moved.k_scale)
     args = SelectedArgs(
         q=q.to(device),
-        pages=moved,
+        pages=moved_pages(pages, device),
         table=step.table.to(device),
         tokens=step.tokens(device),
         selection=SelectedKeys(units.to(device), counts.to(device), case.unit_tokens),
@@ -368,6 +361,24 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
         workspace=torch.empty(0, device=device),
     )
     return SelectedProblem(case, args, scale, reference, reference_lse)
+
+
+def records_of(case: SelectedCase, form: PageFormat) -> RecordPages:
+    """Returns the records of a case, by their definition."""
+    return RecordPages(case.dims, form.encoding, form.page_size, form.scales)
+
+
+def moved_pages(pages: LayerPages, device: torch.device) -> LayerPages:
+    """Returns a copy of pages on a device, with the memory between a page and the next."""
+    form = pages.format
+    if form.kind is PoolKind.LATENT:
+        scale = None if pages.k_scale is None else pages.k_scale.to(device)
+        lines = pages.lines[0].flatten(1).view(torch.uint8)
+        memory = torch.full((len(lines), form.line * form.encoding.dtype.itemsize), POISON, dtype=torch.uint8)
+        memory[:, : lines.shape[1]] = lines
+        return LayerPages.latent(memory.to(device).view(form.encoding.dtype), form, scale)
+    scales = (None if scale is None else scale.to(device) for scale in (pages.k_scale, pages.v_scale))
+    return LayerPages(pages.k.to(device), pages.v.to(device), form, *scales)
 
 
 def seen_positions(units: list[int], unit_tokens: int, position: int) -> list[int]:
@@ -384,9 +395,8 @@ def _random_selection(case: SelectedCase, generator: torch.Generator) -> tuple[T
         in_context = position // case.unit_tokens + 1
         for index_set in range(case.sets):
             if case.dense:
-                count = in_context
-                assert count <= case.width, "a dense selection holds the whole context"
-                units[token, index_set, :count] = torch.arange(count)
+                count = min(in_context, case.width)
+                units[token, index_set, :count] = torch.arange(in_context - count, in_context)
             else:
                 count = int(torch.randint(0, case.width + 1, (), generator=generator))
                 low, high = (-1, in_context + 2)
@@ -430,10 +440,9 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
 
     kind = PoolKind.LATENT if case.latent else PoolKind.SPLIT
     form = PageFormat(encoding, kind, step.page_size, num_kv_heads, head_dim, v_head_dim, case.scales)
-    if case.scales is Scales.GROUP:
-        records = random_records(read, case.dims, encoding, generator, any_scale=case.dtype == torch.float32)
-        records = records.view(encoding.dtype)
-        return LayerPages(records, records[..., :v_head_dim], form)
+    if form.record is not None:
+        memory = records_of(case, form).random(read[..., 0], generator, any_scale=case.dtype == torch.float32)
+        return LayerPages.latent(memory.view(encoding.dtype), form)
     k, k_scale = side(head_dim), scale_values()
     if case.latent:
         return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)

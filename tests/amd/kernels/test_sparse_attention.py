@@ -9,7 +9,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.refs.attention import seq_of_tokens
 from rocm_attn.kernels.refs.sparse import selected_attention
-from rocm_attn.kernels.sparse.arguments import AllTokens, SelectedArgs, SelectedKeys, SparseTokens
+from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.cuts import segment_cut, selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
@@ -35,6 +35,12 @@ CASES = {
     ),
     "records": SelectedCase(
         STEP, heads=(4, 1), dims=(152, 128), latent=True, encoding=Encoding.E4M3FN, scales=Scales.GROUP, sinks=True
+    ),
+    "records_of_v4": SelectedCase(
+        STEP, heads=(4, 1), dims=(512, 512), latent=True, encoding=Encoding.E4M3FN, scales=Scales.FOOTER, sinks=True
+    ),
+    "footers_of_three_groups": SelectedCase(
+        STEP, heads=(4, 1), dims=(256, 256), latent=True, encoding=Encoding.E4M3FNUZ, scales=Scales.FOOTER
     ),
     "records_of_three_groups": SelectedCase(
         STEP, heads=(4, 1), dims=(384, 384), latent=True, encoding=Encoding.E4M3FNUZ, scales=Scales.GROUP, unit_tokens=2
@@ -119,7 +125,7 @@ def test_a_selection_of_everything_gives_the_bits_of_deterministic_attention(
     words = cut.words(len(args.q), case.dims[1])
     workspace = torch.full((words,), float("nan"), device=kernel_device)
     assert args.lse is not None
-    for selection in (args.selection, AllTokens(args.selection.width * unit_tokens)):
+    for selection in (args.selection, LastTokens(args.selection.width * unit_tokens)):
         given = args._replace(workspace=workspace, selection=selection)
         args.out.fill_(UNTOUCHED)
         launch_selected_segments(given, scale=dense.scores.scale, tiles=tiles, by_pairs=False)

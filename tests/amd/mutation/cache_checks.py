@@ -18,7 +18,6 @@ from tests.amd.kernels.launches_of_tensors import (
     of_pages,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
-from tests.amd.kernels.record_cases import record_bytes
 from tests.amd.mutation.fresh_tensors import PAGE_SIZE, gapped, ints
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -35,10 +34,11 @@ def store(memory: Memory) -> None:
     inputs[2] = ints([5, 1, 19, 10])
     assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, vectorised_pages(5))
     inputs[2] = ints([4, 1, 14, 9])
-    for dims in ((396, 384), (384, 384)):
-        records = torch.zeros(5, PAGE_SIZE, 1, record_bytes(dims), dtype=torch.uint8)
+    for dims, scales in (((396, 384), Scales.GROUP), ((384, 384), Scales.GROUP), ((256, 256), Scales.FOOTER)):
+        form = PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, *dims, scales)
+        records = torch.zeros(5, form.line, dtype=torch.uint8)
         rows = gapped(4, 1, dims[0])
-        launch, twin = (of_records(each, dims) for each in (launch_store_kv, cache_twins.store_kv))
+        launch, twin = (of_records(each, form) for each in (launch_store_kv, cache_twins.store_kv))
         assert_same(memory, launch, twin, [rows, rows[..., : dims[1]], inputs[2]], [inputs[3], records])
     for scales in (Scales.HEAD, Scales.TOKEN):
         store_kv, twin = (of_coded_pages(each, scales) for each in (launch_store_kv, cache_twins.store_kv))
@@ -113,13 +113,11 @@ def coded_pages(num_pages: int, scales: Scales) -> list[Tensor]:
     return [*(side.transpose(1, 2) for side in pages), scale_values, scale_values.clone()]
 
 
-def of_records(launch: Callable[..., None], dims: tuple[int, int]) -> Callable[..., None]:
-    """Adapts to launch(*inputs, bytes of records). dims: of a row, and of its first elements that have codes"""
-    form = PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, *dims, Scales.GROUP)
+def of_records(launch: Callable[..., None], form: PageFormat) -> Callable[..., None]:
+    """Adapts to launch(*inputs, bytes of pages of records)."""
 
     def of_tensors(*tensors: Tensor) -> None:
-        k = tensors[-1].view(form.encoding.dtype)
-        launch(*tensors[:-1], LayerPages(k, k[..., : dims[1]], form))
+        launch(*tensors[:-1], LayerPages.latent(tensors[-1].view(form.encoding.dtype), form))
 
     return of_tensors
 

@@ -43,27 +43,27 @@ def rope_store(memory: Memory) -> None:
         (got, got_pages, _), (want, want_pages, _) = placed, wanted
         assert_alike([got.q_out, *got_pages.read(ints(range(5)))], [want.q_out, *want_pages.read(ints(range(5)))])
         memory.assert_surroundings_untouched()
-    rope_store_of_records(memory)
+    for dims, scales in (((396, 384), Scales.GROUP), ((256, 256), Scales.FOOTER)):
+        rope_store_of_records(memory, PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, *dims, scales))
 
 
-def rope_store_of_records(memory: Memory) -> None:
-    """Checks a head of three groups, six pairs after them. Records that no token has keep their values."""
-    form = PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, 396, 384, Scales.GROUP)
-    rows = [gapped(4, heads, 396) for heads in (5, 1, 5)]
+def rope_store_of_records(memory: Memory, form: PageFormat) -> None:
+    """Checks a head of three groups, and pairs after them. Records that no token has keep their values."""
+    rows = [gapped(4, heads, form.head_dim) for heads in (5, 1, 5)]
     tokens = [ints([3, 7, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0])]
-    rope, norm = RopeTable(torch.rand(8, 12), RopePairs.NEIGHBOURS, at_end=True), RowNorm(torch.rand(384), 1e-5, 1.0)
-    records = torch.full((5, PAGE_SIZE, 1, form.k_row), 0x3F, dtype=torch.uint8)
+    rope = RopeTable(torch.rand(8, form.head_dim - form.coded), RopePairs.NEIGHBOURS, at_end=True)
+    norm = RowNorm(torch.rand(form.coded), 1e-5, 1.0)
+    records = torch.full((5, form.line), 0x3F, dtype=torch.uint8)
     of_work = (rope, norm), (placed_rope(memory, rope), placed_norm(memory, norm))
     read = []
     for store, put, work in (
         (rope_twins.rope_store, torch.clone, of_work[0]),
         (launch_rope_store, memory.put, of_work[1]),
     ):
-        k_pages = put(records).view(form.encoding.dtype)
-        pages = LayerPages(k_pages, k_pages[..., :384], form)
+        pages = LayerPages.latent(put(records).view(form.encoding.dtype), form)
         q, k, q_out = map(put, rows)
         store(
-            Projected(q, k, k[..., :384], q_out),
+            Projected(q, k, k[..., : form.v_head_dim], q_out),
             TokenPlaces(*map(put, tokens)),
             QkvWork(work[0], k_norm=work[1]),
             pages,

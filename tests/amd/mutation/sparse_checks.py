@@ -151,6 +151,21 @@ def selected_attention(memory: Memory) -> None:
             scales=Scales.GROUP,
             sinks=True,
         ),
+        # With a dense selection the last row of the memory is read.
+        *(
+            SelectedCase(
+                Step([21, 1, 7, 8], [3, 1, 2, 1], page_size=4, tail=1),
+                heads=(3, 1),
+                dims=(192, 192),
+                width=21,
+                latent=True,
+                encoding=Encoding.E4M3FN,
+                scales=Scales.FOOTER,
+                sinks=True,
+                dense=dense,
+            )
+            for dense in (False, True)
+        ),
     ):
         for programs in (1, 100):
             problem = placed_selected(memory, build_selected(case, CPU))
@@ -172,13 +187,18 @@ def placed_selected(memory: Memory, problem: SelectedProblem) -> SelectedProblem
     assert args.lse is not None
     assert args.sinks is not None
     assert isinstance(args.selection, SelectedKeys)
-    k = memory.put(pages.raw_k[:-1].contiguous()).view(pages.k.dtype)
-    v = k[..., : problem.case.dims[1]] if problem.case.latent else memory.put(pages.v[:-1].contiguous())
+    if problem.case.latent:
+        # The last page has no room after its rows and footer.
+        line = pages.lines[0][:-1].flatten(1)
+        placed_pages = LayerPages.latent(memory.put(line.contiguous()).view(pages.k.dtype), pages.format)
+    else:
+        k, v = (memory.put(each[:-1].contiguous()) for each in (pages.k, pages.v))
+        placed_pages = LayerPages(k, v, pages.format)
     out = torch.zeros(*args.out.shape[:2], args.out.shape[2] + 3)[..., : args.out.shape[2]]
     lse = torch.zeros(args.lse.shape[1] + 2, args.lse.shape[0]).t()[:, : args.lse.shape[1]]
     placed = args._replace(
         q=memory.put(args.q),
-        pages=LayerPages(k, v, pages.format),
+        pages=placed_pages,
         table=memory.put(args.table),
         tokens=placed_tokens(memory, args.tokens),
         selection=placed_selection(memory, args.selection),

@@ -6,6 +6,7 @@ store, and the attention of a decode, an extend and a mixed step, specialised on
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -470,15 +471,15 @@ def _launch_vectorised(row: Row) -> None:
 
 
 def _launch_record_stores(row: Row) -> None:
-    """Launches the stores of DeepSeek-V3.2's rows as records, in both encodings."""
-    for encoding in (Encoding.E4M3FN, Encoding.E4M3FNUZ):
-        form = PageFormat(encoding, PoolKind.LATENT, row.page_size, 1, 576, 512, Scales.GROUP)
+    """Launches the stores of DeepSeek-V3.2's and V4's rows as records, in both encodings."""
+    kinds = (576, Scales.GROUP), (512, Scales.FOOTER)
+    for encoding, (dim, scales) in itertools.product((Encoding.E4M3FN, Encoding.E4M3FNUZ), kinds):
+        form = PageFormat(encoding, PoolKind.LATENT, row.page_size, 1, dim, 512, scales)
         num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // (row.page_size * 512) + 1
-        pages = torch.empty(num_pages, row.page_size, 1, form.k_row, dtype=encoding.dtype)
-        records = LayerPages(pages, pages[..., :512], form)
-        q, k = (torch.empty(16, heads, 576, dtype=torch.bfloat16) for heads in (16, 1))
+        records = LayerPages.latent(torch.empty(num_pages, form.line, dtype=encoding.dtype), form)
+        q, k = (torch.empty(16, heads, dim, dtype=torch.bfloat16) for heads in (16, 1))
         of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
-        work = QkvWork(RopeTable(torch.empty(KV_LEN, 64), at_end=True), k_norm=RowNorm(k[0, 0, :512], 1e-6))
+        work = QkvWork(RopeTable(torch.empty(KV_LEN, 64), at_end=True), k_norm=RowNorm(k[0, 0, : form.coded], 1e-6))
         ops = TRITON.ops()
         ops.store_kv(k, k[..., :512], of_token, counts, records, null_page=True)
         given = Projected(q, k, k[..., :512], q)

@@ -15,10 +15,10 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
-    AllTokens,
     IndexArgs,
     Indexing,
     IndexPages,
+    LastTokens,
     LastUnit,
     Pooling,
     SelectedArgs,
@@ -132,7 +132,7 @@ class LayerRow:
             pages=self._pages(),
             table=_table(64),
             tokens=_tokens(1),
-            selection=AllTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens),
+            selection=LastTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens),
             out=torch.empty(NUM_TOKENS, num_heads, v_head_dim, dtype=self.dtype),
             lse=torch.empty(NUM_TOKENS, num_heads),
             sinks=torch.empty(num_heads),
@@ -159,7 +159,7 @@ class LayerRow:
             v_head_dim=v_head_dim,
             dtype=self.dtype,
             is_coded=args.pages.format.encoding.is_fp8,
-            is_record=self.scales is Scales.GROUP,
+            is_record=args.pages.format.record is not None,
         )
         programs = 16 * NUM_TOKENS
         cut = selected_cut(NUM_TOKENS, keys, heads=heads, tiles=tiles, programs=programs)
@@ -179,9 +179,8 @@ class LayerRow:
             return torch.empty(num_pages, num_kv_heads, page_size) if is_coded else None
 
         form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
-        if self.scales is Scales.GROUP:
-            k = torch.empty(*shape, form.k_row, dtype=encoding.dtype)
-            return LayerPages(k, k[..., :v_head_dim], form)
+        if form.record is not None:
+            return LayerPages.latent(torch.empty(num_pages, form.line, dtype=encoding.dtype), form)
         k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), scale_values()
         if self.kind is PoolKind.LATENT:
             return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
@@ -229,6 +228,10 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "records_16", (16, 1), (576, 512), _LATENT, scales=Scales.GROUP),
     lambda arch: LayerRow(arch, "records_128", (128, 1), (576, 512), _LATENT, scales=Scales.GROUP),
     lambda arch: LayerRow(arch, "all_records", (16, 1), (576, 512), _LATENT, scales=Scales.GROUP, is_dense=True),
+    # DeepSeek-V4's records: rows of several tokens that were chosen, all of them, and a window.
+    lambda arch: LayerRow(arch, "footers_8", (8, 1), (512, 512), _LATENT, width=512, scales=Scales.FOOTER),
+    lambda arch: LayerRow(arch, "footers_64", (64, 1), (512, 512), _LATENT, width=512, scales=Scales.FOOTER),
+    lambda arch: LayerRow(arch, "all_footers", (64, 1), (512, 512), _LATENT, scales=Scales.FOOTER, is_dense=True),
     lambda arch: LayerRow(arch, "latent_pools", (16, 1), (512, 512), _LATENT, width=513, unit_tokens=4),
     # DeepSeek-V4's rows of several tokens, on one of eight ranks and on one of one.
     lambda arch: LayerRow(arch, "chosen_rows", (8, 1), (512, 512), _LATENT, width=512),

@@ -27,6 +27,7 @@ FIRST = {SERVER.kinds: "export_pages", ENGINE.kinds: "seal"}
 _GATE = "steps, runners and tables call it; each verb goes through it"
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
 _FOLDS = "no layer of these runs has rows of several tokens: tests/amd/runtime/test_compressed_layers.py"
+_STATES = "no runtime of these runs has recurrent layers: tests/amd/runtime/test_recurrent_layers.py"
 _VALUES = "it touches nothing that a runtime or an engine holds"
 _SERVER = "it is driven by the soak, and by the tests of tests/amd/runner and tests/amd/server"
 NOT_DRIVEN: dict[str, str] = {
@@ -39,6 +40,7 @@ NOT_DRIVEN: dict[str, str] = {
     },
     "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
+    **dict.fromkeys(("StepStates.convolve", "StepStates.recur", "KeptPages.have_states"), _STATES),
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
     **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states"), _VALUES),
     "load_model": _SERVER,

@@ -24,6 +24,7 @@ def check_cache(cache: PrefixCache, table: RequestTable) -> None:
         num_kept = len({int(page) for page in table.kept.pages(ids, pages.space)})
         assert num_kept == len(kept)
     _check_order(cache)
+    _check_states(cache, table)
 
 
 def _check_order(cache: PrefixCache) -> None:
@@ -31,3 +32,13 @@ def _check_order(cache: PrefixCache) -> None:
     place = {page: number for number, page in enumerate(cache._idle[0])}
     for page, number in place.items():
         assert all(place.get(after, -1) < number for after in page.after.values())
+
+
+def _check_states(cache: PrefixCache, table: RequestTable) -> None:
+    """Checks that the cache knows which pages are kept with states of recurrent layers, and that each state has one."""
+    if not cache.has_states:
+        return
+    pages = list(cache._pages.values())
+    with_states = table.kept.have_states([page.kept_id for page in pages]).tolist() if pages else []
+    assert set(cache._states) == {page for page, has_one in zip(pages, with_states, strict=True) if has_one}
+    assert len(cache._states) + table.kept.num_free_states == table.states.recurrent.checkpoints

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.problem import Indexer, PoolKind, Problem
+from rocm_attn.recurrence import Recurrence, Update
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import Completion
 from tests.amd.kernels.rope_cases import normalised, turned
+from tests.amd.worlds.recurrent import Drawn, Layer, convolved, recurrent
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,30 @@ class DenseAttention:
 
 
 @dataclass(frozen=True)
+class DenseStates:
+    """Replaces a runtime's recurrent layers in such a step, in float64."""
+
+    layers: Sequence[Recurrence]
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out.copy_(convolved(x, weight, bias, silu=self.layers[layer].convolution.silu))
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
+        form = self.layers[layer]
+        sizes = Layer(
+            form.num_k_heads,
+            form.num_heads // form.num_k_heads,
+            form.k_dim,
+            form.v_dim,
+            form.channel_decay,
+            form.update is Update.DELTA,
+            form.normalizes,
+            form.scale,
+        )
+        out.copy_(recurrent(sizes, Drawn(q, k, v, decay, beta))[0])
+
+
+@dataclass(frozen=True)
 class WholeSequence:
     """A step with one sequence, with logits for all of its tokens."""
 
@@ -100,6 +126,7 @@ class WholeSequence:
     positions: Tensor
     last_token_of_seq: Tensor
     layers: Any
+    states: DenseStates
 
 
 def dense_model(loaded: LoadedModel, max_kv_len: int) -> tuple[Model, DenseAttention]:
@@ -118,7 +145,8 @@ def dense_logits_of(model: Model, attention: DenseAttention, token_ids: Tensor) 
     """Does the same as `dense_logits`, for a model over some attention."""
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
-        return model.forward(WholeSequence(token_ids.int(), index, index, attention))
+        states = DenseStates(model.config.attention.recurrences(model.weights.dtype))
+        return model.forward(WholeSequence(token_ids.int(), index, index, attention, states))
 
 
 def assert_greedy(loaded: LoadedModel, done: Completion, margin: float = 1e-3) -> None:

@@ -135,6 +135,12 @@ class World:
         loaded = tiny_model(base=with_windows(CONFIG, *self.window_left), device=device)
         return with_nan_token(loaded) if self.way == PLAIN else loaded
 
+    @property
+    def plain_options(self) -> EngineOptions:
+        """Options of the reference: no draft tokens, graphs or prefix cache, and pages for everything."""
+        plain = replace(self.options, speculative="off", draft_tokens=4, topk=1, graphs=False, steps_ahead=0)
+        return replace(plain, num_pages=None, swa_pages=0, prefix_caching=False)
+
     def __str__(self) -> str:
         o = self.options
         return (
@@ -164,8 +170,7 @@ class Run:
             drafter, num = model_drafter(small, loaded, world.options, engine.runtime), world.options.draft_tokens
             engine._speculation = Speculation(drafter, engine.runtime, engine._picker, num, engine.metrics)
         if world.way != PLAIN:
-            one = replace(world.options, speculative="off", draft_tokens=4, topk=1, graphs=False, steps_ahead=0)
-            self._plain = Engine(loaded, replace(one, num_pages=None, swa_pages=0))
+            self._plain = Engine(loaded, world.plain_options)
         self._begins = [self._tokens(self._random.randrange(10, 38)) for _ in range(3)]
         self.hit = set[int]()
         self.requests: list[Request] = []

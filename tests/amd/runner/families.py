@@ -73,8 +73,38 @@ _GEMMA4 = {
 }
 _QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
+# so small and so fast to forget that a text of 20 tokens shows both
+_GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+_QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+
 # name -> transformers' class (less "ForCausalLM") and the settings in addition to hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 8,
+        },
+    ),
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED}),
@@ -130,6 +160,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _GPT_OSS_ROPE,
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+    ),
     "minicpm3": (
         "MiniCPM3",
         {
@@ -167,7 +217,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {}),
+    "qwen3_5": ("Qwen3_5", {**_GATED_DELTA, "linear_conv_kernel_dim": 4}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_QWEN_EXPERTS}),
     "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
+    "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1], "attention_bias": True}),
 }
 
 

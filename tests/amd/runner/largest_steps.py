@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.runtime import AttentionRuntime
 from rocm_serve.engine import Engine
 
 
@@ -27,7 +29,18 @@ def run_largest_steps(served: Engine) -> None:
     share = chunk // num_seqs
     for q_len in ([max(1, chunk - num_seqs + 1)] + [1] * (num_seqs - 1), [share] * num_seqs, [1] * num_seqs):
         batch = StepBatch(rows, kv_len, q_len, token_ids=[1] * sum(q_len))
+        _give_states(runtime, rows, batch.start)
         served._runner.run(batch).float()
     runtime.check_device()
     for row in rows.tolist():
         table.free(row)
+
+
+def _give_states(runtime: AttentionRuntime, rows: Int32Array, num_tokens: Int32Array) -> None:
+    """Gives recurrent layers states of zeros after so many tokens of each row."""
+    states = runtime.states
+    if not states.is_empty:
+        slots, headers = runtime.table.states.give(rows, num_tokens)
+        states.memory[slots] = 0
+        states.headers[slots] = torch.from_numpy(headers)
+        states.headers[slots + 1] = 0

@@ -1,7 +1,8 @@
 """The scheduler with a model that costs nothing: its KV is a dict of slots, its next token a hash of what it reads.
 
 So a token that was stored in a wrong page, not stored at all, or stored twice changes all later tokens. So does a page
-that came out of the prefix cache and holds other tokens, or those of another tenant.
+that came out of the prefix cache and holds other tokens, or those of another tenant. Recurrent states are the tokens
+that are folded into them, in the slots that the table's copies and the steps of rows write.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rocm_attn.capture.step_times import NEVER, StepBudget
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers, StateCopy
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.prefix_cache import CachedRow
@@ -55,13 +57,13 @@ def no_drafts(token_ids: Many[int], most: int) -> DraftTree | None:
     return None
 
 
-def draft_tokens(seed: int) -> Drafter:
-    """Random trees and chains of drafts, about two of three of them right."""
+def draft_tokens(seed: int, *, trees: bool = True) -> Drafter:
+    """Random chains of drafts, and trees if these are allowed; about two of three drafts are right."""
     chooser = random.Random(seed)
 
     def draft(token_ids: Many[int], most: int) -> DraftTree | None:
         num = chooser.randint(0, min(most, 9))
-        is_chain = chooser.random() < 0.5
+        is_chain = not trees or chooser.random() < 0.5
         parents = tuple(draft - 1 if is_chain else chooser.randint(LAST_TOKEN, draft - 1) for draft in range(num))
         tokens: list[int] = []
         branches: list[list[int]] = []
@@ -108,6 +110,23 @@ def accepted(token_ids: list[int], drafts: DraftTree) -> list[int]:
         path.append(after[0])
 
 
+@dataclass(frozen=True)
+class FoldedTokens:
+    """A recurrent state. start: the first token of the step that wrote it; -1: it was copied
+
+    tokens: those that are folded, and then those that are kept
+    """
+
+    tag: int
+    start: int
+    num_folded: int
+    tokens: tuple[int, ...]
+
+    def serves(self, tag: int, num_tokens: int) -> bool:
+        """True if a step of a request may go on after these tokens."""
+        return tag == self.tag and self.start < num_tokens and self.num_folded <= num_tokens <= len(self.tokens)
+
+
 @dataclass
 class World:
     """A scheduler, its table, and the pool as the fake model sees it.
@@ -129,6 +148,8 @@ class World:
     beside: int = NEVER
     doubles_after: int = NEVER
     sizes: tuple[int, ...] = ()
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
+    states: dict[int, FoldedTokens] = field(default_factory=dict)  # slot -> what lies there
     pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -143,6 +164,7 @@ class World:
             page_size=self.page_size,
             device=torch.device("cpu"),
             windows=self.windows,
+            recurrent=self.recurrent,
         )
         self.metrics = Metrics()
         self.scheduler = Scheduler(
@@ -200,6 +222,8 @@ class World:
         batch, outputs = step.batch, []
         new = iter(batch.token_ids.tolist())
         self.table.mark_stored(batch.rows, batch.kv_len)
+        self.table.states.note(batch)
+        self.table.states.apply(lambda rows, tags: None, self._copy_states)
         for seq, (sequence, q_len) in enumerate(self._q_len(step)):
             start = sequence.num_stored
             salt, kv_len = sequence.request.cache_salt, start + q_len
@@ -207,6 +231,8 @@ class World:
             stored = [(salt, self._known(next(new))) for _ in range(q_len)]
             drafts = step.drafts.get(seq)
             known = kv_len if drafts is None else kv_len - len(drafts)
+            if self.recurrent.layers:
+                self._fold(sequence, start, [token for _, token in stored])
             for table in self.table.spaces:
                 slots = self._slots(sequence.row, table.space, kv_len)
                 self.slots.update(zip(slots[start:], stored, strict=True))
@@ -223,6 +249,32 @@ class World:
                 for place, draft in enumerate(path):  # an engine does so on the device
                     self.slots[slots[known + place]] = self.slots[slots[known + draft]]
         return outputs
+
+    def _copy_states(self, copies: Many[StateCopy]) -> None:
+        for copy in copies:
+            found = [self.states.get(slot) for slot in range(copy.source, copy.source + copy.num_slots)]
+            serving = [each for each in found if each is not None and each.serves(copy.source_tag, copy.tokens)]
+            if copy.target_is_row:
+                self.states.pop(copy.target + 1, None)
+            self.states.pop(copy.target, None)
+            if serving:
+                newest = max(serving, key=lambda each: each.start)
+                self.states[copy.target] = FoldedTokens(copy.tag, -1, newest.num_folded, newest.tokens[: copy.tokens])
+
+    def _fold(self, sequence: Sequence, start: int, new: list[int]) -> None:
+        """Does a step's work on the state of a sequence, and checks that it is the one of its tokens."""
+        tag, slots = int(self.table.states.tags[sequence.row]), (2 * sequence.row, 2 * sequence.row + 1)
+        before, target = (), slots[0]
+        if start:
+            serving = [slot for slot in slots if slot in self.states and self.states[slot].serves(tag, start)]
+            source = max(serving, key=lambda slot: self.states[slot].start)
+            before, target = self.states[source].tokens[:start], slots[slots[0] == source]
+            was = [*sequence.token_ids, *(self._known(pending(at)) for at in [sequence.pending_at] if at >= 0)]
+            assert before == tuple(was[:start]), "the state holds other tokens than the sequence"
+        else:
+            self.states.pop(slots[1], None)
+        num_folded = start if len(new) <= self.recurrent.kept else start + len(new)
+        self.states[target] = FoldedTokens(tag, start, num_folded, (*before, *new))
 
     def _known(self, token: int) -> int:
         """Returns a token; a token of the previous step that was not read is given by its place there."""

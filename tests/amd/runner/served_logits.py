@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 from rocm_attn.step.options import RuntimeOptions
@@ -44,6 +45,7 @@ def served_logits(
             max_kv_len=longest,
             provider=provider,
         ),
+        RecurrentLayers(loaded.config.attention.recurrences(loaded.weights.dtype)),
         device=loaded.weights.device,
     )
     model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=longest, ranks=loaded.ranks)

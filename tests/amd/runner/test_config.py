@@ -68,7 +68,7 @@ def test_both_layouts_of_rotary_parameters_mean_the_same(old: dict[str, Any], ne
 
 def test_yarn_without_a_scale_stretches_to_the_context() -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 32768}
-    rope = config_from_json({**LLAMA31, "rope_scaling": scaling}).layers[0].rope
+    rope = config_from_json({**LLAMA31, "rope_scaling": scaling}).attending[0].rope
     assert isinstance(rope.scaling, YarnScaling)
     assert rope.scaling.factor == 4.0
 
@@ -79,11 +79,11 @@ def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
     hf_config.architectures = [f"{family}ForCausalLM"]
     hf_config.save_pretrained(tmp_path)
     config = config_from_json(json.loads((tmp_path / "config.json").read_text()))
-    assert config.layers[0].attention.head_dim == hf_config.head_dim
+    assert config.attending[0].attention.head_dim == hf_config.head_dim
     assert config.context_len == hf_config.max_position_embeddings
     assert config.tied_embeddings
     projections = HeadProjections(qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3")
-    assert {layer.projections for layer in config.layers} == {projections}
+    assert {layer.projections for layer in config.attending} == {projections}
     assert config.eos_token_ids == (2,)
 
 

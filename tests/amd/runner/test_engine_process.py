@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
 from rocm_serve.engine_thread import EngineThread, Message, StepOutput
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Completion, Event, Request
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd import forked
 from tests.amd.runner.async_engines import LONG, read
@@ -40,6 +41,20 @@ def served() -> Iterator[Engine]:
     for owner, name in ((Tokenizer, "encode"), (Tokenizer, "decode"), (Tokenizer, "stream"), (TextStream, "push")):
         setattr(owner, name, used)
     yield engine(tiny_model(tokenizer=word_tokenizer()))
+
+
+@contextmanager
+def without_old_garbage() -> Iterator[Engine]:
+    """An engine whose steps fail while a full garbage collection would look at what they did not make."""
+    with served() as made:
+        step = made.step
+
+        def checked() -> list[Event]:
+            assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+            return step()
+
+        made.step = checked  # type: ignore[method-assign]
+        yield made
 
 
 @contextmanager
@@ -148,6 +163,15 @@ def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> Non
         theirs.send(message)
     process._take()
     assert taken == sent
+
+
+def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
+    async def main(process: EngineProcess) -> None:
+        async with EngineClient(process) as client:
+            await client.streams(requests[:1])[0].completion()
+
+    with EngineProcess(without_old_garbage) as process:
+        asyncio.run(main(process))
 
 
 def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> None:

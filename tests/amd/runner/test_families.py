@@ -67,7 +67,7 @@ def requests_of(served: Served) -> list[Request]:
 
 
 # A family's kind of attention could make serving depend on order: every run has one family of each kind, the night all.
-ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32")
+ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next")
 of_some_families = pytest.mark.parametrize(
     "served",
     [pytest.param(family, marks=[pytest.mark.nightly] * (family not in ONE_OF_EACH_KIND)) for family in FAMILIES],
@@ -196,6 +196,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_all_experts": ("gpt_oss", {"num_experts_per_tok": 6}),
     "gpt_oss_no_bias": ("gpt_oss", {"attention_bias": False}),
     "gpt_oss_alpha": ("gpt_oss", {"swiglu_alpha": 0.8, "swiglu_limit": 0.5}),
+    "bamba_groups": ("bamba", {"mamba_n_groups": 3, "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    "bamba_biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_d_head": 16, "rms_norm_eps": 0.05}),
+    "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),
+    "qwen3_next_shares_of_all": ("qwen3_next", {"norm_topk_prob": False, "attention_bias": False}),
+    "qwen3_next_yarn": (
+        "qwen3_next",
+        {"head_dim": 32, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_next_sparse_step": ("qwen3_next", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen3_moe_shares_of_all": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe_dense_layers": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
     "qwen3_moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
@@ -275,6 +284,38 @@ def test_a_missing_tensor_of_the_decoder_is_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(BadModel, match=r"lacks model\.layers\.1\.post_feedforward_layernorm\.weight"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_decoder_of_qwen3_5_is_served_without_its_images_and_its_layers_for_speculation(
+    tied: bool, tmp_path: Path
+) -> None:
+    settings = FAMILIES["qwen3_5_moe"][1]
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 16}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=small_hf_config("Qwen3_5Moe", **settings).to_dict(), vision_config=vision, tie_word_embeddings=tied
+    )
+    whole: Any = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    text_model = family_model("qwen3_5_moe", tie_word_embeddings=tied)
+    whole.model.language_model.load_state_dict(text_model.model.state_dict())
+    whole.lm_head.load_state_dict(text_model.lm_head.state_dict())
+    path = save(whole, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    assert any("visual" in name for name in tensors)
+    save_file({**tensors, "mtp.norm.weight": torch.ones(48)}, path)
+    token_ids = random_tokens(30)
+    assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids))
+
+
+def test_experts_of_qwen3_5_are_read_in_one_tensor_or_in_many(tmp_path: Path) -> None:
+    """Its makers publish one tensor for a layer's experts; transformers writes three for each of them."""
+    reference, token_ids = family_model("qwen3_5_moe"), random_tokens(20)
+    path = save(reference, tmp_path) / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if ".experts." not in name}
+    joined = {name: tensor for name, tensor in reference.state_dict().items() if ".experts." in name}
+    assert len(joined) == 8
+    save_file({**tensors, **joined}, path)
+    assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids))
 
 
 def test_experts_in_mxfp4_are_refused_with_the_way_out(tmp_path: Path) -> None:

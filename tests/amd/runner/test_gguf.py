@@ -81,7 +81,7 @@ def test_scaling_in_the_metadata_is_used(
 ) -> None:
     reference = small_hf_model("Llama", rope_parameters=parameters)
     loaded = load(write_gguf(reference, tmp_path / "m.gguf", metadata=metadata))
-    assert isinstance(loaded.config.layers[0].rope.scaling, kind)
+    assert isinstance(loaded.config.attending[0].rope.scaling, kind)
     assert_same_logits(loaded, reference)
 
 

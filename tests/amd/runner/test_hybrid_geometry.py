@@ -14,7 +14,7 @@ from rocm_attn.errors import BadModel, RocmAttnError, Unsupported
 from rocm_attn.kernels.sparse.arguments import LastUnit
 from rocm_attn.models.families import attention_geometry
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.recurrent import Recurrence
+from rocm_attn.models.recurrent import Rule
 from rocm_attn.problem import ALL_KEYS, AllKeys, EarlierSelection, Indexer, Indexing, Row
 
 CONFIGS = Path(__file__).parents[1] / "aiter" / "configs"
@@ -60,20 +60,20 @@ _QSA = {
 _DSA = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 8, "index_kpool": 4}
 
 # Model of transformers -> its config class, settings, and the rule of its recurrent layers
-HYBRIDS: dict[str, tuple[str, dict[str, Any], Recurrence]] = {
-    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _GDN, Recurrence.GATED_DELTA),
-    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _GDN, Recurrence.GATED_DELTA),
-    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _GDN, Recurrence.GATED_DELTA),
-    "Qwen4ExpForCausalLM": ("Qwen4ExpTextConfig", {**_GDN, **_QSA}, Recurrence.GATED_DELTA),
+HYBRIDS: dict[str, tuple[str, dict[str, Any], Rule]] = {
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _GDN, Rule.GATED_DELTA),
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _GDN, Rule.GATED_DELTA),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _GDN, Rule.GATED_DELTA),
+    "Qwen4ExpForCausalLM": ("Qwen4ExpTextConfig", {**_GDN, **_QSA}, Rule.GATED_DELTA),
     "KimiLinearForCausalLM": (
         "KimiLinearConfig",
         {**_LATENT, **_KDA, "qk_rope_head_dim": 8, "num_hidden_layers": 6},
-        Recurrence.KIMI_DELTA,
+        Rule.KIMI_DELTA,
     ),
     "Glm5NextForConditionalGeneration": (
         "Glm5NextTextConfig",
         {**_LATENT, **_KDA, **_DSA, "num_hidden_layers": 8},
-        Recurrence.KIMI_DELTA,
+        Rule.KIMI_DELTA,
     ),
 }
 
@@ -287,6 +287,16 @@ def test_published_fields_are_read_as_transformers_reads_them(
     assert sizes == tuple(getattr(read, name) for name in (*heads, "linear_conv_kernel_dim"))
 
 
+_MAMBA: dict[str, Any] = {
+    "architectures": ["BambaForCausalLM"],
+    "hidden_size": 96,
+    "attn_layer_indices": [3],
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 SMALL_HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "hidden_size": 32,
@@ -310,6 +320,9 @@ SMALL_HYBRID = {
             Unsupported,
             "layer type .'sliding_attention'. is not served",
         ),
+        ({**_MAMBA, "mamba_n_groups": 4}, BadModel, "mamba_n_heads is 6, mamba_d_head 32 and mamba_n_groups 4; .* 192"),
+        ({**_MAMBA, "mamba_d_head": 16}, BadModel, "mamba_n_heads is 6, mamba_d_head 16 and mamba_n_groups 3"),
+        ({**_MAMBA, "time_step_limit": [0.0, 0.1]}, BadModel, r"time_step_limit is \[0.0, 0.1\]; it must be 0 and inf"),
         ({"layer_types": ["linear_attention"] * 3}, BadModel, "3 layer_types for num_hidden_layers 8"),
         (
             {"architectures": ["Qwen4ExpForCausalLM"], **_QSA, "indexer_budget": 10},
@@ -367,3 +380,13 @@ def test_ranks_share_the_value_heads_of_a_state_and_the_key_heads_that_they_read
         assert {(layer.num_value_heads, layer.num_key_heads) for _, layer in cut.recurrent} == {heads}
         assert cut.places == geometry.places == tuple(range(3, 64, 4))
     assert all(isinstance(layer.indexer, AllKeys) for layer in geometry.layers)
+
+
+def test_groups_of_mamba_are_not_cut() -> None:
+    geometry = attention_geometry({**SMALL_HYBRID, **_MAMBA})
+    assert [place for place, _ in geometry.recurrent] == [0, 1, 2, 4, 5, 6, 7]
+    assert {layer.num_key_heads for _, layer in geometry.on_one_of(3).recurrent} == {1}
+    with pytest.raises(Unsupported, match=r"Mamba2's 3 groups, .* are not divided over 2 ranks; use a number of ranks"):
+        geometry.on_one_of(2)
+    one_group = attention_geometry({**SMALL_HYBRID, **_MAMBA, "mamba_n_groups": 1})
+    assert {layer.num_value_heads for _, layer in one_group.on_one_of(2).recurrent} == {3}

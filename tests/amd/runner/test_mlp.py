@@ -33,6 +33,7 @@ def random_weights() -> ExpertWeights:
         down=torch.randn(EXPERTS, HIDDEN, INNER),
         down_bias=torch.randn(EXPERTS, HIDDEN),
         shared=None,
+        shared_share=None,
     )
 
 

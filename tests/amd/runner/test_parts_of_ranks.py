@@ -65,7 +65,7 @@ def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_
 
 
 def test_the_cost_of_a_cut_is_said() -> None:
-    smollm2 = replace(CONFIG, layers=(replace(CONFIG.layers[0], attention=NINE_OVER_THREE),), vocab_size=49152)
+    smollm2 = replace(CONFIG, layers=(replace(CONFIG.attending[0], attention=NINE_OVER_THREE),), vocab_size=49152)
     assert Shard(3, 4).heads(9, 3).q == ShardRange(9, 9, 3)
     assert cost_of_cut(smollm2, 1) == ()
     assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads are padded to 12 over 4, 25% of them zeros",)

@@ -18,6 +18,7 @@ from rocm_attn.capture.graphs import capture_shapes, draft_shapes
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, CapacityExceeded
 from rocm_attn.hip_graphs import host_pool
+from rocm_attn.models.config import ModelConfig
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -32,7 +33,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.eagle import EagleDrafter
 from tests.amd.runner.largest_steps import run_largest_steps
 from tests.amd.runner.metered_memory import MeteredMemory
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model, with_windows
 
 GIB = 2**30
 LAYER = Problem(
@@ -128,17 +129,24 @@ def test_the_largest_steps_fill_every_bound(steps: LargestSteps) -> None:
 
 
 @pytest.mark.parametrize(
-    "windows", [pytest.param((), id="full", marks=pytest.mark.nightly), pytest.param((9, -1), id="windows")]
+    "base",
+    [
+        pytest.param(CONFIG, id="full", marks=pytest.mark.nightly),
+        pytest.param(with_windows(CONFIG, 9, -1), id="windows"),
+        pytest.param(RECURRENT, id="states"),
+    ],
 )
 def test_an_engine_fills_its_share_and_never_takes_more(
-    windows: tuple[int, ...], metered: Callable[[int], MeteredMemory]
+    base: ModelConfig, metered: Callable[[int], MeteredMemory]
 ) -> None:
     """The sequences could use far more: the pool is cut, all of it is filled with tokens, and steps are the largest."""
     memory = metered(6_000_000)
     with memory:
-        loaded = tiny_model(base=with_windows(CONFIG, *windows) if windows else CONFIG, context_len=CONTEXT)
+        loaded = tiny_model(base=base, context_len=CONTEXT)
         served = Engine(loaded, replace(MANY, gpu_memory_share=0.8))
         report, pool = served.report(), served.runtime.pool
+        assert report.state_bytes == served.runtime.states.num_bytes
+        assert (report.checkpoints > 0) == (base is RECURRENT)
         assert (report.kv_bytes, report.weights_bytes) == (pool.num_bytes, loaded.weights.num_bytes)
         assert report.step_bytes > 0
         memory.start_peak()

@@ -94,6 +94,14 @@ def config_of(model: str) -> dict[str, Any]:
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
             "partial_rotary_factor is 1.5; it must be at most 1",
         ),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
+        (
+            "kimi_linear",
+            {"mla_use_nope": False},
+            "mla_use_nope is false; layers of this model are served if their rows",
+        ),
+        ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq 2; they must be 'sigmoid' and 1"),
+        ("qwen3-next-80b-a3b", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' with partial"),
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.amd.runner.hf_models import LLAMA3, YARN, small_hf_config
 
 
 def rope_of(config: Any) -> Rope:
-    return config_from_json({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).layers[0].rope
+    return config_from_json({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).attending[0].rope
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.capture.step_times import NEVER
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
+from rocm_attn.recurrence import Recurrence
 from rocm_serve.request import Request
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.scheduler_world import (
@@ -26,6 +29,8 @@ from tests.amd.runner.scheduler_world import (
     right,
     wrong,
 )
+
+LAYER = Recurrence(num_heads=1, num_k_heads=1, k_dim=8, v_dim=8, dtype=torch.float32)
 
 # Two letters: prompts often begin with the same ones.
 prompts = st.one_of(
@@ -52,11 +57,12 @@ worlds = given(
     chunk=st.integers(1, 40),
     spare_pages=st.integers(0, 12),
     window_left=st.sampled_from([None, 0, 4, 7]),
-    draft=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(draft_tokens)),
+    drafts_of=st.one_of(st.none(), st.integers(0, 1000)),
     ahead=st.booleans(),
     beside=st.integers(1, 40),
     doubles_after=st.sampled_from([1, 10, NEVER]),
     sizes=st.sampled_from([(), (3, 8, 13)]),
+    states=st.sampled_from([0, 1, 5]),
 )
 
 
@@ -70,13 +76,19 @@ def test_every_request_comes_to_what_it_would_alone(
     chunk: int,
     spare_pages: int,
     window_left: int | None,
-    draft: Drafter,
+    drafts_of: int | None,
     ahead: bool,
     beside: int,
     doubles_after: int,
     sizes: tuple[int, ...],
+    states: int,
 ) -> None:
-    """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
+    """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved.
+
+    drafts_of: a seed; None: no drafts
+    states:    that the cache keeps of recurrent layers; 0: there are no such layers
+    """
+    draft = no_drafts if drafts_of is None else draft_tokens(drafts_of, trees=not states)
     max_kv_len = 40
     num_pages = 1 + -(-max_kv_len // page_size) + spare_pages
     windows = () if window_left is None else (SpacePages(Space.SWA, num_pages, window_left=window_left),)
@@ -85,6 +97,9 @@ def test_every_request_comes_to_what_it_would_alone(
         beside=beside,
         doubles_after=doubles_after,
         sizes=sizes,
+        recurrent=RecurrentLayers([LAYER], kept=10, checkpoints=states, spacing=2 * page_size)
+        if states
+        else NO_RECURRENT_LAYERS,
     )
     late = [(sum(steps for steps, _ in arrivals[: n + 1]), n, request) for n, (_, request) in enumerate(arrivals)]
     for now in itertools.count():

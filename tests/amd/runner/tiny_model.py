@@ -9,10 +9,11 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from rocm_attn.models.config import LayerConfig, ModelConfig
+from rocm_attn.models.config import LayerConfig, ModelConfig, RecurrentConfig, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.models.rope import Rope
 from rocm_attn.models.tensors import Shape
 from rocm_serve.models.loading import LoadedModel
@@ -32,7 +33,18 @@ CONFIG = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
-
+# The same model with a recurrent layer first, so that K and V follow from states too.
+RECURRENT = replace(
+    CONFIG,
+    layers=(
+        RecurrentConfig(
+            RecurrentLayer(Rule.GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
+            DenseMlp(40, SwiGLU()),
+            RecurrentProjections(RecurrentTensors.BY_KIND),
+        ),
+        *CONFIG.layers,
+    ),
+)
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
 # The token that with_nan_token() changes in a model.
@@ -49,12 +61,16 @@ def word_tokenizer() -> Tokenizer:
 
 
 def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:
-    """The model with these windows, one per layer."""
-    layers = zip(config.layers, window_left, strict=True)
-    return replace(
-        config,
-        layers=tuple(replace(layer, attention=replace(layer.attention, window_left=left)) for layer, left in layers),
-    )
+    """The model with these windows, one per layer with attention."""
+    assert len(window_left) == len(config.attending)
+    left = iter(window_left)
+    layers = [
+        replace(layer, attention=replace(layer.attention, window_left=next(left)))
+        if isinstance(layer, LayerConfig)
+        else layer
+        for layer in config.layers
+    ]
+    return replace(config, layers=tuple(layers))
 
 
 class RandomTensors:

@@ -19,7 +19,7 @@ from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
-from rocm_attn.problem import EarlierSelection, Indexer, LastUnit, PoolKind, Row
+from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, LastUnit, PoolKind, Row, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -60,6 +60,24 @@ def test_a_window_and_rows_share_one_softmax_and_one_sink(
         world.step([first, second], [1, 1])
     world.step([second], [13])
     assert not graphs or world.runner.counters.replays > 0
+
+
+@pytest.mark.fast(2, interpreted=1)
+@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
+@pytest.mark.parametrize("provider", providers())
+def test_a_window_and_rows_lie_in_records_with_footers(
+    provider: str, encoding: KVEncoding, device: torch.device
+) -> None:
+    """DeepSeek-V4's pages in engines. A fork writes into a copy of a page, whose footer is copied with it."""
+    coded = {"kv_encoding": encoding, "kv_scales": Scales.FOOTER}
+    world = CompressedWorld.build(device, provider, graphs=True, coded=coded, swa_pages=20)
+    first = world.admit()
+    world.step([first], [19])
+    second = world.fork(first, 18)
+    world.step([second, first], [3, 1])
+    for _ in range(3):
+        world.step([first, second], [1, 1])
+    assert world.runner.counters.replays > 0
 
 
 def bits_of(world: CompressedWorld, story: Drawn, chunks: list[int], neighbours: list[int]) -> list[Tensor]:
@@ -205,7 +223,7 @@ def test_what_cannot_be_folded_is_refused(device: torch.device) -> None:
     rows = torch.zeros(count, DIM, device=device)
     with pytest.raises(BadTensor, match="layer 0 has rows of one token and no state; the layers with one are 1, 2"):
         calls.fold(WINDOW, rows, rows, rows)
-    with pytest.raises(BadTensor, match=r"values has shape \[\d+, 16\]; this step and layer need \[\d+, 64\]"):
+    with pytest.raises(BadTensor, match=r"values has shape \[\d+, 128\]; this step and layer need \[\d+, 288\]"):
         calls.fold(SPARSE, rows, rows, rows)
     with pytest.raises(BadTensor, match=r"gates is torch\.bfloat16"):
         calls.fold(ALL, rows, rows.bfloat16(), rows)

@@ -36,6 +36,7 @@ WIDE = Indexing(0.25, top=80)
 KINDS = {"tokens": TOKENS, "blocks": BLOCKS, "per head": PER_HEAD, "pools": POOLS, "means": MEANS, "wide": WIDE}
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+every_record = pytest.mark.parametrize("scales", [Scales.GROUP, Scales.FOOTER], ids=lambda scales: scales.name)
 
 
 def short(indexing: Indexing) -> list[Problem]:
@@ -87,19 +88,27 @@ def test_latents_are_attended_by_selections(device: torch.device) -> None:
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
 @pytest.mark.parametrize("provider", providers())
+@every_record
 def test_records_are_stored_and_attended_by_selections(
-    provider: str, encoding: KVEncoding, device: torch.device
+    scales: Scales, provider: str, encoding: KVEncoding, device: torch.device
 ) -> None:
-    """A prompt and a decode step, replayed: a layer that selects, one that reuses its choice, and one over all keys."""
-    layers = [record_layer(each, encoding=encoding) for each in (indexer(TOKENS), EarlierSelection(TOKENS), ALL_KEYS)]
+    """A prompt and a decode step, replayed: a layer that selects, one that reuses its choice, one over all keys, and a
+    window."""
+    layers = [
+        record_layer(each, encoding=encoding, scales=scales)
+        for each in (indexer(TOKENS), EarlierSelection(TOKENS), ALL_KEYS)
+    ]
+    layers.append(replace(layers[2], window_left=3, has_sinks=True))
     world = World.selecting(layers, device, provider, graphs=True, max_kv_len=16, max_tokens=12)
     request = world.admit()
     world.step([request], [9])
     world.step([request], [1])
 
 
-def test_requests_over_records_are_served_in_any_order(device: torch.device) -> None:
-    serve(World.selecting([record_layer(indexer(TOKENS)), record_layer(EarlierSelection(TOKENS))], device, graphs=True))
+@every_record
+def test_requests_over_records_are_served_in_any_order(scales: Scales, device: torch.device) -> None:
+    layers = [record_layer(each, scales=scales) for each in (indexer(TOKENS), EarlierSelection(TOKENS))]
+    serve(World.selecting(layers, device, graphs=True))
 
 
 @pytest.mark.fast(interpreted=0)
@@ -115,9 +124,10 @@ def test_torch_serves_records_in_every_mode(more: dict[str, Any], device: torch.
     world.step(requests, [1, 1], prefixes=shares)
 
 
-def test_records_are_copied_with_the_pages_that_requests_share(device: torch.device) -> None:
+@every_record
+def test_records_are_copied_with_the_pages_that_requests_share(scales: Scales, device: torch.device) -> None:
     """A fork writes into a copy of the last page, which it shared."""
-    world = World.selecting([record_layer(indexer(TOKENS))], device)
+    world = World.selecting([record_layer(indexer(TOKENS), scales=scales)], device)
     parent = world.admit()
     world.step([parent], [6])
     child = world.fork(parent, 6)
@@ -125,9 +135,10 @@ def test_records_are_copied_with_the_pages_that_requests_share(device: torch.dev
     world.step([child, parent], [3, 1])
 
 
-def test_fresh_graphs_over_records_are_checked_over_random_rows(device: torch.device) -> None:
+@every_record
+def test_fresh_graphs_over_records_are_checked_over_random_rows(scales: Scales, device: torch.device) -> None:
     """Random bytes would be records of NaN and of numbers of any size."""
-    world = World.selecting([record_layer(indexer(TOKENS))], device)
+    world = World.selecting([record_layer(indexer(TOKENS), scales=scales)], device)
     with ProbeRequests(world.runtime, vocabulary=9, seed=0) as requests:
         batch = requests.admit([9, 30], [1, 1])
         pages = [page for row in batch.rows.tolist() for page in world.runtime.table.pages_of(row, Space.FULL)]
@@ -167,6 +178,10 @@ def test_what_no_record_can_hold_is_no_problem() -> None:
             BadProblem, match=r"kv_scales is GROUP, and K and V are .* records are latent, in E4M3FN or"
         ):
             replace(good, **wrong)
+    of_pages = record_layer(scales=Scales.FOOTER)
+    for head_dim, v_head_dim in ((192, 128), (200, 200), (640, 640)):
+        with pytest.raises(BadProblem, match="that is 64 more than a multiple of 64, at most 8 times, and no"):
+            replace(of_pages, head_dim=head_dim, v_head_dim=v_head_dim)
     with pytest.raises(BadProblem, match="index keys have one head and no records"):
         replace(indexer(TOKENS), key_encoding=KVEncoding.E4M3FN, key_scales=Scales.GROUP)
 

@@ -17,6 +17,7 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, WrongState
+from rocm_attn.kernels.cache.page_format import RECORDS
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities
 from rocm_attn.oracle.reference import attend_sequence
@@ -26,7 +27,7 @@ from rocm_attn.step.accepting import accept_drawn, accept_sampled, select_last_a
 from rocm_attn.step.step import Part
 from tests.amd.host.test_stream_order import Streams
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import providers, record_layer, small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero, take_back
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -306,6 +307,26 @@ def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
 ) -> None:
     """Every step is compared with attention over the kept tokens, in their order."""
     world = World.build(problems, device, provider, num_pages=80, swa_pages=swa_pages, swa_kept=8 if swa_pages else 0)
+    serve_trees(world)
+
+
+@pytest.mark.parametrize("scales", RECORDS, ids=lambda scales: scales.name)
+def test_records_of_accepted_drafts_move_with_their_scales(scales: Scales, device: torch.device) -> None:
+    """Masks over records are torch's alone."""
+    problem = replace(record_layer(scales=scales), custom_mask=True)
+    serve_trees(UnevenWorld.build([problem], device, "torch", num_pages=80))
+
+
+class UnevenWorld(World):
+    """A world whose tokens differ in size, so that the scales of neighbours differ."""
+
+    def random(self, *shape: int) -> torch.Tensor:
+        rows = super().random(*shape)
+        return rows * 2.0 ** torch.randint(-3, 2, (shape[0], 1, 1), generator=self.generator).to(rows)
+
+
+def serve_trees(world: World) -> None:
+    """Serves trees of drafts, and steps after them."""
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [9, 14, 1])
     older = [request.kv_len for request in requests]

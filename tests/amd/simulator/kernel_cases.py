@@ -252,16 +252,17 @@ def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation
     return simulation
 
 
-def run_record_store(arch: str) -> Simulation:
+def run_record_store(arch: str, scales: Scales) -> Simulation:
     """Stores rows as records, as they are, and normalised and turned; one is not finite, one has no slot."""
     encoding = own_encoding(arch)
-    form = PageFormat(encoding, PoolKind.LATENT, 8, 1, 576, 512, Scales.GROUP)
+    dims = {Scales.GROUP: (576, 512), Scales.FOOTER: (512, 512)}[scales]
+    form = PageFormat(encoding, PoolKind.LATENT, 8, 1, *dims, scales)
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(5, heads, 576, generator=generator).to(BF16) for heads in (2, 1))
+    q, k = (torch.randn(5, heads, dims[0], generator=generator).to(BF16) for heads in (2, 1))
     k[1] *= 1e4
     k[2, 0, 3] = float("inf")
     rope = RopeTable(torch.randn(40, 64, generator=generator), at_end=True)
-    work = QkvWork(rope, k_norm=RowNorm(torch.rand(512, generator=generator).to(BF16), 1e-5))
+    work = QkvWork(rope, k_norm=RowNorm(torch.rand(form.coded, generator=generator).to(BF16), 1e-5))
     slots, positions = (torch.tensor(each, dtype=torch.int32) for each in ([8, 31, 17, 3, 40], [0, 3, 39, 5, 7]))
     results = []
     with simulated(arch) as simulation:
@@ -269,9 +270,8 @@ def run_record_store(arch: str) -> Simulation:
             (launch_store_kv, launch_rope_store),
             (cache_twins.store_kv, rope_twins.rope_store),
         ):
-            records = [torch.zeros(8, 8, 1, form.k_row, dtype=torch.uint8) for _ in range(2)]
-            rows = (each.view(encoding.dtype) for each in records)
-            plain, turned = (LayerPages(each, each[..., :512], form) for each in rows)
+            records = [torch.zeros(8, form.line, dtype=torch.uint8) for _ in range(2)]
+            plain, turned = (LayerPages.latent(each.view(encoding.dtype), form) for each in records)
             counts = torch.tensor([1, 4, 0, 0], dtype=torch.int32)
             q_out = torch.empty_like(q)
             store(k, k[..., :512], slots, counts, plain)
@@ -467,7 +467,8 @@ def every_quick_case(arch: str) -> list[KernelCase]:
             f"store-{encoding.name}-{scales.name}": partial(run_coded_store, arch, encoding, scales)
             for encoding, scales in ((own, Scales.TOKEN), (Encoding.E5M2, Scales.HEAD))
         },
-        "store-records": partial(run_record_store, arch),
+        "store-records": partial(run_record_store, arch, Scales.GROUP),
+        "store-footers": partial(run_record_store, arch, Scales.FOOTER),
         **{
             f"merge-{seqs}x{programs}": partial(run_merge, arch, seqs, programs)
             for seqs, programs in ((1, 20), (5, 9), (17, 20))

@@ -11,10 +11,10 @@ from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
-    AllTokens,
     IndexArgs,
     Indexing,
     IndexPages,
+    LastTokens,
     LastUnit,
     SelectedArgs,
     SelectedKeys,
@@ -52,6 +52,8 @@ POOLS = replace(TOKENS, indexing=Indexing(0.25, 3, key_tokens=4, last_unit=LastU
 LEAVING = Indexing(0.125, 5, candidate_blocks=3, block_keys=8)
 LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16, sinks=True)
 RECORDS = SelectedCase(STEP, (16, 1), (304, 256), latent=True, width=40, dtype=BF16, scales=Scales.GROUP, sinks=True)
+# DeepSeek-V4's records.
+FOOTERS = replace(RECORDS, dims=(512, 512), scales=Scales.FOOTER)
 ROWS = SelectedCase(STEP, (16, 1), (64, 64), latent=True, width=70, dense=True, dtype=BF16)
 SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dtype=BF16)
 
@@ -70,10 +72,12 @@ def with_large_pages(args: SelectedArgs) -> SelectedArgs:
     """Returns the same step with its rows at the end of a pool above 4 GiB."""
     pages = args.pages
     num_pages = LARGE_POOL_BYTES // min(pages.k[0].nbytes, pages.v[0].nbytes)
-    k = pool_ending_with(pages.raw_k, num_pages).view(pages.k.dtype)
-    is_latent = pages.format.kind is PoolKind.LATENT
-    v = k[..., : pages.format.v_head_dim] if is_latent else pool_ending_with(pages.v, num_pages)
-    moved = LayerPages(k, v, pages.format)
+    if pages.format.kind is PoolKind.LATENT:
+        memory = pool_ending_with(pages.lines[0].flatten(1), num_pages)
+        moved = LayerPages.latent(memory.view(pages.k.dtype), pages.format)
+    else:
+        k, v = (pool_ending_with(each, num_pages) for each in (pages.k, pages.v))
+        moved = LayerPages(k, v, pages.format)
     return args._replace(pages=moved, table=args.table + (num_pages - len(pages.k)))
 
 
@@ -150,13 +154,13 @@ def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bo
     return simulation
 
 
-def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Simulation:
-    """Runs attention to records, over selections in several parts, then to all tokens that each sees."""
-    problem = build_selected(replace(RECORDS, encoding=encoding), CPU)
+def run_records(arch: str, case: SelectedCase, encoding: Encoding, *, is_large: bool = False) -> Simulation:
+    """Runs attention to records, over selections in several parts, then to the last 50 tokens that each sees."""
+    problem = build_selected(replace(case, encoding=encoding), CPU)
     args = with_large_pages(problem.args) if is_large else problem.args
-    dense = build_selected(replace(RECORDS, encoding=encoding, dense=True, width=70), CPU)
-    everything = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
-    head_dim, v_head_dim = RECORDS.dims
+    dense = build_selected(replace(case, encoding=encoding, dense=True, width=50), CPU)
+    everything = dense.args._replace(selection=LastTokens(50))
+    head_dim, v_head_dim = case.dims
     tiles = selected_tiles(
         arch, gqa_ratio=16, head_dim=head_dim, v_head_dim=v_head_dim, dtype=BF16, is_coded=True, is_record=True
     )
@@ -174,7 +178,7 @@ def run_records(arch: str, encoding: Encoding, *, is_large: bool = False) -> Sim
 def run_rows(arch: str) -> Simulation:
     """Runs folds of rows of 4 tokens that overlap, and of 3 from bfloat16, then attention in both modes."""
     dense, exact = build_selected(ROWS, CPU), build_selected(ROWS, CPU)
-    given = dense.args._replace(selection=AllTokens(dense.args.tokens.max_kv_len))
+    given = dense.args._replace(selection=LastTokens(dense.args.tokens.max_kv_len))
     tiles = selected_tiles(arch, gqa_ratio=16, head_dim=64, v_head_dim=64, dtype=BF16, is_coded=False)
     cut = selected_cut(len(given.q), given.selection.width, heads=given.heads, tiles=tiles, programs=60)
     workspace = torch.full((cut.words(len(given.q), 64),), float("nan"))
@@ -202,7 +206,8 @@ def sparse_cases(arch: str) -> list[KernelCase]:
         "candidates": partial(run_candidates, arch),
         "long_lines": partial(run_long_lines, arch),
         "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
-        "records": partial(run_records, arch, own_encoding(arch)),
+        "records": partial(run_records, arch, RECORDS, own_encoding(arch)),
+        "footers": partial(run_records, arch, FOOTERS, own_encoding(arch)),
         "rows": partial(run_rows, arch),
         "tokens-above": partial(run_select, arch, TOKENS, is_coded=False, is_large=True),
         "latent-above": partial(run_attention, arch, LATENT, is_coded=False, is_large=True),
@@ -219,7 +224,8 @@ def more_sparse_cases(arch: str) -> list[KernelCase]:
         "coded_pools": partial(run_select, arch, POOLS, is_coded=True),
         "coded_pools-above": partial(run_select, arch, POOLS, is_coded=True, is_large=True),
         "latent": partial(run_attention, arch, LATENT, is_coded=False),
-        "records-above": partial(run_records, arch, Encoding.E4M3FN, is_large=True),
+        "records-above": partial(run_records, arch, RECORDS, Encoding.E4M3FN, is_large=True),
+        "footers-above": partial(run_records, arch, FOOTERS, Encoding.E4M3FN, is_large=True),
         "coded_split": partial(run_attention, arch, SPLIT, is_coded=True),
         "split-above": partial(run_attention, arch, SPLIT, is_coded=False, is_large=True),
     }

@@ -144,10 +144,13 @@ def test_every_needle_is_found_in_every_encoding(encoding: KVEncoding, scales: S
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("dims", "scales"), [((144, 128), Scales.GROUP), ((192, 192), Scales.FOOTER)], ids=str)
 @pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ])
-def test_every_needle_is_found_in_records(encoding: KVEncoding, device: torch.device) -> None:
-    latent = replace(LATENT, head_dim=144, v_head_dim=128, scale=144**-0.5)
-    layers = [coded(problem, encoding, Scales.GROUP) for problem in (latent, *selecting(TOKENS, latent))]
+def test_every_needle_is_found_in_records(
+    encoding: KVEncoding, dims: tuple[int, int], scales: Scales, device: torch.device
+) -> None:
+    latent = replace(LATENT, head_dim=dims[0], v_head_dim=dims[1], scale=dims[0] ** -0.5)
+    layers = [coded(problem, encoding, scales) for problem in (latent, *selecting(TOKENS, latent))]
     is_captured = encoding is KVEncoding.E4M3FN
     report = truth(layers, device, replace(SHORT, graphs=is_captured))
     assert report.passed, "\n".join(map(str, report.misses))

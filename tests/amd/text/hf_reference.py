@@ -22,7 +22,7 @@ def hf_llama(loaded: LoadedModel) -> Any:
     """A LlamaForCausalLM that shares the weights' memory."""
     config, weights = loaded.config, loaded.weights
     assert config.architecture == "LlamaForCausalLM"
-    assert {layer.rope.scaling for layer in config.layers} == {NoScaling()}
+    assert {layer.rope.scaling for layer in config.attending} == {NoScaling()}
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(_hf_config(config))
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
@@ -30,7 +30,7 @@ def hf_llama(loaded: LoadedModel) -> Any:
     for layer, layer_weights in enumerate(weights.layers):
         tensors.update(
             (f"model.layers.{layer}.{name}", x)
-            for name, x in _hf_tensors(config.layers[layer].attention, layer_weights).items()
+            for name, x in _hf_tensors(config.attending[layer].attention, layer_weights).items()
         )
     model.load_state_dict(tensors, assign=True)
     # frequencies are not part of a state dict, so they are still without storage
@@ -39,7 +39,7 @@ def hf_llama(loaded: LoadedModel) -> Any:
 
 
 def _hf_config(config: ModelConfig) -> LlamaConfig:
-    layer = config.layers[0]
+    layer = config.attending[0]
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -16,6 +16,7 @@ from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken
 from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.state_layers import StateCalls
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model, StepInputs
 
@@ -30,11 +31,16 @@ class EveryToken:
     positions: Tensor
     last_token_of_seq: Tensor
     layers: LayerCalls
+    states: StateCalls
 
     @classmethod
     def of(cls, step: StepInputs) -> EveryToken:
         return cls(
-            step.token_ids, step.positions, torch.arange(len(step.token_ids), device=step.token_ids.device), step.layers
+            step.token_ids,
+            step.positions,
+            torch.arange(len(step.token_ids), device=step.token_ids.device),
+            step.layers,
+            step.states,
         )
 
 

@@ -7,8 +7,9 @@ no code with the kernels, and knows no pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,19 +26,21 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.merging import merge_states
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
+from tests.amd.coded import kept
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.world import poison_free_pages
 
-HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 16, 2, 16
+# Elements of a row: enough for 64 codes and 64 elements without.
+HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 128, 2, 16
 CHOSEN = Row(4, overlaps=True, also=INDEX_DIM)
 HEAVY = Row(8)
 INDEXING = Indexing(0.25, top=2, key_tokens=4, last_unit=LastUnit.LEFT_OUT)
 WINDOW, SPARSE, ALL = range(3)
 
 
-def layers(page_size: int = 8, dtype: torch.dtype = torch.float32) -> list[Problem]:
-    """The window, the rows that are chosen from, and those that are all read."""
-    plain: dict[str, Any] = {"v_head_dim": DIM, "scale": DIM**-0.5, "pool": PoolKind.LATENT, "wants_lse": True}
+def layers(page_size: int = 8, dtype: torch.dtype = torch.float32, **coded: Any) -> list[Problem]:
+    """The window, the rows that are chosen from, and those that are all read. coded: the encoding of all three"""
+    plain: dict[str, Any] = {"v_head_dim": DIM, "scale": DIM**-0.5, "pool": PoolKind.LATENT, "wants_lse": True, **coded}
     indexer = Indexer(INDEX_HEADS, INDEX_DIM, INDEXING)
     return [
         Problem(HEADS, 1, DIM, dtype, page_size, window_left=6, has_sinks=True, **plain),
@@ -107,7 +110,7 @@ def folded(values: Tensor, gates: Tensor, row: Row) -> list[Tensor]:
     return rows
 
 
-def wanted(drawn: Drawn, position: int, layer: int, sinks: Tensor, window_left: int) -> Tensor:
+def wanted(drawn: Drawn, position: int, layer: int, sinks: Tensor, window: Problem) -> Tensor:
     """float64 [heads, dim]: the output of a token, over its window and its rows with one softmax and one sink."""
     seen, row = drawn.first(position + 1), {SPARSE: CHOSEN, ALL: HEAVY}[layer]
     rows = folded(seen.values[layer], seen.gates[layer], row)
@@ -121,7 +124,8 @@ def wanted(drawn: Drawn, position: int, layer: int, sinks: Tensor, window_left: 
         ]
         best = sorted(range(len(rows)), key=lambda number: (-scores[number], number))[: INDEXING.top]
         rows = [rows[number] for number in best]
-    keys = [k.double()[0] for k in seen.k[max(0, position - window_left) :]] + [each[:DIM] for each in rows]
+    near = [k.double()[0] for k in seen.k[max(0, position - window.window_left) :]]
+    keys = list(kept(torch.stack(near + [each[:DIM] for each in rows])[:, None], window, None)[:, 0].double())
     out = []
     for head in range(HEADS):
         q = drawn.q[position, head].double()
@@ -173,9 +177,16 @@ class CompressedWorld:
 
     @classmethod
     def build(
-        cls, device: torch.device, provider: str, *, graphs: bool = False, page_size: int = 8, **options: Any
+        cls,
+        device: torch.device,
+        provider: str,
+        *,
+        graphs: bool = False,
+        page_size: int = 8,
+        coded: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
     ) -> CompressedWorld:
-        problems, generator = layers(page_size), torch.Generator().manual_seed(0)
+        problems, generator = layers(page_size, **coded), torch.Generator().manual_seed(0)
         sizes: dict[str, Any] = {"num_pages": 40, "max_num_seqs": 4, "max_kv_len": 64, "capture_sizes": (4,), **options}
         runtime = build_runtime(problems, RuntimeOptions(provider=provider, **sizes), device=device)
         for layer, problem in enumerate(problems):
@@ -248,13 +259,13 @@ class CompressedWorld:
         self._check(requests, q_len)
 
     def _check(self, requests: Sequence[Served], q_len: Sequence[int]) -> None:
-        sinks, window_left = self.runtime.head_weights.of(WINDOW).sinks, self.runtime.kinds.problems[WINDOW].window_left
+        sinks, window = self.runtime.head_weights.of(WINDOW).sinks, self.runtime.kinds.problems[WINDOW]
         assert sinks is not None
         for layer in (SPARSE, ALL):
             first = 0
             for request, new in zip(requests, q_len, strict=True):
                 places = range(request.kv_len - new, request.kv_len)
-                want = torch.stack([wanted(request.drawn, place, layer, sinks, window_left) for place in places])
+                want = torch.stack([wanted(request.drawn, place, layer, sinks, window) for place in places])
                 found = self.out[layer][first : first + new].cpu()
                 self.largest_error = max(self.largest_error, float((found.double() - want).abs().max()))
                 assert_attention_close(found, want, torch.float32)

@@ -88,8 +88,9 @@ def record_layer(
     *,
     page_size: int = 4,
     encoding: KVEncoding = KVEncoding.E4M3FN,
+    scales: Scales = Scales.GROUP,
 ) -> Problem:
-    """Four heads over records of 256 codes in two groups, and 8 elements after them."""
-    coded = {"kv_encoding": encoding, "kv_scales": Scales.GROUP}
-    latent = latent_layer(attends, page_size=page_size)
-    return replace(latent, head_dim=264, v_head_dim=256, scale=0.05, **coded)  # type: ignore[arg-type]
+    """Four heads over records of codes in two groups, and 8 elements after them, or 64 with scales in the footer."""
+    dims = {Scales.GROUP: (264, 256), Scales.FOOTER: (192, 192)}[scales]
+    latent = replace(latent_layer(attends, page_size=page_size), head_dim=dims[0], v_head_dim=dims[1], scale=0.05)
+    return replace(latent, kv_encoding=encoding, kv_scales=scales)

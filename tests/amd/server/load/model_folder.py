@@ -25,7 +25,7 @@ _TEMPLATE = (
 def write_model(folder: Path) -> Path:
     """config.json, safetensors, and a tokenizer whose words are w0 to w63; any other word is w0."""
     config = replace(CONFIG, context_len=CONTEXT)
-    layer = config.layers[0]
+    layer = config.attending[0]
     source = RandomTensors(config, seed=11)
     tensors = {name: source.read(name).to(torch.float32).contiguous() for name in expected_shapes(config)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,218 @@
+"""RowStates: the host's view of recurrent states: the tag of each row, the tokens that its state serves, checkpoints.
+
+The device refuses a step whose row has not its state (kernels/states/places.py). The host knows most of that earlier,
+and says it in a sentence. Both follow the same rule, and neither asks the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy
+
+# A header of the host: start, first, end, as in kernels/states/places.py. These serve no step, and every step.
+_NOTHING = (INT32_MAX, 0, 0)
+_ANYTHING = (-1, 0, INT32_MAX)
+
+
+class RowStates:
+    """The states of a request table's rows, and checkpoints of them.
+
+    changed: rows whose tags the device does not have yet
+    copies:  states to be copied before the next step, in order
+    tags:    int32 [rows], the request that each row belongs to
+    """
+
+    def __init__(self, recurrent: RecurrentLayers, *, num_rows: int, page_size: int) -> None:
+        self.recurrent, self._page_size = recurrent, page_size
+        self.spacing = recurrent.spacing or page_size
+        if self.spacing % page_size:
+            raise BadSetting(
+                f"checkpoints are taken every {self.spacing} tokens and pages have {page_size}; give a multiple"
+            )
+        self.tags = np.zeros(num_rows, np.int32)
+        self.changed, self.copies = list[int](), list[StateCopy]()
+        self._headers = np.empty((num_rows, SLOTS_OF_ROW, 3), np.int32)
+        self._headers[:] = _NOTHING
+        self._next_tag = 0
+        first = SLOTS_OF_ROW * num_rows
+        self._free = list(range(first + recurrent.checkpoints - 1, first - 1, -1))
+        # Slot of a checkpoint -> its tag.
+        self._tag_of: dict[int, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the model has no recurrent layer, so that there is nothing to keep."""
+        return not self.recurrent.layers
+
+    def begin(self, row: int) -> None:
+        """Gives a row that is admitted a tag that no request has had; it has no state."""
+        self.tags[row] = self._new_tag()
+        self._headers[row] = _NOTHING
+        self.changed.append(row)
+
+    def fork(self, row: int, child: int, kv_len: int) -> None:
+        """Copies the state of a row after kv_len tokens to the row that shares them."""
+        if not self.is_empty and kv_len > 0:
+            self._headers[child] = _NOTHING
+            if self._serves(row, kv_len):
+                self._headers[child, 0] = -1, kv_len, kv_len
+            self._copy(child, SLOTS_OF_ROW * row, SLOTS_OF_ROW, int(self.tags[row]), kv_len)
+
+    def begin_at(self, row: int, checkpoint: int, kv_len: int) -> None:
+        """Copies a checkpoint, which was taken after kv_len tokens, to a row."""
+        if not self.is_empty and kv_len > 0:
+            self._headers[row, 0] = -1, kv_len, kv_len
+            self._copy(row, checkpoint, 1, self._tag_of[checkpoint], kv_len)
+
+    def checkpoint_at(self, kv_len: int, states: Int32Array) -> int:
+        """The slot of the state after kv_len tokens; 0 if none is needed. Raises BadBatch if it is not kept.
+
+        states: int32 [n], the slots that are kept with the pages of these tokens, in order
+        """
+        if self.is_empty or kv_len == 0:
+            return 0
+        if kv_len % self._page_size or not states[-1]:
+            ends = ((np.flatnonzero(states) + 1) * self._page_size).tolist()
+            raise BadBatch(
+                f"recurrent layers have no state after {kv_len} kept tokens; begin after "
+                f"{', '.join(map(str, ends)) or 'no'} tokens, which KeptPages.have_states() says, or compute them again"
+            )
+        return int(states[-1])
+
+    def keep_all(self, rows: Int32Array, kv_len: Int32Array) -> Int32Array:
+        """int32 [n]: the slot of a checkpoint of rows[i] after kv_len[i] tokens; 0 if none is due, or none is free.
+
+        The step after the one that made the state may be staged already.
+        """
+        states = np.zeros(len(rows), np.int32)
+        for at in np.flatnonzero(self.are_due(rows, kv_len)).tolist():
+            row, tokens = int(rows[at]), int(kv_len[at])
+            if self._free:
+                states[at] = slot = self._free.pop()
+                self._tag_of[slot] = tag = self._new_tag()
+                source = SLOTS_OF_ROW * row
+                self.copies.append(StateCopy(slot, tag, False, source, SLOTS_OF_ROW, int(self.tags[row]), tokens))
+        return states
+
+    def are_due(self, rows: Int32Array, kv_len: Int32Array) -> npt.NDArray[np.bool_]:
+        """bool [n]: True if keep_all() takes a checkpoint of rows[i] after kv_len[i] tokens, as long as one is free."""
+        due: npt.NDArray[np.bool_] = kv_len % self.spacing == 0
+        if self.is_empty:
+            due[:] = False
+        for at in np.flatnonzero(due).tolist():
+            due[at] = self._serves(int(rows[at]), int(kv_len[at]))
+        return due
+
+    @property
+    def num_free(self) -> int:
+        """Number of checkpoints that are free."""
+        return len(self._free)
+
+    def drop(self, checkpoints: Sequence[int]) -> None:
+        """Gives checkpoints back; 0 stands for none, and one that was given back is left alone."""
+        self._free += [slot for slot in checkpoints if self._tag_of.pop(slot, 0)]
+
+    def drop_all(self) -> None:
+        """Gives all checkpoints back."""
+        self.drop(list(self._tag_of))
+
+    def give(self, rows: Int32Array, kv_len: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:
+        """Notes that a caller writes the states of rows after kv_len[i] tokens, in place of any that they had.
+
+        Returns int64 [n], the slots to write, and int32 [n, 4], their headers. The rows have been stepped by no step.
+        """
+        slots = SLOTS_OF_ROW * rows.astype(np.int64)
+        self._headers[rows] = _NOTHING
+        self._headers[rows, 0] = np.stack([np.full_like(kv_len, -1), kv_len, kv_len], 1)
+        given = set(slots.tolist())
+        self.copies = [copy for copy in self.copies if copy.target not in given]
+        headers = np.stack([self.tags[rows], *self._headers[rows, 0].T], 1)
+        return slots, headers
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises BadBatch for a sequence whose row has no state before its first new token."""
+        if self.is_empty or batch.num_seqs == 0:
+            return
+        if batch.drafts is not NO_DRAFTS or batch.mask is not NO_MASK:
+            raise BadBatch(
+                "the step is a round of drafts or has a mask, and states of recurrent layers go on token after token; "
+                "verify chains of drafts in steps without a mask"
+            )
+        if not batch.inputs.lengths_on_host:
+            return
+        headers, start = self._headers[batch.rows], batch.start[:, None]
+        serves = (headers[..., 0] < start) & (headers[..., 1] <= start) & (start <= headers[..., 2])
+        wrong = ~serves.any(1) & (batch.start > 0) & (batch.q_len > 0)
+        if wrong.any():
+            seq = int(wrong.argmax())
+            row = int(batch.rows[seq])
+            raise BadBatch(
+                f"sequence {seq} goes on after {batch.start[seq]} tokens of row {row}, whose state is there "
+                f"{self._served(row)}; go back by at most {self.recurrent.kept} tokens of the last step, begin at a "
+                "checkpoint, or at token 0"
+            )
+
+    def note(self, batch: StepBatch) -> None:
+        """Notes the states that a step writes, which is staged now."""
+        if self.is_empty or batch.num_seqs == 0:
+            return
+        if not batch.inputs.lengths_on_host:
+            self.lose_track(batch.rows)
+            return
+        new = batch.q_len > 0
+        rows, start, end = batch.rows[new], batch.start[new], batch.kv_len[new]
+        headers = self._headers[rows]
+        serves = (headers[..., 0] < start[:, None]) & (headers[..., 1] <= start[:, None])
+        serves &= start[:, None] <= headers[..., 2]
+        target = np.where(start > 0, 1 - np.where(serves, headers[..., 0], -2).argmax(1), 0)
+        first = np.where(batch.q_len[new] <= self.recurrent.kept, start, end)
+        self._headers[rows, target] = np.stack([start, first, end], 1)
+        self._headers[rows[start == 0], 1] = _NOTHING
+
+    def lose_track(self, rows: Int32Array) -> None:
+        """Notes that only the device knows the tokens that the states of rows serve: the host refuses nothing there."""
+        self._headers[rows] = _ANYTHING
+
+    def apply(
+        self, update: Callable[[Int32Array, Int32Array], None], copy: Callable[[Sequence[StateCopy]], None]
+    ) -> None:
+        """Brings the device up to date by two launches. A change stays pending until its launch was made.
+
+        update: takes rows and their tags; copy: takes copies
+        """
+        if self.changed:
+            rows = np.unique(np.array(self.changed, np.int32))
+            update(rows, self.tags[rows])
+            self.changed.clear()
+        if self.copies:
+            copy(self.copies)
+            self.copies.clear()
+
+    def _new_tag(self) -> int:
+        self._next_tag = self._next_tag % INT32_MAX + 1
+        return self._next_tag
+
+    def _copy(self, row: int, source: int, num_slots: int, tag: int, kv_len: int) -> None:
+        self.copies.append(StateCopy(SLOTS_OF_ROW * row, int(self.tags[row]), True, source, num_slots, tag, kv_len))
+
+    def _serves(self, row: int, kv_len: int) -> bool:
+        """True if a step may go on after kv_len tokens of a row, as far as the host knows."""
+        headers = self._headers[row]
+        return bool(((headers[:, 1] <= kv_len) & (kv_len <= headers[:, 2]) & (headers[:, 0] < INT32_MAX)).any())
+
+    def _served(self, row: int) -> str:
+        """The tokens after which a step may go on in a row, in words."""
+        ranges = [
+            f"{first} tokens" if first == end else f"{first} to {end} tokens"
+            for start, first, end in self._headers[row].tolist()
+            if start < INT32_MAX
+        ]
+        return f"after {' or '.join(ranges)}" if ranges else "for no token"

@@ -1,0 +1,195 @@
+"""StatePool: the memory of recurrent layers' states, cut into slots. RecurrentLayers: what a model says of them.
+
+Every row of the request table has two slots, 2 * row and 2 * row + 1: a step reads the one and writes the other. After
+those come the slots of checkpoints. A slot holds the state of all layers in one piece of memory, so that it is copied
+by one copy. Row 0's slots belong to no request, and nothing is written there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.states.arguments import HEADER_WORDS, ConvolutionSlots, RecurrentSlots
+from rocm_attn.machine.settings import whole_number
+from rocm_attn.recurrence import Recurrence
+
+# The two parts of a layer that a step stores.
+CONVOLUTION, STATE = "convolution", "state"
+# Slots of a row.
+SLOTS_OF_ROW = 2
+# Parts of a slot begin at whole vectors, so that kernels load them with the widest loads.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayers:
+    """The recurrent layers of a model, and how much of their states is kept. They have numbers of their own, from 0.
+
+    layers:      one for each layer
+    kept:        the most new tokens of a sequence that a step keeps next to its state, and does not fold. A sequence
+                 may go back to any of them, so it is at least the number of draft tokens of a verify step plus one
+    checkpoints: states that kept pages may hold, see KeptPages.keep()
+    spacing:     a checkpoint is taken after a multiple of this many tokens, which the page size divides; 0: after any
+                 whole page
+
+    Raises BadSetting.
+    """
+
+    layers: Sequence[Recurrence] = ()
+    kept: int = 1
+    checkpoints: int = 0
+    spacing: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for name, least in (("kept", 1), ("checkpoints", 0), ("spacing", 0)):
+            value = whole_number(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value < least:
+                raise BadSetting(f"{name} of recurrent layers is {value}; it must be {least} or more")
+
+
+NO_RECURRENT_LAYERS = RecurrentLayers()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a layer's slot."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts_of(layer: Recurrence, kept: int) -> list[_Part]:
+    """The tensors of a layer's slot: its convolution's inputs, its state, and the kept k, v, decay and beta."""
+    convolution, heads = layer.convolution, layer.num_heads
+    decays = (layer.k_dim,) if layer.channel_decay else ()
+    return [
+        _Part(layer.dtype, (convolution.width - 1 + kept, convolution.channels)),
+        _Part(layer.state_dtype, (heads, layer.k_dim, layer.v_dim)),
+        _Part(layer.dtype, (kept, layer.num_k_heads, layer.k_dim)),
+        _Part(layer.dtype, (kept, heads, layer.v_dim)),
+        _Part(torch.float32, (kept, heads, *decays)),
+        _Part(torch.float32, (kept, heads)),
+    ]
+
+
+def slot_bytes(recurrent: RecurrentLayers) -> int:
+    """Bytes of a slot, over all layers."""
+    return sum(part.num_bytes for layer in recurrent.layers for part in _parts_of(layer, recurrent.kept))
+
+
+class StatePool:
+    """The slots of all recurrent layers.
+
+    recurrent: the layers
+    headers:   int32 [slots, 4]: whose state a slot holds, and of which tokens; see kernels/states/places.py
+    tags:      int32 [rows, 1], the request that each row belongs to; 0: none
+    memory:    uint8 [slots, slot_bytes]
+    convolution, state: per layer, the slots of its convolution's inputs, and of its state and kept tokens
+    """
+
+    def __init__(self, recurrent: RecurrentLayers, *, num_rows: int, device: torch.device) -> None:
+        self.recurrent, self.device = recurrent, device
+        num_slots = SLOTS_OF_ROW * num_rows + recurrent.checkpoints if recurrent.layers else 0
+        self.tags = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
+        self.headers = torch.zeros(num_slots, HEADER_WORDS, dtype=torch.int32, device=device)
+        # Not torch.zeros, because nothing may depend on the content of a slot that no step has written.
+        self.memory = torch.empty(num_slots, slot_bytes(recurrent), dtype=torch.uint8, device=device)
+        self.memory[:SLOTS_OF_ROW].zero_()
+        begin = 0
+        self.convolution, self.state = list[ConvolutionSlots](), list[RecurrentSlots]()
+        for layer in recurrent.layers:
+            views = list[Tensor]()
+            for part in _parts_of(layer, recurrent.kept):
+                cells = self.memory[:, begin : begin + math.prod(part.shape) * part.dtype.itemsize]
+                views.append(cells.view(part.dtype).view(num_slots, *part.shape))
+                begin += part.num_bytes
+            self.convolution.append(ConvolutionSlots(views[0]))
+            self.state.append(RecurrentSlots(*views[1:]))
+
+    @classmethod
+    def none(cls, device: torch.device) -> StatePool:
+        """The pool of a model without recurrent layers."""
+        return cls(NO_RECURRENT_LAYERS, num_rows=0, device=device)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no recurrent layers."""
+        return not self.recurrent.layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.memory.nbytes
+
+    @property
+    def stored(self) -> tuple[tuple[int, str], ...]:
+        """What a step stores: layer and part, in order."""
+        of_layers = enumerate(self.recurrent.layers)
+        return tuple(
+            (number, part)
+            for number, layer in of_layers
+            for part in ((CONVOLUTION, STATE) if layer.convolution.channels else (STATE,))
+        )
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """float32 words of workspace that the layers of a step of this shape need, one layer after the other."""
+        return max((slots.workspace_words(shape.num_tokens, shape.num_seqs) for slots in self.state), default=0)
+
+    def before_kept_tokens(self) -> Iterator[Tensor]:
+        """The tensors [slots, ...] of every layer that say all of a sequence which has no kept tokens."""
+        for convolution, state in zip(self.convolution, self.state, strict=True):
+            yield convolution.inputs
+            yield state.state
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Copies states, one after the other: each may read what one before it has written. It may run again.
+
+        A target whose source has not the state that is asked for gets no state: the step that needs it is refused.
+        """
+        for copy in copies:
+            of_source = self.headers[copy.source : copy.source + copy.num_slots]
+            tag, _, first, end = of_source.unbind(1)
+            serves = (tag == copy.source_tag) & (first <= copy.tokens) & (copy.tokens <= end)
+            newest = torch.where(serves, of_source[:, 1], -2).argmax().reshape(1)
+            header = of_source.index_select(0, newest)[0]
+            # Copied to itself, the target keeps what it has, and no one may read it.
+            source = torch.where(serves.any(), newest + copy.source, copy.target)
+            self.memory[copy.target].copy_(self.memory.index_select(0, source)[0])
+            made = torch.stack([header.new_full((), copy.tag), header.new_full((), -1), header[2], header[3]])
+            made[3].fill_(copy.tokens)
+            self.headers[copy.target].copy_(torch.where(serves.any(), made, 0))
+            if copy.target_is_row:
+                self.headers[copy.target + 1].zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A state that is copied to another slot.
+
+    target:        the slot that is written; if it is the first of a row, the row's other slot loses its state
+    tag:           the request that the copy belongs to
+    source:        the first slot that may hold the state, of num_slots
+    source_tag:    the request that it must belong to
+    tokens:        tokens of the sequence that are folded or kept in the copy
+    """
+
+    target: int
+    tag: int
+    target_is_row: bool
+    source: int
+    num_slots: int
+    source_tag: int
+    tokens: int

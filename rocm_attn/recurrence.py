@@ -1,0 +1,119 @@
+"""Recurrence: what a model fixes about a layer that keeps a state in place of K and V: delta nets, KDA, Mamba2.
+
+    S <- exp(decay) * S                        for each head; S is [k_dim, v_dim]
+    S <- S + k (beta * (v - S^T k))^T          the delta rule (DELTA), or
+    S <- S + k (beta * v)^T                    sums (SUM)
+    out = scale * S^T q
+
+Sources: Gated Delta Networks (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba2 (arXiv 2405.21060). In Mamba2's
+names q is C, k is B, v is x, beta is dt, and decay is dt * A.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.errors import BadProblem, BadSetting
+from rocm_attn.machine.settings import whole_number
+from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
+
+
+def _whole_numbers(value: object, of: str, *names: str) -> None:
+    """Makes fields ints. Raises BadProblem."""
+    for name in names:
+        try:
+            object.__setattr__(value, name, whole_number(f"{name} of {of}", getattr(value, name)))
+        except BadSetting as error:
+            raise BadProblem(str(error)) from None
+
+
+class Update(enum.Enum):
+    """How a token changes the state."""
+
+    DELTA = "delta rule"
+    SUM = "sums"
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A causal convolution over each channel by itself, before the recurrence. Its last inputs are part of the state.
+
+    channels: of the input and of the output; 0: the layer has no convolution
+    width:    tokens that an output is made of, its own included
+    silu:     whether x * sigmoid(x) follows
+
+    Raises BadProblem.
+    """
+
+    channels: int = 0
+    width: int = 4
+    silu: bool = True
+
+    def __post_init__(self) -> None:
+        _whole_numbers(self, "a convolution", "channels", "width")
+        if self.channels < 0 or self.width < 2:
+            raise BadProblem(
+                f"a convolution of {self.channels} channels and width {self.width}; give 0 channels or more, and a "
+                "width of at least 2"
+            )
+
+
+NO_CONVOLUTION = Convolution()
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The geometry of a recurrent layer, on this rank.
+
+    num_heads:     heads of v and of the output, a multiple of num_k_heads
+    num_k_heads:   heads of q and k
+    k_dim, v_dim:  elements of a row of q and k, and of v and the output
+    dtype:         of q, k, v and the output, and of the convolution's input and output
+    update:        how a token changes the state
+    channel_decay: whether each element of k has a decay of its own (KDA); otherwise a head has one
+    scale:         factor on the output; 0: k_dim ** -0.5
+    state_dtype:   of the state: float32 or bfloat16
+    convolution:   the convolution before the recurrence
+    normalizes:    whether q and k are divided by their norms first: x / sqrt(sum(x * x) + 1e-6)
+
+    Raises BadProblem.
+    """
+
+    num_heads: int
+    num_k_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    update: Update = Update.DELTA
+    channel_decay: bool = False
+    scale: float = 0.0
+    state_dtype: torch.dtype = torch.float32
+    convolution: Convolution = NO_CONVOLUTION
+    normalizes: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = "num_heads", "num_k_heads", "k_dim", "v_dim"
+        _whole_numbers(self, "a recurrence", *sizes)
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise BadProblem(f"{name} of a recurrence is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_k_heads:
+            raise BadProblem(
+                f"{self.num_heads} heads over {self.num_k_heads} heads of k: the first must be a multiple of the second"
+            )
+        if self.dtype not in DTYPES:
+            raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise BadProblem(f"state_dtype is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
+        if not isinstance(self.update, Update):
+            raise BadProblem(f"update is {self.update!r}; it must be an Update")
+        for name in ("channel_decay", "normalizes"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.scale == 0:
+            object.__setattr__(self, "scale", self.k_dim**-0.5)
+        if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
+            raise BadProblem(f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100")

@@ -1,0 +1,143 @@
+"""StateLayers: checks and launches the calls of recurrent layers, for a step or for one half of a split one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.states import arguments
+from rocm_attn.kernels.states.arguments import RecurrentTokens
+from rocm_attn.machine.devices import on_device
+from rocm_attn.paging.state_pool import CONVOLUTION, STATE, StatePool
+from rocm_attn.paging.stored_tokens import Sides, StepStores
+from rocm_attn.providers.launches import StepOps
+from rocm_attn.recurrence import Recurrence, Update
+from rocm_attn.step.memory import DeviceStep
+
+
+class StateCalls(Protocol):
+    """The calls of a model's forward in each recurrent layer. T padded tokens.
+
+    Layers have the numbers of RecurrentLayers.layers. A step has stored once each layer has convolved, if it has a
+    convolution, and has recurred. A call reads the state before the step and writes the one after it in other memory,
+    so it may be repeated. The state of a row that the device refuses is left as it is, and its outputs are 0.
+
+    Each raises BadTensor for tensors that do not fit, WrongState unless its step runs, and BadBatch for a step that may
+    not store.
+    """
+
+    __slots__ = ()
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Convolves each channel with the last inputs of its sequence: out[t] = act(bias + sum of weight * x).
+
+        x, out: [T, channels], different memory; any strides but the last. Padded tokens of out receive zeros
+        weight: [channels, width], its last column for the token itself; bias: [channels]
+        """
+        ...
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
+        """Folds tokens into the states of their sequences, and reads the states with q; see rocm_attn/recurrence.py.
+
+        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. Padded tokens of out receive
+                zeros
+        decay:  float32 [T, heads], or [T, heads, k_dim] with decays of channels: natural logarithms, at most 0
+        beta:   float32 [T, heads]
+        """
+        ...
+
+
+class StateLayers:
+    """The recurrent layers of a model over their slots. deterministic: whether bits depend on no batch and no chunk"""
+
+    def __init__(self, states: StatePool, ops: StepOps, sides: Sides, *, deterministic: bool) -> None:
+        self._states, self._ops, self._sides, self._deterministic = states, ops, sides, deterministic
+        self._layers, self._device = states.recurrent.layers, states.device
+
+    def of(self, layer: int) -> Recurrence:
+        """A layer's recurrence. Raises BadTensor for a layer that does not exist."""
+        if not 0 <= layer < len(self._layers):
+            there = f"0 to {len(self._layers) - 1}" if self._layers else "none"
+            raise BadTensor(f"recurrent layer {layer} does not exist; the runtime has {there}")
+        return self._layers[layer]
+
+    def number(self, layer: int, part: str) -> int:
+        """The number of a layer's state, or of its convolution's, among all that a step stores."""
+        return self._sides.recurrent(layer, part)
+
+    def convolve(
+        self, step: DeviceStep, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        layout = self.of(layer).convolution
+        tokens, dtype = (step.states.num_tokens, layout.channels), self.of(layer).dtype
+        for name, given, shape in (
+            ("x", x, tokens),
+            ("out", out, tokens),
+            ("weight", weight, (layout.channels, layout.width)),
+            *([] if bias is None else [("bias", bias, (layout.channels,))]),
+        ):
+            self._check(name, given, shape, dtype)
+        convolution = arguments.Convolution(weight.contiguous(), bias, layout.silu)
+        with on_device(self._device):
+            self._ops.convolve(x, out, convolution, self._states.convolution[layer], step.states)
+
+    def recur(self, step: DeviceStep, layer: int, tokens: RecurrentTokens) -> None:
+        form = self.of(layer)
+        num_tokens, decays = step.states.num_tokens, (form.k_dim,) if form.channel_decay else ()
+        rows = {
+            "q": ((form.num_k_heads, form.k_dim), form.dtype),
+            "k": ((form.num_k_heads, form.k_dim), form.dtype),
+            "v": ((form.num_heads, form.v_dim), form.dtype),
+            "decay": ((form.num_heads, *decays), torch.float32),
+            "beta": ((form.num_heads,), torch.float32),
+            "out": ((form.num_heads, form.v_dim), form.dtype),
+        }
+        for name, (shape, dtype) in rows.items():
+            self._check(name, getattr(tokens, name), (num_tokens, *shape), dtype)
+        recurrence = arguments.Recurrence(form.update is Update.DELTA, form.scale, form.normalizes)
+        slots, workspace = self._states.state[layer], step.workspace
+        with on_device(self._device):
+            self._ops.recur(tokens, recurrence, slots, step.states, workspace, deterministic=self._deterministic)
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape:
+            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and recurrent layer need {list(shape)}")
+        if tensor.dtype != dtype:
+            raise BadTensor(f"{name} is {tensor.dtype}; it must be {dtype}")
+        if tensor.device != self._device:
+            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+
+@dataclass(slots=True, eq=False)
+class StepStates(StateCalls):
+    """The calls of recurrent layers in a part of a step, for as long as that step runs; see StepLayers."""
+
+    _layers: StateLayers
+    _step: DeviceStep
+    _require_running: Callable[[], None]
+    _stores: StepStores
+    _part: int
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        self._require_running()
+        if not self._layers.of(layer).convolution.channels:
+            raise BadTensor(f"recurrent layer {layer} has no convolution; give its Recurrence one with channels")
+        number = self._layers.number(layer, CONVOLUTION)
+        self._stores.before_store(self._part, number)
+        self._layers.convolve(self._step, layer, x, weight, bias, out)
+        self._stores.after_store(self._part, number)
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
+        self._require_running()
+        self._layers.of(layer)
+        number = self._layers.number(layer, STATE)
+        self._stores.before_store(self._part, number)
+        self._layers.recur(self._step, layer, RecurrentTokens(q, k, v, decay, beta, out))
+        self._stores.after_store(self._part, number)

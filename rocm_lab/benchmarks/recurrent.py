@@ -1,0 +1,169 @@
+"""Time of recurrent layers: decode, verify and prompts, next to flash-linear-attention where it is installed.
+
+    python -m rocm_lab.benchmarks.recurrent --out rocm_lab/benchmarks/results/recurrent_h100.json
+
+Layers are gated delta nets of Qwen3-Next's geometry on one rank, in bfloat16 with states in float32. The lower bound of
+decode and verify is a copy of the states of all sequences, in a graph too. Exits with 1, after writing the file, if a
+result is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.refs import states as refs
+from rocm_attn.kernels.states.arguments import BEGINS, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import Recurrence as Rule
+from rocm_attn.kernels.states.recur import launch_recur
+from rocm_attn.paging.state_pool import RecurrentLayers, StatePool
+from rocm_attn.recurrence import Recurrence
+from rocm_lab.bench.clocks import GraphClock, median_us
+from rocm_lab.benchmarks.script import Row, parser_of, printed, write
+
+_DEVICE = torch.device("cuda", 0)
+_CLOCK = GraphClock(_DEVICE, 2000.0)
+# |result - reference| / |reference| in bfloat16.
+_MOST_ERROR = 2e-2
+_LAYER = Recurrence(32, 16, 128, 128, torch.bfloat16, normalizes=True)
+_RULE = Rule(delta=True, scale=_LAYER.scale, normalises=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCase:
+    """Sequences with as many new tokens each. kept: tokens that slots have room for"""
+
+    work: str
+    num_seqs: int
+    q_len: int
+    kept: int = 1
+
+
+CASES = (
+    *(StateCase("decode", num_seqs, 1) for num_seqs in (1, 8, 32, 128, 256)),
+    *(StateCase("verify", num_seqs, 5, kept=5) for num_seqs in (1, 32, 128)),
+    *(StateCase("prompt", 1, tokens) for tokens in (2048, 8192, 32768)),
+    StateCase("prompt", 8, 2048),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensors:
+    """The tensors of a case."""
+
+    tokens: RecurrentTokens
+    slots: RecurrentSlots
+    places: StatePlaces
+    workspace: Tensor
+
+    def run(self) -> None:
+        """Runs the layer."""
+        launch_recur(self.tokens, _RULE, self.slots, self.places, self.workspace, deterministic=False)
+
+
+def prepared(case: StateCase) -> StateTensors:
+    """Random tokens, and random states for sequences that decode or verify; prompts begin."""
+    generator = torch.Generator(_DEVICE).manual_seed(0)
+    num_tokens = case.num_seqs * case.q_len
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(num_tokens, *shape, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
+
+    keys, values = (_LAYER.num_k_heads, _LAYER.k_dim), (_LAYER.num_heads, _LAYER.v_dim)
+    decay = -random(_LAYER.num_heads).float().exp() / 8
+    beta = random(_LAYER.num_heads).float().sigmoid()
+    tokens = RecurrentTokens(random(*keys), random(*keys), random(*values), decay, beta, random(*values))
+    pool = StatePool(RecurrentLayers([_LAYER], kept=case.kept), num_rows=case.num_seqs + 1, device=_DEVICE)
+    slots = pool.state[0]
+    for tensor in (slots.state, slots.k, slots.v):
+        tensor.normal_(generator=generator)
+    slots.decay.fill_(-0.1)
+    slots.beta.fill_(0.5)
+    seqs = torch.arange(1, case.num_seqs + 1, dtype=torch.int32, device=_DEVICE)
+    begins = case.work == "prompt"
+    places = StatePlaces(
+        torch.full_like(seqs, BEGINS) if begins else 2 * seqs,
+        2 * seqs + 1,
+        torch.zeros_like(seqs) if begins else torch.full_like(seqs, (case.kept + 1) // 2),
+        torch.arange(0, num_tokens + 1, case.q_len, dtype=torch.int32, device=_DEVICE),
+        num_tokens,
+        case.q_len,
+    )
+    words = slots.workspace_words(num_tokens, case.num_seqs)
+    return StateTensors(tokens, slots, places, torch.empty(words, device=_DEVICE))
+
+
+def error_of(made: StateTensors) -> float:
+    """The error of all outputs, relative to the reference, token by token in float32."""
+    made.run()
+    out = made.tokens.out.clone()
+    refs.recur(made.tokens, _RULE, made.slots, made.places, made.workspace, deterministic=True)
+    return float((out - made.tokens.out).float().norm() / made.tokens.out.float().norm())
+
+
+def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
+    """The same work by flash-linear-attention; None if it is not installed, or has no such work."""
+    try:
+        from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
+            chunk_gated_delta_rule,
+            fused_recurrent_gated_delta_rule,
+        )
+    except ImportError:
+        return None
+    if case.work == "verify":
+        return None
+    tokens, ratio = made.tokens, _LAYER.num_heads // _LAYER.num_k_heads
+    shape = (1, -1) if case.work == "prompt" else (case.num_seqs, 1)
+    if case.work == "prompt" and case.num_seqs > 1:
+        shape = case.num_seqs, case.q_len
+    given: dict[str, Any] = {
+        "q": tokens.q.repeat_interleave(ratio, 1),
+        "k": tokens.k.repeat_interleave(ratio, 1),
+        "v": tokens.v,
+        "g": tokens.decay,
+        "beta": tokens.beta.to(torch.bfloat16),
+    }
+    given = {name: tensor.contiguous().view(*shape, *tensor.shape[1:]) for name, tensor in given.items()}
+    options = {"scale": _LAYER.scale, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    if case.work == "prompt":
+        return partial(chunk_gated_delta_rule, **given, **options)
+    initial = made.slots.state[made.places.source.long()].contiguous()
+    return partial(fused_recurrent_gated_delta_rule, **given, **options, initial_state=initial)
+
+
+def rows_of(case: StateCase) -> Iterator[Row]:
+    """Yields the time of a case."""
+    made = prepared(case)
+    error = error_of(made) if case.num_seqs * case.q_len <= 8192 else 0.0
+    row: Row = {"work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len, "error": error}
+    row["us"] = median_us(_CLOCK, made.run)
+    if case.work != "prompt":
+        states = torch.zeros(case.num_seqs, _LAYER.num_heads * _LAYER.k_dim * _LAYER.v_dim, device=_DEVICE)
+        copy = torch.empty_like(states)
+        row["lower_bound_us"] = median_us(_CLOCK, lambda: copy.copy_(states))
+    peer = peer_of(case, made)
+    if peer is not None:
+        with torch.no_grad():
+            row["fla_us"] = median_us(_CLOCK, peer)
+    yield row
+
+
+def main() -> None:
+    """Measures, prints, and writes the result."""
+    options = parser_of(__doc__).parse_args()
+    rows = []
+    for case in CASES:
+        rows += printed(rows_of(case))
+        torch.cuda.empty_cache()
+    write(options.out, rows=rows)
+    sys.exit(any(row["error"] > _MOST_ERROR for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""RenamedTensors: a model's file whose tensors have other names, or also hold parts that are no text model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from rocm_attn.models.tensors import Shape, TensorSource
+
+# transformers' prefixes of the decoder's part of a model that also takes images, by release, and its prefix in a text
+# model
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+
+
+class RenamedTensors:
+    """A TensorSource over another. name_of: its name of a tensor for the other's; "" leaves the tensor out"""
+
+    def __init__(self, whole: TensorSource, name_of: Callable[[str], str]) -> None:
+        self.name = whole.name
+        self._whole = whole
+        self._names = {name_of(name): name for name in whole.shapes() if name_of(name)}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """name -> shape of the tensors that are not left out."""
+        shapes = self._whole.shapes()
+        return {name: shapes[theirs] for name, theirs in self._names.items()}
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """Like TensorSource.read. Raises BadModel."""
+        return self._whole.read(self._names[name], *where)
+
+
+def text_name(name: str) -> str:
+    """The name in a text model's file; "" if the tensor belongs to another part."""
+    for prefix, text_prefix in _PREFIXES.items():
+        if name.startswith(prefix):
+            return text_prefix + name.removeprefix(prefix)
+    return ""
+
+
+def replaced_name(renamed: Mapping[str, str], name: str) -> str:
+    """The name with each part that `renamed` has replaced."""
+    for theirs, ours in renamed.items():
+        name = name.replace(theirs, ours)
+    return name

@@ -1,0 +1,255 @@
+"""Recurrent layers: outputs are those of a recurrence over the request's tokens, however steps cut and mix them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault
+from rocm_attn.paging.state_pool import RecurrentLayers
+from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
+from tests.amd.worlds.problems import deterministic_providers, providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+@both_ways
+@each_provider
+def test_prompts_in_chunks_decodes_and_mixed_steps(provider: str, graphs: bool, device: torch.device) -> None:
+    world = Hybrid(device, provider, graphs=graphs)
+    one, other = world.admit(), world.admit()
+    world.step([one], [world.ids(7)])
+    world.step([one, other], [world.ids(1), world.ids(9)])  # mixed
+    for _ in range(3):
+        world.step([other, one], [world.ids(1), world.ids(1)])
+    world.step([one], [world.ids(2)])  # a chunk that is kept
+    world.step([one, other], [world.ids(6), world.ids(3)])
+    world.runtime.check_device()
+    assert not graphs or world.runner.metrics.replays
+
+
+@both_ways
+@each_provider
+def test_drafts_are_taken_back_to_any_accepted_count(provider: str, graphs: bool, device: torch.device) -> None:
+    world = Hybrid(device, provider, graphs=graphs)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [world.ids(5), world.ids(2), world.ids(4)])
+    for accepted in ([1, 2, 3], [3, 1, 2], [2, 3, 1]):
+        start = [len(each.ids) for each in requests]
+        world.step(requests, [world.ids(KEPT) for _ in requests])
+        for each, before, count in zip(requests, start, accepted, strict=True):
+            world.back(each, before + count)
+    world.step(requests, [world.ids(1) for _ in requests])
+    world.runtime.check_device()
+
+
+@each_provider
+def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated(
+    provider: str, device: torch.device
+) -> None:
+    world = Hybrid(device, provider)
+    request = world.admit()
+    world.step([request], [world.ids(6)])
+    for count in (1, KEPT, KEPT + 4):
+        new = world.ids(count)
+        batch = world.batch([request], [new])
+        with world.runtime.step(batch) as step:
+            first = world.forward(step.parts[0]).tensor[:count].clone()
+            again = world.forward(step.parts[0]).tensor[:count]
+            assert torch.equal(first, again)
+        world.runtime.table.truncate(request.row, len(request.ids))
+        with world.runtime.step(world.batch([request], [new])) as step:  # it ends before the other layers
+            world.inputs[0].forward(step.parts[0], 0)
+        world.step([request], [new])
+    world.runtime.check_device()
+
+
+@each_provider
+def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    table, one = world.runtime.table, world.admit()
+    world.step([one], [world.ids(2 * PAGE_SIZE)])
+    ids = table.kept.keep(one.row, 0, 2)
+    assert table.kept.have_states(ids).tolist() == [False, True]
+    world.step([one], [world.ids(1)])
+    child = type(one)(table.fork(one.row, len(one.ids)), list(one.ids))
+    world.step([one, child], [world.ids(1), world.ids(5)])
+    world.step([child, one], [world.ids(1), world.ids(1)])
+    table.free(one.row)
+    for _ in range(2):  # two rows go on from one checkpoint
+        late = type(one)(table.kept.admit_over(ids, 2 * PAGE_SIZE), one.ids[: 2 * PAGE_SIZE])
+        world.step([late], [world.ids(3)])
+    table.kept.drop(ids)
+    world.step([child, late], [world.ids(1), world.ids(1)])
+    with pytest.raises(BadBatch, match=r"recurrent layers have no state after 4 kept tokens; begin after no tokens"):
+        table.kept.admit_over(table.kept.keep(child.row, 0, 1), PAGE_SIZE)
+    world.runtime.check_device()
+
+
+@each_provider
+def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    kept, one = world.runtime.table.kept, world.admit()
+    world.step([one], [world.ids(PAGE_SIZE)])
+    world.step([one], [world.ids(1)])
+    ids = kept.keep(one.row, 0, 1)
+    assert kept.have_states(ids).all()
+    world.step([one], [world.ids(1)])
+    late = type(one)(kept.admit_over(ids, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    world.step([late, one], [world.ids(1), world.ids(1)])
+    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()  # two steps later it is gone
+
+
+@each_provider
+def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    one = world.admit()
+    world.step([one], [world.ids(5)])
+    world.runtime.table.free(one.row)
+    other = world.admit()
+    assert other.row == one.row
+    world.runtime.table.reserve(other.row, 6)
+    world.runtime.table.mark_stored([other.row], [5])
+    with pytest.raises(
+        BadBatch, match=r"sequence 0 goes on after 5 tokens of row 1, whose state is there for no token"
+    ):
+        world.runner.run(world.batch([type(one)(other.row, one.ids)], [world.ids(1)]))
+    world.step([other], [world.ids(5)])
+
+
+@each_provider
+def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    one = world.admit()
+    world.step([one], [world.ids(9)])
+    world.step([one], [world.ids(2)])
+    world.back(one, 5)
+    with pytest.raises(
+        BadBatch, match=r"after 5 tokens of row 1, whose state is there after 9 tokens or 9 to 11 tokens"
+    ):
+        world.run([one], [world.ids(1)])
+    world.back(one, 0)
+    world.step([one], [world.ids(4)])
+
+
+@each_provider
+def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    one, other = world.admit(), world.admit()
+    world.step([one, other], [world.ids(8), world.ids(8)])
+    before = world.runtime.states.memory.clone()
+    batch = world.batch([one, other], [world.ids(1), world.ids(1)])
+    lengths = torch.tensor([9, 6], dtype=torch.int32, device=device)
+    batch = type(batch)(
+        batch.rows, batch.kv_len, batch.q_len, batch.token_ids, inputs=DeviceInputs(kv_len=lengths, ahead=0)
+    )
+    out = world.runner.run(batch).tensor
+    assert not out[1].any()
+    row = slice(2 * other.row, 2 * other.row + 2)
+    assert torch.equal(world.runtime.states.memory[row], before[row])
+    with pytest.raises(DeviceFault, match="the state of a row is not the one before the new tokens"):
+        world.runtime.check_device()
+
+
+@pytest.mark.parametrize("provider", deterministic_providers())
+def test_deterministic_bits_depend_on_no_chunk_and_no_batch(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider, deterministic=True)
+    one, other = world.admit(), world.admit()
+    ids = world.ids(11)
+    whole = world.run([one], [ids])
+    parts, begin = [], 0
+    for count in (1, 5, 2, 3):
+        parts.append(world.run([other], [ids[begin : begin + count]]))
+        begin += count
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_pads_write_no_state(device: torch.device) -> None:
+    world = Hybrid(device, "torch", graphs=True)
+    requests = [world.admit() for _ in range(3)]  # padded to 4
+    world.step(requests, [world.ids(1) for _ in requests])
+    world.step(requests, [world.ids(1) for _ in requests])
+    assert not world.runtime.states.memory[:2].any()
+    assert not world.runtime.states.headers[:2].any()
+
+
+def test_a_step_that_leaves_out_a_layer_has_not_stored(device: torch.device) -> None:
+    world = Hybrid(device, "torch", layers=(GATED_DELTA, SUMS))
+    one = world.admit()
+    with world.runtime.step(world.batch([one], [world.ids(4)])) as step:
+        part = step.parts[0]
+        rows = torch.zeros(len(part.token_ids), 2, 16, device=device)
+        part.layers.store(0, rows, rows)
+        world.inputs[0].forward(part, 0)
+    one.ids += world.ids(4)
+    with pytest.raises(
+        BadBatch, match="its last step did not store in the convolution of recurrent layer 1, the state"
+    ):
+        world.run([one], [world.ids(1)])
+
+
+def test_wrong_arguments_are_named(device: torch.device) -> None:
+    world = Hybrid(device, "torch")
+    one = world.admit()
+    with world.runtime.step(world.batch([one], [world.ids(4)])) as step:
+        part = step.parts[0]
+        rows = torch.zeros(len(part.token_ids), 2, 8, device=device)
+        scalars = torch.zeros(len(part.token_ids), 2, device=device)
+        with pytest.raises(BadTensor, match=r"recurrent layer 3 does not exist; the runtime has 0 to 2"):
+            part.states.recur(3, rows, rows, rows, rows, scalars, rows)
+        with pytest.raises(BadTensor, match="decay has shape"):
+            part.states.recur(1, rows, rows, rows, scalars, scalars, rows)
+        with pytest.raises(BadTensor, match="recurrent layer 1 has no convolution"):
+            part.states.convolve(1, scalars, scalars, None, scalars)
+    with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
+        RecurrentLayers(ALL_KINDS, kept=0)
+    with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
+        replace(GATED_DELTA, num_heads=3)
+    for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalizes": 1}):
+        with pytest.raises(BadProblem, match=next(iter(wrong))):
+            replace(GATED_DELTA, **wrong)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("seed", range(8))
+@each_provider
+def test_random_lives(provider: str, seed: int, device: torch.device) -> None:
+    """Requests come and go, share prefixes, go back and begin at checkpoints; each output is the reference's."""
+    world = Hybrid(device, provider, graphs=bool(seed % 2), seed=seed, layers=ALL_KINDS[: 1 + seed % 3])
+    table, random = world.runtime.table, np.random.default_rng(seed)
+    live = [world.admit()]
+    kept: list[tuple[np.ndarray[tuple[int], np.dtype[np.int64]], list[int]]] = []
+    for _ in range(30):
+        choice = random.integers(8)
+        if choice == 0 and table.num_free_rows:
+            live.append(world.admit())
+        elif choice == 1 and table.num_free_rows and live:
+            parent = live[random.integers(len(live))]
+            live.append(type(parent)(table.fork(parent.row, len(parent.ids)), list(parent.ids)))
+        elif choice == 2 and len(live) > 1:
+            table.free(live.pop(int(random.integers(len(live)))).row)
+        elif choice == 3 and live:
+            one = live[random.integers(len(live))]
+            pages = len(one.ids) // PAGE_SIZE
+            ids = table.kept.keep(one.row, 0, pages)
+            if pages and table.kept.have_states(ids)[-1]:
+                kept.append((ids, one.ids[: pages * PAGE_SIZE]))
+        elif choice == 4 and kept and table.num_free_rows:
+            ids, tokens = kept[random.integers(len(kept))]
+            live.append(type(live[0])(table.kept.admit_over(ids, len(tokens)), list(tokens)))
+        chosen = [each for each in live if random.random() < 0.7 and len(each.ids) < 70][:4]
+        if not chosen or table.fewest_free_pages < 20:
+            continue
+        new = [world.ids(int(random.choice([1, 1, KEPT, int(random.integers(1, 12))]))) for _ in chosen]
+        before = [len(each.ids) for each in chosen]
+        world.step(chosen, new)
+        for each, start in zip(chosen, before, strict=True):
+            count = len(each.ids) - start
+            if 1 < count <= KEPT and random.random() < 0.5:
+                world.back(each, start + int(random.integers(1, count + 1)))
+    world.runtime.check_device()

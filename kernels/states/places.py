@@ -36,13 +36,13 @@ _WORDS = tl.constexpr(HEADER_WORDS)
 
 
 @triton.jit
-def _serves(headers, slot, tag, start, live):
+def _serves(headers, slot, tag, start):
     """Whether a slot holds the state before token `start`, and the start of the step that wrote it."""
     header = headers + slot * _WORDS
-    written_at = tl.load(header + 1, mask=live, other=0)
-    first = tl.load(header + 2, mask=live, other=0)
-    end = tl.load(header + 3, mask=live, other=0)
-    serves = (tl.load(header, mask=live, other=0) == tag) & (written_at < start) & (first <= start) & (start <= end)
+    written_at = tl.load(header + 1)
+    first = tl.load(header + 2)
+    end = tl.load(header + 3)
+    serves = (tl.load(header) == tag) & (written_at < start) & (first <= start) & (start <= end)
     return serves, written_at, first
 
 
@@ -58,10 +58,11 @@ def _state_places_kernel(
     end = tl.load(kv_len + seq, mask=live, other=0)
     start = end - new
     live = live & (new > 0)
-    tag = tl.load(tags + row, mask=live, other=0)
+    # Where there is no sequence the row is 0, which has a tag and slots like any other.
+    tag = tl.load(tags + row)
     slot = row.to(tl.int64) * 2
-    serves_a, at_a, first_a = _serves(headers, slot, tag, start, live)
-    serves_b, at_b, first_b = _serves(headers, slot + 1, tag, start, live)
+    serves_a, at_a, first_a = _serves(headers, slot, tag, start)
+    serves_b, at_b, first_b = _serves(headers, slot + 1, tag, start)
     takes_b = serves_b & (~serves_a | (at_b > at_a))
     begins = start <= 0
     found = live & (begins | serves_a | serves_b) & (tag > 0)

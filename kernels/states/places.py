@@ -82,7 +82,7 @@ def _state_places_kernel(
     # Its other slot belongs to tokens that were taken back.
     tl.store(header + _WORDS, tl.zeros_like(tag), mask=found & begins)
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        tl.atomic_or(counts + _ERROR_WORD, _WRONG_STATE)
+        tl.atomic_or(counts + _ERROR_WORD, _WRONG_STATE, sem="relaxed")
 
 
 @only_launches

@@ -37,13 +37,13 @@ _WORDS = tl.constexpr(HEADER_WORDS)
 
 
 @triton.jit
-def _serves(headers, slot, tag, start, live):
+def _serves(headers, slot, tag, start):
     """Whether a slot can serve; the start of the step that wrote it, -2 for none before `start`; tokens folded."""
     header = headers + slot * _WORDS
-    written_at = tl.load(header + 1, mask=live, other=0)
-    first = tl.load(header + 2, mask=live, other=0)
-    end = tl.load(header + 3, mask=live, other=0)
-    is_earlier = (tl.load(header, mask=live, other=0) == tag) & (written_at < start)
+    written_at = tl.load(header + 1)
+    first = tl.load(header + 2)
+    end = tl.load(header + 3)
+    is_earlier = (tl.load(header) == tag) & (written_at < start)
     return is_earlier & (first <= start) & (start <= end), tl.where(is_earlier, written_at, -2), first
 
 
@@ -59,10 +59,11 @@ def _state_places_kernel(
     end = tl.load(kv_len + seq, mask=live, other=0)
     start = end - new
     live = live & (new > 0)
-    tag = tl.load(tags + row, mask=live, other=0)
+    # Where there is no sequence the row is 0, which has a tag and slots like any other.
+    tag = tl.load(tags + row)
     slot = row.to(tl.int64) * 2
-    serves_a, at_a, first_a = _serves(headers, slot, tag, start, live)
-    serves_b, at_b, first_b = _serves(headers, slot + 1, tag, start, live)
+    serves_a, at_a, first_a = _serves(headers, slot, tag, start)
+    serves_b, at_b, first_b = _serves(headers, slot + 1, tag, start)
     serves_a, serves_b = serves_a & (at_a >= at_b), serves_b & (at_b >= at_a)
     takes_b = serves_b & (~serves_a | (at_b > at_a))
     begins = start <= 0
@@ -83,7 +84,7 @@ def _state_places_kernel(
     # Its other slot belongs to tokens that were taken back.
     tl.store(header + _WORDS, tl.zeros_like(tag), mask=found & begins)
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        tl.atomic_or(counts + _ERROR_WORD, _WRONG_STATE)
+        tl.atomic_or(counts + _ERROR_WORD, _WRONG_STATE, sem="relaxed")
 
 
 @only_launches

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import states as state_twins
+from rocm_attn.kernels.refs.state_places import state_places
 from rocm_attn.kernels.states.arguments import (
     BEGINS,
     LEFT_OUT,
@@ -21,6 +23,7 @@ from rocm_attn.kernels.states.arguments import (
     StatePlaces,
 )
 from rocm_attn.kernels.states.convolve import launch_convolve
+from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from tests.amd.mutation.fresh_tensors import gapped, ints
 from tests.amd.mutation.memory import Memory, assert_same
@@ -54,9 +57,36 @@ def token_steps(memory: Memory) -> None:
 
 
 def chunks(memory: Memory) -> None:
-    """Checks a chunk that is not full at the end of memory, one that is left out, and parts of channels and of v."""
+    """Checks a chunk that is left out, parts of channels and of v, and a chunk that is not full.
+
+    That one lies at the end of the step, and at the last place that a chunk of such a step may have.
+    """
     for channels in (True, False):
-        _recurs(memory, _Sizes(1, 2, 40, 40, channels), _places([2, 18, 20, 100], 2), deterministic=False)
+        _recurs(memory, _Sizes(1, 1, 40, 40, channels), _places([2, 18, 20, 80], 2), deterministic=False)
+
+
+def places(memory: Memory) -> None:
+    """Checks sequences that begin with a tag and without, go on, have no state and have no new token, and a pad."""
+    # row_of_seq, kv_len, q_len, counts; the last row's number is no sequence's.
+    inputs = [ints([1, 4, 2, 3, 5, 3]), ints([9, 3, 7, 8, 4, 4]), ints([1, 3, 2, 0, 4, 1]), ints([5, 0, 0, 0])]
+    tags = ints([0, 5, 6, 7, 8, 0]).view(6, 1)
+    headers = ints([0] * 48).view(12, 4)
+    headers[2], headers[3] = ints([5, 4, 4, 8]), ints([5, 6, 6, 8])
+    headers[5], headers[11] = ints([3, 1, 2, 9]), ints([4, 1, 2, 9])
+    outputs = [inputs.pop(), headers, *(ints([77] * 6) for _ in range(3))]
+    launch, twin = (_of_state_places(each) for each in (launch_state_places, state_places))
+    assert_same(memory, launch, twin, [*inputs, tags], outputs)
+
+
+def _of_state_places(fill: Callable[..., None]) -> Callable[..., None]:
+    """Places of states as a function of tensors: those of the step, tags, counts, headers, and the places."""
+
+    def of_tensors(*tensors: Tensor) -> None:
+        row_of_seq, kv_len, q_len, tags, counts, headers, source, target, pending = tensors
+        step = StepTensors.of(counts[:0], row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len, counts=counts)
+        fill(step, tags, headers, StatePlaces(source, target, pending, counts[:0], 1, 1), kept=1)
+
+    return of_tensors
 
 
 def _places(q_len: list[int], pads: int) -> tuple[list[Tensor], int]:
@@ -102,7 +132,7 @@ def _of_places(places: tuple[Tensor, ...], num_tokens: int) -> StatePlaces:
 def _round(*results: Tensor) -> None:
     """The kernel and its twin add up in other orders."""
     for each in results:
-        each.copy_((each * 1024).round())
+        each.copy_((each * 16).round())
 
 
 def _of_convolution(convolve: Callable[..., None]) -> Callable[..., None]:

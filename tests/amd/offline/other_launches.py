@@ -41,7 +41,6 @@ from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, Accepted, Pro
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
-from rocm_attn.kernels.states.arguments import StatePlaces
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
 from tests.amd.kernels.launches_of_tensors import of_pack_mask
@@ -84,9 +83,6 @@ def launch_whole_fill(page_size: int) -> None:
     )
     for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):
         TRITON.ops().fill(replace(step, terms=terms), page_size=page_size, window_left=ALL_KEYS)
-    tags, headers = torch.empty(num_seqs, 1, dtype=torch.int32), torch.empty(2 * num_seqs, 4, dtype=torch.int32)
-    places = StatePlaces(of_seq, of_seq, of_seq, torch.empty(num_seqs + 1, dtype=torch.int32), num_seqs, 1)
-    TRITON.ops().state_places(step, tags, headers, places, kept=1)
 
 
 def launch_head_of_graph() -> None:

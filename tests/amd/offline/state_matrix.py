@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from triton.compiler import CompiledKernel
 
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.states.arguments import (
+    HEADER_WORDS,
     Convolution,
     ConvolutionSlots,
     Recurrence,
@@ -17,6 +19,7 @@ from rocm_attn.kernels.states.arguments import (
     StatePlaces,
 )
 from rocm_attn.kernels.states.convolve import launch_convolve
+from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
 from tests.amd.offline.offline_driver import compiled_by
@@ -73,6 +76,12 @@ class StateRow:
             num_tokens = _NUM_SEQS * q_len
             at = torch.empty(_NUM_SEQS, dtype=torch.int32)
             places = StatePlaces(at, at, at, torch.empty(_NUM_SEQS + 1, dtype=torch.int32), num_tokens, q_len)
+            of_step = dict.fromkeys(("row_of_seq", "kv_len", "q_len"), at)
+            step = StepTensors.of(at, counts=torch.empty(4, dtype=torch.int32), **of_step)
+            tags, headers = (
+                torch.empty(*shape, dtype=torch.int32) for shape in ((_NUM_SEQS, 1), (num_slots, HEADER_WORDS))
+            )
+            launch_state_places(step, tags, headers, places, kept=_MOST_KEPT)
             q, v = (torch.empty(num_tokens, *of, dtype=self.dtype) for of in ((k_heads, dk), (heads, dv)))
             tokens = RecurrentTokens(
                 q,

@@ -14,7 +14,7 @@ from tests.amd.simulator.case import KernelCase
 
 FOLDERS = ("metadata", "sampling", "speculative")
 # Those of other folders that no other case runs.
-PATHS = ("attention/pads.py", "cache/move_rows.py", "cache/tails.py")
+PATHS = ("attention/pads.py", "cache/move_rows.py", "cache/tails.py", "states/places.py")
 
 
 class Alone(Memory):

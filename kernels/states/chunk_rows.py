@@ -89,10 +89,11 @@ def _store_rows(first, is_row, column, rows, COLUMNS: tl.constexpr, PART: tl.con
 def _add_decayed_products(a, p, q, k, k_at, decay_at, channel, num_rows, k_token, decay_token, G: tl.constexpr):
     """Adds the products of a block of channels, decayed channel by channel, to A and P, for j <= i.
 
-    q, k:           the block's channels, [CHUNK, G.DK_PART]
+    q, k:           the block's channels, [CHUNK, PART]
     k_at, decay_at: addresses of the tokens' first channels, [CHUNK]
     """
     BANDS: tl.constexpr = _CHUNK // _BAND
+    PART: tl.constexpr = G.DK_PART
     row = tl.arange(0, _CHUNK)
     is_row = row < num_rows
     band_of = (row // _BAND)[:, None]
@@ -108,9 +109,9 @@ def _add_decayed_products(a, p, q, k, k_at, decay_at, channel, num_rows, k_token
     decays = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
     has_next = (row % _BAND < _BAND - 1) & (row < num_rows - 1)
     nexts = _rows(decay_at + decay_token, has_next, channel, G.DK, G.DK_PART)
-    since = tl.reshape(tl.cumsum(tl.reshape(decays, [BANDS, _BAND, G.DK_PART]), 1), [_CHUNK, G.DK_PART])
-    until = tl.cumsum(tl.reshape(nexts, [BANDS, _BAND, G.DK_PART]), 1, reverse=True)
-    until = tl.reshape(until, [_CHUNK, G.DK_PART])
+    since = tl.reshape(tl.cumsum(tl.reshape(decays, [BANDS, _BAND, PART]), 1), [_CHUNK, PART])
+    until = tl.cumsum(tl.reshape(nexts, [BANDS, _BAND, PART]), 1, reverse=True)
+    until = tl.reshape(until, [_CHUNK, PART])
     for band in range(1, tl.cdiv(num_rows, _BAND)):
         # Then until this band's begin.
         of_last = tl.sum(tl.where(band_of == band - 1, decays, 0.0), 0)[None, :]

@@ -44,7 +44,8 @@ class BatchChecks:
             state.known_room = batch.after
         for table in state.windowed:
             table.check_windows(rows, batch.start)
-        state.states.check(batch)
+        if not state.states.is_empty:
+            state.states.check(batch)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
             # While rows stay admitted, they keep the whole pages before their last token.
             shared = (batch.prefixes, named, state.generations.last_change)

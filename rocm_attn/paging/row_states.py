@@ -28,10 +28,12 @@ class RowStates:
     changed: rows whose tags the device does not have yet
     copies:  states to be copied before the next step, in order
     tags:    int32 [rows], the request that each row belongs to
+    is_empty: True if the model has no recurrent layer, so that there is nothing to keep
     """
 
     def __init__(self, recurrent: RecurrentLayers, *, num_rows: int, page_size: int) -> None:
         self.recurrent, self._page_size = recurrent, page_size
+        self.is_empty = not recurrent.layers  # a field, because each step reads it
         self.spacing = recurrent.spacing or page_size
         if self.spacing % page_size:
             raise BadSetting(
@@ -47,16 +49,12 @@ class RowStates:
         # Slot of a checkpoint -> its tag.
         self._tag_of: dict[int, int] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """True if the model has no recurrent layer, so that there is nothing to keep."""
-        return not self.recurrent.layers
-
     def begin(self, row: int) -> None:
         """Gives a row that is admitted a tag that no request has had; it has no state."""
-        self.tags[row] = self._new_tag()
-        self._headers[row] = _NOTHING
-        self.changed.append(row)
+        if not self.is_empty:
+            self.tags[row] = self._new_tag()
+            self._headers[row] = _NOTHING
+            self.changed.append(row)
 
     def fork(self, row: int, child: int, kv_len: int) -> None:
         """Copies the state of a row after kv_len tokens to the row that shares them."""
@@ -139,7 +137,7 @@ class RowStates:
 
     def check(self, batch: StepBatch) -> None:
         """Raises BadBatch for a sequence whose row has no state before its first new token."""
-        if self.is_empty or batch.num_seqs == 0:
+        if batch.num_seqs == 0:
             return
         if batch.drafts is not NO_DRAFTS or batch.mask is not NO_MASK:
             raise BadBatch(
@@ -162,7 +160,7 @@ class RowStates:
 
     def note(self, batch: StepBatch) -> None:
         """Notes the states that a step writes, which is staged now."""
-        if self.is_empty or batch.num_seqs == 0:
+        if batch.num_seqs == 0:
             return
         if not batch.inputs.lengths_on_host:
             self.lose_track(batch.rows)

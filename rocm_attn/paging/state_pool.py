@@ -97,11 +97,13 @@ class StatePool:
     headers:   int32 [slots, 4]: whose state a slot holds, and of which tokens; see kernels/states/places.py
     tags:      int32 [rows, 1], the request that each row belongs to; 0: none
     memory:    uint8 [slots, slot_bytes]
+    is_empty:  True if there are no recurrent layers
     convolution, state: per layer, the slots of its convolution's inputs, and of its state and kept tokens
     """
 
     def __init__(self, recurrent: RecurrentLayers, *, num_rows: int, device: torch.device) -> None:
         self.recurrent, self.device = recurrent, device
+        self.is_empty = not recurrent.layers  # a field, because each step reads it
         num_slots = SLOTS_OF_ROW * num_rows + recurrent.checkpoints if recurrent.layers else 0
         self.tags = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
         self.headers = torch.zeros(num_slots, HEADER_WORDS, dtype=torch.int32, device=device)
@@ -123,11 +125,6 @@ class StatePool:
     def none(cls, device: torch.device) -> StatePool:
         """The pool of a model without recurrent layers."""
         return cls(NO_RECURRENT_LAYERS, num_rows=0, device=device)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if there are no recurrent layers."""
-        return not self.recurrent.layers
 
     @property
     def num_bytes(self) -> int:

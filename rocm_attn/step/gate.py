@@ -238,7 +238,8 @@ class StepGate:
         # A length that only the device knows may be shorter than its bound, so such a step gives no pages back.
         if self._has_windows and batch.inputs.kv_len_on_host:
             self._table.evict(batch.rows, self._evict_before(batch))
-        self._table.states.note(batch)
+        if not self._table.states.is_empty:
+            self._table.states.note(batch)
         self._streams.follow()
         children = self._core.memory.device_steps(plan)
         publisher = self._publisher
@@ -311,7 +312,8 @@ class StepGate:
         if last is None:
             raise WrongState("no whole step that can run again was staged last; stage one first")
         self._require_rows(last, "the step cannot run again", last.batch.rows)
-        self._table.states.lose_track(last.batch.rows)
+        if not self._table.states.is_empty:
+            self._table.states.lose_track(last.batch.rows)
         self.holder.state = STAGED
         with on_device(self.device):
             self._streams.follow()

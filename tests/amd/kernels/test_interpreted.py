@@ -16,6 +16,16 @@ from tests.amd.kernels.codes_kernels import decode_all
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
 
 
+def test_every_type_has_the_numpy_type_that_triton_gives_it() -> None:
+    wanted = {tl.int1: "bool", tl.bfloat16: "uint16", tl.float8e5: "uint8", tl.int64: "int64", tl.float16: "float16"}
+    for dtype, name in wanted.items():
+        for _ in range(2):
+            assert interpreter._get_np_dtype(dtype) == name
+            assert interpreter._get_np_dtype(tl.block_type(dtype, [4])) == name
+            assert interpreter._get_np_dtype(tl.pointer_type(dtype)) == "uint64"
+            assert interpreter._get_np_dtype(tl.block_type(tl.pointer_type(dtype), [4])) == "uint64"
+
+
 def test_names_are_replaced_once_a_launch_however_many_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.amd.interpreted import replace_names_once
+from tests.amd.interpreted import interpret_faster
 from tests.amd.mutation.memory import Fenced, Memory, Poisoned
 from tests.amd.mutation.mutants import KERNELS
 
@@ -110,7 +110,7 @@ def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
-    replace_names_once()
+    interpret_faster()
     if trial.is_backwards:
         _run_programs_backwards()
     _count_operations(most_operations)

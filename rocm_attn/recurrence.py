@@ -77,7 +77,7 @@ class Recurrence:
     scale:         factor on the output; 0: k_dim ** -0.5
     state_dtype:   of the state: float32 or bfloat16
     convolution:   the convolution before the recurrence
-    normalizes:    whether q and k are divided by their norms first: x / sqrt(sum(x * x) + 1e-6)
+    normalises:    whether q and k are divided by their norms first: x / sqrt(sum(x * x) + 1e-6)
 
     Raises BadProblem.
     """
@@ -92,7 +92,7 @@ class Recurrence:
     scale: float = 0.0
     state_dtype: torch.dtype = torch.float32
     convolution: Convolution = NO_CONVOLUTION
-    normalizes: bool = False
+    normalises: bool = False
 
     def __post_init__(self) -> None:
         sizes = "num_heads", "num_k_heads", "k_dim", "v_dim"
@@ -110,7 +110,7 @@ class Recurrence:
             raise BadProblem(f"state_dtype is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
         if not isinstance(self.update, Update):
             raise BadProblem(f"update is {self.update!r}; it must be an Update")
-        for name in ("channel_decay", "normalizes"):
+        for name in ("channel_decay", "normalises"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.scale == 0:

@@ -11,16 +11,18 @@ from torch import Tensor
 from rocm_attn.kernels.states.arguments import (
     BEGINS,
     NORM_EPSILON,
-    Convolution,
     ConvolutionSlots,
-    Recurrence,
+    ConvolutionWeights,
+    RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
 )
 
 
-def convolve(x: Tensor, out: Tensor, convolution: Convolution, slots: ConvolutionSlots, places: StatePlaces) -> None:
+def convolve(
+    x: Tensor, out: Tensor, convolution: ConvolutionWeights, slots: ConvolutionSlots, places: StatePlaces
+) -> None:
     """Twin of launch_convolve. All tokens are summed at once, place by place of the width."""
     slots.check(x, out, convolution, places)
     weight, inputs = convolution.weight, slots.inputs
@@ -45,7 +47,7 @@ def convolve(x: Tensor, out: Tensor, convolution: Convolution, slots: Convolutio
 
 def recur(
     tokens: RecurrentTokens,
-    recurrence: Recurrence,
+    recurrence: RecurrenceRule,
     slots: RecurrentSlots,
     places: StatePlaces,
     workspace: Tensor,
@@ -146,7 +148,7 @@ def _taken(
     return rows
 
 
-def _normal(rows: Tensor, recurrence: Recurrence) -> Tensor:
+def _normal(rows: Tensor, recurrence: RecurrenceRule) -> Tensor:
     if not recurrence.normalises:
         return rows
     return rows * (rows.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()

@@ -79,7 +79,7 @@ class StatePlaces:
         assert self.max_q_len >= 1
 
 
-class Recurrence(NamedTuple):
+class RecurrenceRule(NamedTuple):
     """The recurrence of a layer, for each v head with state S [dk, dv] and each token t:
 
         S <- exp(decay_t) * S           a head's decay, or row i of S by that of channel i
@@ -182,7 +182,7 @@ class RecurrentSlots:
         assert all(tensor.stride(-1) == 1 for tensor in (*tokens, self.state, *kept)), "the last stride must be 1"
 
 
-class Convolution(NamedTuple):
+class ConvolutionWeights(NamedTuple):
     """A causal convolution of each channel: out[t] = act(bias + sum over j < W: weight[:, j] * x[t - W + 1 + j]).
 
     weight: [C, W], contiguous, of the dtype of x
@@ -209,7 +209,7 @@ class ConvolutionSlots:
         """D. width: W of the convolution"""
         return self.inputs.shape[1] - width + 1
 
-    def check(self, x: Tensor, out: Tensor, convolution: Convolution, places: StatePlaces) -> None:
+    def check(self, x: Tensor, out: Tensor, convolution: ConvolutionWeights, places: StatePlaces) -> None:
         """Asserts dtypes, shapes and strides of slots, tokens, weights and places."""
         places.check()
         weight, bias = convolution.weight, convolution.bias

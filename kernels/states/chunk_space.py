@@ -17,7 +17,7 @@ from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, StatePlaces
 from rocm_attn.kernels.states.token_tiles import num_tiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -71,7 +71,7 @@ class SpaceOfRows(NamedTuple):
 
 
 def chunk_geometry(
-    recurrence: Recurrence, slots: RecurrentSlots, places: StatePlaces, workspace: Tensor
+    recurrence: RecurrenceRule, slots: RecurrentSlots, places: StatePlaces, workspace: Tensor
 ) -> tuple[ChunkGeometry, Tensor, Tensor]:
     """The geometry of a launch, and the workspace's two parts: rows and chunks' decays."""
     _, num_heads, dk, dv = slots.state.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
 from rocm_attn.kernels.states.fold_token import fold_token, normal_row
@@ -127,7 +127,7 @@ def _chunk_walk_kernel(
 
 def launch_chunk_walk(
     tokens: RecurrentTokens,
-    recurrence: Recurrence,
+    recurrence: RecurrenceRule,
     slots: RecurrentSlots,
     places: StatePlaces,
     workspace: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import Convolution, ConvolutionSlots, StatePlaces
+from rocm_attn.kernels.states.arguments import ConvolutionSlots, ConvolutionWeights, StatePlaces
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -118,7 +118,7 @@ def _convolve_kernel(
 
 @only_launches
 def launch_convolve(
-    x: Tensor, out: Tensor, convolution: Convolution, slots: ConvolutionSlots, places: StatePlaces
+    x: Tensor, out: Tensor, convolution: ConvolutionWeights, slots: ConvolutionSlots, places: StatePlaces
 ) -> None:
     """Writes every row of out, and the target slots.
 

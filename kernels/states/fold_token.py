@@ -1,4 +1,4 @@
-"""One token of a recurrence (arguments.Recurrence), for a block of a state's columns."""
+"""One token of a recurrence (arguments.RecurrenceRule), for a block of a state's columns."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.launch import only_launches
-from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.chunk_rows import launch_chunk_rows
 from rocm_attn.kernels.states.chunk_walk import launch_chunk_walk
@@ -23,7 +23,7 @@ _LEAST_CHUNK = 16
 @only_launches
 def launch_recur(
     tokens: RecurrentTokens,
-    recurrence: Recurrence,
+    recurrence: RecurrenceRule,
     slots: RecurrentSlots,
     places: StatePlaces,
     workspace: Tensor,

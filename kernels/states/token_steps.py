@@ -1,4 +1,4 @@
-"""A recurrence (arguments.Recurrence) token by token: decode, verification, and every step of deterministic mode.
+"""A recurrence (arguments.RecurrenceRule) token by token: decode, verification, and every step of deterministic mode.
 
 A program has a block of columns of one v head's state of one sequence, and folds its tokens in one after the other: the
 pending ones of the source slot, then the new ones. Columns do not depend on each other.
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import Recurrence, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.fold_token import fold_token, normal_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -198,7 +198,7 @@ def _token_steps_kernel(
 
 def launch_token_steps(
     tokens: RecurrentTokens,
-    recurrence: Recurrence,
+    recurrence: RecurrenceRule,
     slots: RecurrentSlots,
     places: StatePlaces,
     *,

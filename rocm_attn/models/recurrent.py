@@ -59,7 +59,7 @@ class RecurrentLayer:
             channel_decay=self.rule is Rule.KIMI_DELTA,
             scale=1.0 if sums else self.key_dim**-0.5,
             convolution=Convolution(self.conv_channels, self.conv_width),
-            normalizes=not sums,
+            normalises=not sums,
         )
 
     def on_one_of(self, num_ranks: int) -> RecurrentLayer:

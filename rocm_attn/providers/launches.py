@@ -19,9 +19,9 @@ from rocm_attn.kernels.sparse.arguments import SelectedKeys, SparseTokens
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.states.arguments import (
-    Convolution,
     ConvolutionSlots,
-    Recurrence,
+    ConvolutionWeights,
+    RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
@@ -82,7 +82,7 @@ class Convolve(Protocol):
     """launch_convolve, or its twin."""
 
     def __call__(
-        self, x: Tensor, out: Tensor, convolution: Convolution, slots: ConvolutionSlots, places: StatePlaces
+        self, x: Tensor, out: Tensor, convolution: ConvolutionWeights, slots: ConvolutionSlots, places: StatePlaces
     ) -> None: ...
 
 
@@ -92,7 +92,7 @@ class Recur(Protocol):
     def __call__(
         self,
         tokens: RecurrentTokens,
-        recurrence: Recurrence,
+        recurrence: RecurrenceRule,
         slots: RecurrentSlots,
         places: StatePlaces,
         workspace: Tensor,

@@ -82,7 +82,7 @@ class StateLayers:
             *([] if bias is None else [("bias", bias, (layout.channels,))]),
         ):
             self._check(name, given, shape, dtype)
-        convolution = arguments.Convolution(weight.contiguous(), bias, layout.silu)
+        convolution = arguments.ConvolutionWeights(weight.contiguous(), bias, layout.silu)
         with on_device(self._device):
             self._ops.convolve(x, out, convolution, self._states.convolution[layer], step.states)
 
@@ -99,7 +99,7 @@ class StateLayers:
         }
         for name, (shape, dtype) in rows.items():
             self._check(name, getattr(tokens, name), (num_tokens, *shape), dtype)
-        recurrence = arguments.Recurrence(form.update is Update.DELTA, form.scale, form.normalizes)
+        recurrence = arguments.RecurrenceRule(form.update is Update.DELTA, form.scale, form.normalises)
         slots, workspace = self._states.state[layer], step.workspace
         with on_device(self._device):
             self._ops.recur(tokens, recurrence, slots, step.states, workspace, deterministic=self._deterministic)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.refs import states as refs
-from rocm_attn.kernels.states.arguments import BEGINS, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.arguments import Recurrence as Rule
+from rocm_attn.kernels.states.arguments import BEGINS, RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool
 from rocm_attn.recurrence import Recurrence
@@ -31,8 +30,8 @@ _DEVICE = torch.device("cuda", 0)
 _CLOCK = GraphClock(_DEVICE, 2000.0)
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 2e-2
-_LAYER = Recurrence(32, 16, 128, 128, torch.bfloat16, normalizes=True)
-_RULE = Rule(delta=True, scale=_LAYER.scale, normalises=True)
+_LAYER = Recurrence(32, 16, 128, 128, torch.bfloat16, normalises=True)
+_RULE = RecurrenceRule(delta=True, scale=_LAYER.scale, normalises=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 from rocm_attn.kernels.states.arguments import (
     BEGINS,
     LEFT_OUT,
-    Convolution,
     ConvolutionSlots,
-    Recurrence,
+    ConvolutionWeights,
+    RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
@@ -215,7 +215,7 @@ class StateRun(Sequences):
         out = torch.empty_like(v)
         words = self.slots.workspace_words(step.places.num_tokens, step.places.num_seqs)
         workspace = torch.full((words + 64,), NAN, device=self.device)
-        recurrence = Recurrence(self.layer.delta, self.layer.scale, self.layer.normalises)
+        recurrence = RecurrenceRule(self.layer.delta, self.layer.scale, self.layer.normalises)
         slots = self.slots
 
         def launch() -> None:
@@ -243,7 +243,7 @@ class ConvolutionRun(Sequences):
     """Sequences of a layer's convolution. rows: the inputs of each sequence"""
 
     convolve: Launch
-    convolution: Convolution
+    convolution: ConvolutionWeights
     rows: list[Tensor]
     slots: ConvolutionSlots = field(init=False)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.refs import states as twins
-from rocm_attn.kernels.states.arguments import Convolution
+from rocm_attn.kernels.states.arguments import ConvolutionWeights
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.recur import launch_recur
 from tests.amd.kernels.state_cases import ConvolutionRun, Launch, New, StateRun, assert_states, steps_of
@@ -146,7 +146,7 @@ def test_convolutions_equal_those_of_whole_sequences(
     weight = torch.randn(channels, width, generator=generator) / 2
     bias = torch.randn(channels, generator=generator) if has_bias else None
     on_device = None if bias is None else bias.to(kernel_device)
-    convolution = Convolution(weight.to(kernel_device), on_device, silu)
+    convolution = ConvolutionWeights(weight.to(kernel_device), on_device, silu)
     run = ConvolutionRun(4, MOST_KEPT, kernel_device, convolve, convolution, rows)
     bound = BOUNDS[torch.float32]
     for x, found in zip(rows, steps_of(run, *CONVOLUTION_STORY), strict=True):

@@ -15,9 +15,9 @@ from rocm_attn.kernels.refs.state_places import state_places
 from rocm_attn.kernels.states.arguments import (
     BEGINS,
     LEFT_OUT,
-    Convolution,
     ConvolutionSlots,
-    Recurrence,
+    ConvolutionWeights,
+    RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
@@ -141,7 +141,7 @@ def _of_convolution(convolve: Callable[..., None]) -> Callable[..., None]:
     def of_tensors(*tensors: Tensor) -> None:
         x, weight, bias, out, inputs = tensors[4:]
         places = _of_places(tensors[:4], len(x))
-        convolve(x, out, Convolution(weight, bias, silu=True), ConvolutionSlots(inputs), places)
+        convolve(x, out, ConvolutionWeights(weight, bias, silu=True), ConvolutionSlots(inputs), places)
         _round(out)
 
     return of_tensors
@@ -153,7 +153,7 @@ def _of_recurrence(recur: Callable[..., None], *, deterministic: bool) -> Callab
     def of_tensors(*tensors: Tensor) -> None:
         q, k, v, decay, beta, workspace, out, state, *kept = tensors[4:]
         tokens, slots = RecurrentTokens(q, k, v, decay, beta, out), RecurrentSlots(state, *kept)
-        form = Recurrence(delta=True, scale=0.5, normalises=False)
+        form = RecurrenceRule(delta=True, scale=0.5, normalises=False)
         recur(tokens, form, slots, _of_places(tensors[:4], len(q)), workspace, deterministic=deterministic)
         _round(out, state)
 

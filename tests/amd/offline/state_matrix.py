@@ -11,9 +11,9 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.states.arguments import (
     HEADER_WORDS,
-    Convolution,
     ConvolutionSlots,
-    Recurrence,
+    ConvolutionWeights,
+    RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
@@ -91,12 +91,12 @@ class StateRow:
                 torch.empty(num_tokens, heads),
                 torch.empty_like(v),
             )
-            form = Recurrence(self.delta, dk**-0.5, self.normalises)
+            form = RecurrenceRule(self.delta, dk**-0.5, self.normalises)
             workspace = torch.empty(slots.workspace_words(num_tokens, _NUM_SEQS))
             launch_recur(tokens, form, slots, places, workspace, deterministic=False)
             x = torch.empty(num_tokens, width, dtype=self.dtype)
             weights = torch.empty(width, _WIDTH, dtype=self.dtype), torch.empty(width, dtype=self.dtype)
-            launch_convolve(x, torch.empty_like(x), Convolution(*weights, True), convolved, places)
+            launch_convolve(x, torch.empty_like(x), ConvolutionWeights(*weights, True), convolved, places)
 
 
 def _layers(arch: str) -> tuple[StateRow, ...]:

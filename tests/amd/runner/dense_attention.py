@@ -115,7 +115,7 @@ class DenseStates:
             form.v_dim,
             form.channel_decay,
             form.update is Update.DELTA,
-            form.normalizes,
+            form.normalises,
             form.scale,
         )
         out.copy_(recurrent(sizes, Drawn(q, k, v, decay, beta))[0])

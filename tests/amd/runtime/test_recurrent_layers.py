@@ -245,7 +245,7 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         RecurrentLayers(ALL_KINDS, kept=0)
     with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
         replace(GATED_DELTA, num_heads=3)
-    for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalizes": 1}):
+    for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalises": 1}):
         with pytest.raises(BadProblem, match=next(iter(wrong))):
             replace(GATED_DELTA, **wrong)
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from rocm_attn.kernels.states.arguments import Convolution
+from rocm_attn.kernels.states.arguments import ConvolutionWeights
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_lab.simulator.launcher import Simulation, simulated
@@ -37,7 +37,7 @@ def run_convolution(arch: str, dtype: torch.dtype) -> Simulation:
     generator, channels = torch.Generator().manual_seed(0), 40
     rows = [torch.randn(40, channels, generator=generator).to(dtype) for _ in range(2)]
     weight, bias = torch.randn(channels, 4, generator=generator).to(dtype) / 2, rows[0][0].clone()
-    run = ConvolutionRun(2, 2, CPU, launch_convolve, Convolution(weight, bias, silu=True), rows)
+    run = ConvolutionRun(2, 2, CPU, launch_convolve, ConvolutionWeights(weight, bias, silu=True), rows)
     with simulated(arch) as simulation:
         outs = steps_of(run, (New(0, 18), New(None, 1)), (New(1, 1), New(0, 2, 1)), (New(0, 1), New(1, 1)))
     for x, found in zip(rows, outs, strict=True):

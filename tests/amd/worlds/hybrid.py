@@ -31,9 +31,9 @@ KEPT = 3
 PAGE_SIZE = 4
 
 GATED_DELTA = Recurrence(
-    4, 2, 8, 16, torch.float32, convolution=Convolution(2 * 2 * 8 + 4 * 16, 4), normalizes=True, scale=0.4
+    4, 2, 8, 16, torch.float32, convolution=Convolution(2 * 2 * 8 + 4 * 16, 4), normalises=True, scale=0.4
 )
-CHANNELS = Recurrence(2, 2, 8, 8, torch.float32, channel_decay=True, normalizes=True)
+CHANNELS = Recurrence(2, 2, 8, 8, torch.float32, channel_decay=True, normalises=True)
 SUMS = Recurrence(
     4, 1, 16, 8, torch.float32, update=Update.SUM, convolution=Convolution(2 * 16 + 4 * 8, 3, silu=False), scale=1.0
 )
@@ -97,7 +97,7 @@ class Inputs:
             y = sum(padded[j : j + len(x)] * self.weight[:, j].double() for j in range(width)) + self.bias.double()
             assert isinstance(y, Tensor)
             q, k, v = self.split(y * y.sigmoid() if form.convolution.silu else y)
-        if form.normalizes:
+        if form.normalises:
             q, k = (rows / (rows.square().sum(-1, keepdim=True) + 1e-6).sqrt() for rows in (q, k))
         group, outputs = form.num_heads // form.num_k_heads, []
         state = torch.zeros(form.num_heads, form.k_dim, form.v_dim, dtype=torch.float64, device=q.device)

@@ -141,8 +141,8 @@ def launch_chunk_walk(
     assert most_q_len >= slots.most_kept
     _, num_heads, _, dv = slots.state.shape
     geometry, rows, chunk_decays = chunk_geometry(recurrence, slots, places, workspace)
-    # Columns of a program's state, and bytes of the copy of it that is an operand. On an H100 eight prompts took two
-    # thirds of the time with twice as many.
+    # Columns of a program's state, and bytes of the copy of it that is an operand. On an H100 several prompts were
+    # faster with twice as many.
     most_columns, state_bytes = (64, 16384) if on_nvidia() else (32, 8192)
     of_bytes = state_bytes // (geometry.DK_BLOCK * slots.k.itemsize)
     columns = max(16, min(next_power_of_2(dv), most_columns, of_bytes))

@@ -123,7 +123,7 @@ def _add_decayed_products(a, p, q, k, k_at, decay_at, channel, num_rows, k_token
     return a, p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "most_q_len"])
 def _chunk_rows_kernel(
     q,
     k,

@@ -27,7 +27,7 @@ _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_q_len"])
 def _chunk_walk_kernel(
     out,
     rows,

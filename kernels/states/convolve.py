@@ -43,7 +43,7 @@ def _rows_of_stream(x_rows, slot_rows, first_row, row, is_row, is_channel, x_tok
     return tl.where(is_new[:, None], new, old)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _convolve_kernel(
     x,
     out,

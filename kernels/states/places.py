@@ -47,7 +47,7 @@ def _serves(headers, slot, tag, start):
     return is_earlier & (first <= start) & (start <= end), tl.where(is_earlier, written_at, -2), first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_padded", "kept"])
 def _state_places_kernel(
     row_of_seq, kv_len, q_len, counts, tags, headers, source, target, pending, num_padded, kept, BLOCK: tl.constexpr
 ):

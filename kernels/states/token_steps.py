@@ -54,7 +54,7 @@ class StepGeometry(NamedTuple):
     CLEARS: bool
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "most_q_len"])
 def _token_steps_kernel(
     q,
     k,

@@ -1,4 +1,4 @@
-"""Predicts the nodes that attention adds to each graph, without a GPU: its launches are counted, and none is made."""
+"""Predicts the nodes that layers add to each graph, without a GPU: their launches are counted, and none is made."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.forecast import CapturePlan
 from rocm_attn.capture.graphs import takes_inputs
-from rocm_attn.capture.prewarm import ZeroInputs, rows_without_requests, runtime_of_kinds
+from rocm_attn.capture.prewarm import goes_on_in_trees, rows_without_requests, runtime_of_kinds
 from rocm_attn.capture.probe_requests import as_steps_of, typical_new_tokens
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.machine.target import Target
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.problem import AllKeys, Indexer, Problem
+from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
@@ -34,15 +37,17 @@ class GraphNodes:
 
     step:   that take the inputs in and derive the step's data
     layers: of each layer, which stores and attends; a round of drafts does so in each of its draft steps
+    recurrent: of each recurrent layer
     """
 
     step: int
     layers: tuple[int, ...]
+    recurrent: tuple[int, ...]
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.step + sum(self.layers)
+        return self.step + sum(self.layers) + sum(self.recurrent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +59,25 @@ class CountedNodes:
 
 
 def count_nodes(
-    plan: CapturePlan, problems: Sequence[Problem], target: Target, options: RuntimeOptions
+    plan: CapturePlan,
+    problems: Sequence[Problem],
+    target: Target,
+    options: RuntimeOptions,
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
 ) -> CountedNodes:
-    """Counts the nodes of a plan's graphs, with the project's own kernels: AITER's launches are known to it alone."""
+    """Counts the nodes of a plan's graphs, with the project's own kernels: AITER's launches are known to it alone.
+
+    recurrent: layers that keep states in place of K and V
+    """
     if target.is_gpu and find_spec("triton") is None:
         return CountedNodes({}, "nodes are not counted, because Triton is not installed: pip install 'triton>=3.6'")
     foreign = ", ".join(sorted(name for name in plan.kernels if name.startswith("aiter.")))
     try:
-        counter = NodeCounter(problems, target, replace(options, provider="auto") if foreign else options)
+        counter = NodeCounter(problems, target, replace(options, provider="auto") if foreign else options, recurrent)
     except Unsupported:
         return CountedNodes({}, f"nodes are not counted, because only AITER serves these layers ({foreign})")
-    nodes = {bucket.shape: counter.nodes(bucket.shape) for bucket in plan.buckets}
+    shapes = [bucket.shape for bucket in plan.buckets if not (recurrent.layers and goes_on_in_trees(bucket.shape))]
+    nodes = {shape: counter.nodes(shape) for shape in shapes}
     note = f"nodes are those of the project's own kernels; AITER's may have more or fewer ({foreign})"
     return CountedNodes(nodes, note if foreign else "")
 
@@ -77,11 +90,18 @@ class NodeCounter:
     Raises what build_runtime raises, BadSetting.
     """
 
-    def __init__(self, problems: Sequence[Problem], target: Target, options: RuntimeOptions) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        target: Target,
+        options: RuntimeOptions,
+        recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
+    ) -> None:
         self._problems, self._kinds = problems, list(dict.fromkeys(problems))
+        self._recurrent = recurrent.layers
         # The pool changes no number of launches, so it has room for the largest step alone.
         few = replace(options, num_pages=_FEWEST_PAGES)
-        self._runtime = runtime_of_kinds(problems, target, few, torch.device("cpu"))
+        self._runtime = runtime_of_kinds(problems, target, few, recurrent, torch.device("cpu"))
         self._staged = _dropped if target.is_gpu else nullcontext
         self._recorder = FakeRecorder(_observe_dropped if target.is_gpu else observe_launches)
         self._inputs = ZeroInputs(torch.device("cpu"))
@@ -91,16 +111,17 @@ class NodeCounter:
         runtime = self._runtime
         q_len = typical_new_tokens(runtime, shape)
         assert q_len is not None, "the small pool has room for a step of each shape"
-        of_kind = dict.fromkeys(self._kinds, 0)
+        kinds = self._runtime.states.recurrent.layers
+        of_kind = dict.fromkeys((*self._kinds, *kinds), 0)
         with rows_without_requests(runtime, np.zeros_like(q_len), q_len) as rows, self._staged():
             batch = as_steps_of(shape, StepBatch(rows, q_len, q_len), torch.Generator())
             with runtime.stage(batch, runtime.plan(batch, shape)) as step:
-                calls = [
-                    (problem, call)
-                    for part in step.parts
-                    for layer, problem in enumerate(self._kinds)
-                    for call in self._calls(part, layer, problem)
-                ]
+                calls: list[tuple[Problem | Recurrence, Callable[[], None]]] = []
+                for part in step.parts:
+                    for layer, problem in enumerate(self._kinds):
+                        calls += [(problem, call) for call in self._calls(part, layer, problem)]
+                    for layer, form in enumerate(kinds):
+                        calls += [(form, call) for call in self._recurrent_calls(part, layer, form)]
                 branches = [part.keep_branches for part in step.parts if part.number % shape.drafts.steps]
                 with self._recorder.capture() as recording:
                     if takes_inputs(runtime, step):
@@ -109,11 +130,14 @@ class NodeCounter:
                     for keep in branches:
                         keep()
                     of_step = recording.num_nodes
-                    for problem, call in calls:
+                    for kind, call in calls:
                         before = recording.num_nodes
                         call()
-                        of_kind[problem] += recording.num_nodes - before
-        return GraphNodes(of_step, tuple(of_kind[problem] for problem in self._problems))
+                        of_kind[kind] += recording.num_nodes - before
+        of_layers, of_recurrent = (
+            tuple(of_kind[each] for each in layers) for layers in (self._problems, self._recurrent)
+        )
+        return GraphNodes(of_step, of_layers, of_recurrent)
 
     def _calls(self, part: Part, layer: int, problem: Problem) -> Iterator[Callable[[], None]]:
         """Yields the calls of a layer, with inputs that are there before anything is recorded."""
@@ -128,6 +152,14 @@ class NodeCounter:
             yield partial(layers.store_index, layer, index_k)
             yield partial(layers.select, layer, index_q, of_heads)
         yield partial(layers.attend_selected, layer, q, out)
+
+    def _recurrent_calls(self, part: Part, layer: int, form: Recurrence) -> Iterator[Callable[[], None]]:
+        """Likewise of a recurrent layer."""
+        num_tokens = len(part.token_ids)
+        if form.convolution.channels:
+            x, weight, bias, out = self._inputs.of_convolution(form, num_tokens)
+            yield partial(part.states.convolve, layer, x, weight, bias, out)
+        yield partial(part.states.recur, layer, *self._inputs.of_recurrence(form, num_tokens))
 
 
 def _dropped() -> AbstractContextManager[None]:

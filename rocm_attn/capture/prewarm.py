@@ -7,7 +7,6 @@ launchers decide what is compiled, at the sizes that will be served.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES
@@ -26,15 +24,16 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name, takes_inputs
-from rocm_attn.capture.probe_requests import as_steps_of, evenly, typical_new_tokens
+from rocm_attn.capture.probe_requests import as_steps_of, evenly, give_states, typical_new_tokens
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
-from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
-from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, SLOTS_OF_ROW, RecurrentLayers, slot_bytes
+from rocm_attn.problem import AllKeys, Indexer, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
@@ -85,6 +84,7 @@ def prewarm(
     problems: Sequence[Problem],
     target: Target,
     options: RuntimeOptions,
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
     *,
     device: torch.device,
     progress: Progress = lambda done, total, name: None,
@@ -92,6 +92,7 @@ def prewarm(
     """Compiles the kernels that the layers need on the target.
 
     options:  the options that will be served; its pages are those of the pool that will be there
+    recurrent: layers that keep states in place of K and V, with the checkpoints that will be there
     device:   the GPU that is the target; the CPU if the target is not there
     progress: called before each step and at the end
     Raises what build_runtime raises; BadSetting under Triton's interpreter.
@@ -99,7 +100,7 @@ def prewarm(
     if target.is_gpu and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
-    runtime = runtime_of_kinds(problems, target, options, device)
+    runtime = runtime_of_kinds(problems, target, options, recurrent, device)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
 
@@ -126,7 +127,7 @@ def run_every_kernel(
 ) -> None:
     """Runs steps that together need every kernel of the runtime's steps, in rows that no request has; then picks.
 
-    One layer of each kind attends in them, over zeros. So a process compiles before its first request, not after it.
+    One layer of each kind runs in them, over zeros. So a process compiles before its first request, not after it.
 
     most_tokens: of a step
     run_model:   runs a step of the whole model, whose layers may have kernels besides attention. It gets prompts of
@@ -157,9 +158,13 @@ def _prompts(runtime: AttentionRuntime, most_tokens: int) -> Iterator[Int32Array
 
 
 def runtime_of_kinds(
-    problems: Sequence[Problem], target: Target, options: RuntimeOptions, device: torch.device
+    problems: Sequence[Problem],
+    target: Target,
+    options: RuntimeOptions,
+    recurrent: RecurrentLayers,
+    device: torch.device,
 ) -> AttentionRuntime:
-    """A runtime with one layer of each kind, over a pool just large enough that the same variants are compiled.
+    """A runtime with one layer of each kind, over pools just large enough that the same variants are compiled.
 
     device: the target, or the CPU if the target is not there; its kernels are then the project's own
     Raises what build_runtime raises, BadSetting.
@@ -182,21 +187,36 @@ def runtime_of_kinds(
         provider = "triton"
         guards = replace(guards, publishing=replace(guards.publishing, new_echo_check=NoEcho))
     small = replace(options, num_pages=num_pages, provider=provider)
-    runtime = build_runtime(kinds, small, device=device, target=target, guards=guards)
+    states = _states_of_kinds(recurrent, options.num_rows + 1)
+    runtime = build_runtime(kinds, small, states, device=device, target=target, guards=guards)
     for layer, problem in enumerate(kinds):
         runtime.head_weights.set(layer, HeadWeights.random(problem, torch.Generator(runtime.device)))
     return runtime
 
 
+def _states_of_kinds(recurrent: RecurrentLayers, num_rows: int) -> RecurrentLayers:
+    """One layer of each kind. Its checkpoints make the slots exceed 2 GiB if those of all layers do.
+
+    Fewer layers change no other variant: the strides between slots are multiples of 16 elements for any layers.
+    num_rows: the reserved row included
+    """
+    of_kinds = replace(recurrent, layers=tuple(dict.fromkeys(recurrent.layers)), checkpoints=0)
+    of_rows, of_slot = SLOTS_OF_ROW * num_rows, slot_bytes(of_kinds)
+    if (of_rows + recurrent.checkpoints) * slot_bytes(recurrent) <= _BUFFER_LOAD_BYTES:
+        return of_kinds
+    return replace(of_kinds, checkpoints=max(0, _BUFFER_LOAD_BYTES // of_slot + 1 - of_rows))
+
+
 def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[PaddedShape, Int32Array]]:
     """A step of every shape that is captured, and those of eager_steps(): the shape, and its sequences' new tokens.
 
-    Rounds of drafts are among them. Running them in halves needs no other kernels.
+    Rounds of drafts are among them. Running them in halves needs no other kernels. Recurrent layers refuse rounds and
+    masks, so there is no such step with them.
     """
-    table = runtime.table
+    table, has_states = runtime.table, not runtime.states.is_empty
     for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
         q_len = typical_new_tokens(runtime, shape)
-        if q_len is not None:
+        if q_len is not None and not (has_states and goes_on_in_trees(shape)):
             yield shape, q_len
     if not runtime.target.is_gpu:
         return  # there is no GPU target, so no kernel to compile
@@ -210,8 +230,13 @@ def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[Padded
     )
     for shape, each in eager:
         # A pool for windows may have fewer pages than a step of all these tokens takes; no such step is served then.
-        if _fits(runtime, np.array(each)):
+        if _fits(runtime, np.array(each)) and not (has_states and goes_on_in_trees(shape)):
             yield shape, np.array(each, np.int32)
+
+
+def goes_on_in_trees(shape: PaddedShape) -> bool:
+    """True for steps that no recurrent layer serves."""
+    return shape.drafts is not NO_DRAFTS or shape.kind.extra is Extra.MASK
 
 
 def _fits(runtime: AttentionRuntime, kv_len: Int32Array) -> bool:
@@ -253,6 +278,8 @@ def rows_without_requests(runtime: AttentionRuntime, cached: Int32Array, new: In
     try:
         table.reserve_all(rows, cached + new)
         table.mark_stored(rows, cached)
+        going_on = np.flatnonzero(cached)
+        runtime.states.memory.index_fill_(0, give_states(runtime, rows[going_on], cached[going_on]), 0)
         yield rows
     finally:
         for row in rows.tolist():
@@ -289,54 +316,16 @@ def _pick(runtime: AttentionRuntime, dtype: torch.dtype) -> None:
     ops.likeliest(logits, torch.zeros(1, 2, dtype=torch.int32, device=device), tokens, likeliest)
 
 
-class ZeroInputs:
-    """Zeros for the layers of steps, which share their memory: filling it takes longer than the rest."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def of(self, problem: Problem, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and out of a layer, [num_tokens, heads, dim] each."""
-        dim, v_dim, dtype = problem.head_dim, problem.v_head_dim, problem.dtype
-        q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
-        k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
-        out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
-        is_latent = problem.pool is PoolKind.LATENT
-        v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
-        return q, k, v, out
-
-    def of_lse(self, problem: Problem, num_tokens: int) -> Tensor:
-        """The log-sum-exp of a layer's tokens."""
-        return self._zeros("lse", (num_tokens, problem.num_q_heads), torch.float32)
-
-    def of_index(self, indexer: Indexer, dtype: torch.dtype, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Index keys, index queries and the weights of their heads, for a layer of dtype."""
-        k = self._zeros("index k", (num_tokens, indexer.head_dim), dtype)
-        q = self._zeros("index q", (num_tokens, indexer.num_heads, indexer.head_dim), dtype)
-        return k, q, self._zeros("weights", (num_tokens, indexer.num_heads), torch.float32)
-
-    def of_fold(self, state: PageFormat, columns: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The values, or gates, and the rows that Layers.fold() takes for a layer with that state."""
-        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), state.encoding.dtype)
-        return of_tokens, self._zeros("rows", (num_tokens, columns), torch.float32)
-
-    def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = math.prod(shape)
-        held = self._held.get((name, dtype))
-        if held is None or held.numel() < size:
-            held = self._held[name, dtype] = torch.zeros(size, dtype=dtype, device=self._device)
-        return held[:size].view(shape)
-
-
 class _Attend:
-    """Stores and attends in every kind of layer."""
+    """Stores and attends in every kind of layer, and goes on with states in every kind of recurrent one."""
 
     def __init__(self, runtime: AttentionRuntime) -> None:
         of_layer = runtime.kinds.of_layer
         self._layers = {of_layer.index(kind): each.problem for kind, each in enumerate(runtime.selections)}
         self._problems = runtime.kinds.problems
         self._inputs, self._chooser = ZeroInputs(runtime.device), runtime.core.layers.selecting.source
+        recurrent = runtime.states.recurrent.layers
+        self._recurrent = {recurrent.index(form): form for form in dict.fromkeys(recurrent)}
 
     def __call__(self, part: Part) -> None:
         for layer, problem in self._layers.items():
@@ -356,6 +345,13 @@ class _Attend:
             self._select(part, self._chooser[layer])
             for lse in wanted:
                 part.layers.attend_selected(layer, q, out, lse)
+        for layer, form in self._recurrent.items():
+            num_tokens = len(part.token_ids)
+            if form.convolution.channels:
+                x, weight, bias, out = self._inputs.of_convolution(form, num_tokens)
+                for of_channels in (None, bias):
+                    part.states.convolve(layer, x, weight, of_channels, out)
+            part.states.recur(layer, *self._inputs.of_recurrence(form, num_tokens))
 
     def _select(self, part: Part, layer: int) -> None:
         """Stores index keys of a layer and chooses among them, with weights of the index heads and without."""

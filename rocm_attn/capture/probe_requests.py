@@ -205,15 +205,11 @@ class ProbeRequests:
     def _fill_states(self, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Gives recurrent layers random states before the rows' new tokens."""
         states = self._runtime.states
-        if states.is_empty:
-            return
-        slots, headers = self._runtime.table.states.give(np.array(rows, np.int32), np.array(num_tokens, np.int32))
-        at = torch.from_numpy(slots).to(states.device)
+        at = give_states(self._runtime, np.array(rows, np.int32), np.array(num_tokens, np.int32))
         for tensor in states.before_kept_tokens():
-            shape = len(slots), *tensor.shape[1:]
+            shape = len(at), *tensor.shape[1:]
             random = torch.randn(shape, generator=self._generator, device=states.device)
             tensor.index_copy_(0, at, random.to(tensor.dtype))
-        states.headers.index_copy_(0, at, torch.from_numpy(headers).to(states.device))
 
     def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
         """Pages of random numbers, encoded in the format of raw."""
@@ -354,6 +350,20 @@ def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator
         return replace(batch, mask=random_trees(batch.q_len, generator))
     # The mask has cells for new keys alone: all masked steps have room for those.
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
+
+
+def give_states(runtime: AttentionRuntime, rows: Int32Array, kv_len: Int32Array) -> Tensor:
+    """Lets rows of no step yet go on after kv_len[i] tokens in recurrent layers. Returns int64 [n], slots to be filled.
+
+    There is none without recurrent layers.
+    """
+    states = runtime.states
+    if states.is_empty:
+        return torch.empty(0, dtype=torch.int64, device=states.device)
+    slots, headers = runtime.table.states.give(rows, kv_len)
+    at = torch.from_numpy(slots).to(states.device)
+    states.headers.index_copy_(0, at, torch.from_numpy(headers).to(states.device))
+    return at
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:

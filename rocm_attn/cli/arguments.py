@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from rocm_attn.capture.step_times import MOST_CHUNK
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.machine.devices import device_of
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases
@@ -17,7 +18,10 @@ from rocm_attn.models.families import attention_geometry, text_fields
 from rocm_attn.models.fields import Fields, read_json
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hub import config_of_id, is_hub_id
+from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
@@ -54,6 +58,14 @@ def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: 
         shared_prefixes=options.shared_prefixes,
         deterministic=options.deterministic,
     )
+
+
+def state_memory(geometry: AttentionGeometry, problems: Sequence[Problem], options: RuntimeOptions) -> StateMemory:
+    """The memory of recurrent layers' states, which may go back by the draft tokens of a step. Raises BadProblem."""
+    first, kept = problems[0], max(1, options.verify_tokens)
+    spacing = spacing_of(first.page_size, MOST_CHUNK)
+    recurrent = RecurrentLayers(geometry.recurrences(first.dtype), kept=kept, spacing=spacing)
+    return StateMemory(recurrent, options.num_rows + 1, page_bytes(problems), first.page_size)
 
 
 def pages_as_json(pages: PageChoice) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,20 +16,21 @@ from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graph_nodes import CountedNodes, GraphNodes, count_nodes
 from rocm_attn.capture.graphs import shape_name
-from rocm_attn.capture.step_times import MOST_CHUNK, NOT_COUNTED, StepBudget, StepTimes, fitting
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, requested_target, runtime_options
+from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fitting
+from rocm_attn.cli.arguments import (
+    described_model,
+    page_choice,
+    pages_as_json,
+    requested_target,
+    runtime_options,
+    state_memory,
+)
 from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.gpus import GPUS, Gpu
 from rocm_attn.models.cut import cost_of_heads
-from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.paging.checkpoints import StateMemory, spacing_of
-from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.paging.state_pool import RecurrentLayers
-from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
-from rocm_attn.step.options import RuntimeOptions
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NOT_PREDICTED = (
@@ -58,14 +59,14 @@ def run(options: argparse.Namespace) -> None:
         problems = tuple(replace(problem, custom_mask=True) for problem in problems)
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
     settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
-    states = _state_memory(geometry, problems, settings)
+    states = state_memory(geometry, problems, settings)
 
     def planned(num_pages: int) -> CapturePlan:
         recurrent = states.with_checkpoints(num_pages * states.page_bytes)
         return plan_capture(problems, target, replace(settings, num_pages=num_pages), recurrent)
 
     plan = planned(settings.num_pages)
-    nodes = count_nodes(plan, problems, target, settings)
+    nodes = count_nodes(plan, problems, target, settings, states.recurrent)
     weights = weights_of(options)
     fit = None
     if gpu is not None and weights.num_bytes != NOT_KNOWN:
@@ -109,13 +110,6 @@ def run(options: argparse.Namespace) -> None:
                 f"recurrent states take {_size(states.of_each_request)} a request; the prefix cache keeps one after "
                 f"{states.recurrent.spacing} tokens or a multiple, {_size(states.of_checkpoints(1))} each"
             )
-
-
-def _state_memory(geometry: AttentionGeometry, problems: Sequence[Problem], options: RuntimeOptions) -> StateMemory:
-    """The memory of recurrent layers' states. Raises BadProblem."""
-    first = problems[0]
-    recurrent = RecurrentLayers(geometry.recurrences(first.dtype), spacing=spacing_of(first.page_size, MOST_CHUNK))
-    return StateMemory(recurrent, options.num_rows + 1, page_bytes(problems), first.page_size)
 
 
 def _gpu(options: argparse.Namespace) -> Gpu | None:
@@ -167,7 +161,8 @@ def _lines(plan: CapturePlan, nodes: CountedNodes) -> list[str]:
     for bucket in plan.buckets:
         used = f"buffers {_size(bucket.step_bytes)}, workspace {_size(bucket.workspace_bytes)}"
         if counted := nodes.of.get(bucket.shape):
-            few, many = min(counted.layers), max(counted.layers)
+            of_layers = (*counted.layers, *counted.recurrent)
+            few, many = min(of_layers), max(of_layers)
             each = f"{few}" if few == many else f"{few} to {many}"
             used += f", {counted.total} nodes, {each} a layer"
         lines.append(f"  {shape_name(bucket.shape):44} {used}")
@@ -213,6 +208,11 @@ def _as_json(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes]) -> dict
 
 def _nodes_as_json(nodes: Mapping[PaddedShape, GraphNodes], shape: PaddedShape) -> dict[str, Any]:
     if shape not in nodes:
-        return {"nodes": None, "nodes_of_step": None, "nodes_of_layers": None}
+        return {"nodes": None, "nodes_of_step": None, "nodes_of_layers": None, "nodes_of_recurrent_layers": None}
     counted = nodes[shape]
-    return {"nodes": counted.total, "nodes_of_step": counted.step, "nodes_of_layers": counted.layers}
+    return {
+        "nodes": counted.total,
+        "nodes_of_step": counted.step,
+        "nodes_of_layers": counted.layers,
+        "nodes_of_recurrent_layers": counted.recurrent,
+    }

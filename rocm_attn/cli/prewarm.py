@@ -16,7 +16,7 @@ import torch
 
 from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options, state_memory
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
@@ -44,11 +44,14 @@ def run(options: argparse.Namespace) -> None:
     if any(drafts.branches > 1 for drafts in options.drafts):
         problems = tuple(replace(problem, custom_mask=True) for problem in problems)
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
+    served = replace(common, drafts=options.drafts, verify_tokens=options.verify_tokens)
+    states = state_memory(geometry, problems, served)
     compile_all = partial(
         prewarm,
         problems,
         target,
-        replace(common, drafts=options.drafts, verify_tokens=options.verify_tokens),
+        served,
+        states.with_checkpoints(served.num_pages * states.page_bytes),
         device=device,
         progress=ProgressBar(sys.stderr, "compiling"),
     )

@@ -1,0 +1,83 @@
+"""ZeroInputs: tensors of zeros for the calls of layers, where only shapes, dtypes and strides matter."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.page_format import PageFormat
+from rocm_attn.kernels.states.arguments import RecurrentTokens
+from rocm_attn.problem import Indexer, PoolKind, Problem
+from rocm_attn.recurrence import Recurrence
+
+
+class ZeroInputs:
+    """Zeros for the layers of steps, which share their memory: filling it takes longer than the rest."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def of(self, problem: Problem, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and out of a layer, [num_tokens, heads, dim] each."""
+        dim, v_dim, dtype = problem.head_dim, problem.v_head_dim, problem.dtype
+        q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
+        k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
+        out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
+        is_latent = problem.pool is PoolKind.LATENT
+        v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
+        return q, k, v, out
+
+    def of_lse(self, problem: Problem, num_tokens: int) -> Tensor:
+        """The log-sum-exp of a layer's tokens."""
+        return self._zeros("lse", (num_tokens, problem.num_q_heads), torch.float32)
+
+    def of_index(self, indexer: Indexer, dtype: torch.dtype, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Index keys, index queries and the weights of their heads, for a layer of dtype."""
+        k = self._zeros("index k", (num_tokens, indexer.head_dim), dtype)
+        q = self._zeros("index q", (num_tokens, indexer.num_heads, indexer.head_dim), dtype)
+        return k, q, self._zeros("weights", (num_tokens, indexer.num_heads), torch.float32)
+
+    def of_fold(self, state: PageFormat, columns: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The values, or gates, and the rows that Layers.fold() takes for a layer with that state."""
+        of_tokens = self._zeros("fold", (num_tokens, state.head_dim), state.encoding.dtype)
+        return of_tokens, self._zeros("rows", (num_tokens, columns), torch.float32)
+
+    def of_convolution(self, form: Recurrence, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, weight, bias and out of a recurrent layer's convolution; see StateCalls.convolve."""
+        channels, dtype = form.convolution.channels, form.dtype
+        weight = self._zeros("convolution", (channels, form.convolution.width), dtype)
+        x, out = (self._zeros(name, (num_tokens, channels), dtype) for name in ("x", "convolved"))
+        return x, weight, self._zeros("bias", (channels,), dtype), out
+
+    def of_recurrence(self, form: Recurrence, num_tokens: int) -> RecurrentTokens:
+        """The tokens of a recurrent layer. q, k and v lie side by side, as a convolution over all of them leaves them.
+
+        A layer without such a convolution gets rows that lie one after the other.
+        """
+        k_shape, v_shape = (form.num_k_heads, form.k_dim), (form.num_heads, form.v_dim)
+        widths, dtype = [math.prod(k_shape), math.prod(k_shape), math.prod(v_shape)], form.dtype
+        if form.convolution.channels == sum(widths):
+            rows = self._zeros("convolved", (num_tokens, sum(widths)), dtype)
+            q, k, v = torch.split(rows, widths, 1)
+        else:
+            named = zip(("q", "k", "v"), widths, strict=True)
+            q, k, v = (self._zeros(name, (num_tokens, width), dtype) for name, width in named)
+        channels = (form.k_dim,) if form.channel_decay else ()
+        return RecurrentTokens(
+            q.view(num_tokens, *k_shape),
+            k.view(num_tokens, *k_shape),
+            v.view(num_tokens, *v_shape),
+            self._zeros("decay", (num_tokens, form.num_heads, *channels), torch.float32),
+            self._zeros("beta", (num_tokens, form.num_heads), torch.float32),
+            self._zeros("out", (num_tokens, *v_shape), dtype),
+        )
+
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape)
+        held = self._held.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self._held[name, dtype] = torch.zeros(size, dtype=dtype, device=self._device)
+        return held[:size].view(shape)

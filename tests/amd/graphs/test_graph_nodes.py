@@ -18,15 +18,19 @@ from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graph_nodes import NodeCounter, count_nodes
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecording
 from rocm_attn.machine.target import target_elsewhere
+from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import PoolKind
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from tests.amd.graphs.small_models import Tiny, WrappedRecorder
-from tests.amd.worlds.problems import deterministic_providers
+from tests.amd.worlds.hybrid import CHANNELS, GATED_DELTA
+from tests.amd.worlds.problems import deterministic_providers, small_problem
 
 OPTIONS = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "capture_sizes": [1, 4], "capture_tokens": [4, 8]}
 LARGEST = 64
@@ -116,6 +120,41 @@ def test_the_nodes_that_are_predicted_are_those_of_the_graphs_that_are_made(
     predicted = {shape: counter.nodes(shape) for shape in made}
     assert {shape: nodes.total for shape, nodes in predicted.items()} == made
     assert all(nodes.step > 0 and min(nodes.layers) > 0 for nodes in predicted.values())
+
+
+@pytest.mark.parametrize("provider", deterministic_providers())
+def test_so_are_those_of_recurrent_layers(provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", KeptGraph)
+    problem, inputs = small_problem(), ZeroInputs(device)
+    options = RuntimeOptions(provider=provider, verify_tokens=3, **OPTIONS)  # type: ignore[arg-type]
+    recurrent = RecurrentLayers((GATED_DELTA, CHANNELS, GATED_DELTA), kept=3)
+    runtime, recorder = build_runtime([problem], options, recurrent, device=device), Counting(recorder_for(device))
+
+    def forward(step: Part) -> Tensor:
+        num_tokens = len(step.token_ids)
+        q, k, v, out = inputs.of(problem, num_tokens)
+        step.layers.store_and_attend(0, q, k, v, out)
+        for layer, form in enumerate(recurrent.layers):
+            if form.convolution.channels:
+                x, weight, bias, convolved = inputs.of_convolution(form, num_tokens)
+                step.states.convolve(layer, x, weight, bias, convolved)
+            step.states.recur(layer, *inputs.of_recurrence(form, num_tokens))
+        return out[: step.row_of_seq.shape[0]]
+
+    inputs.of(problem, LARGEST)  # the memory of all of them is there before
+    inputs.of_convolution(GATED_DELTA, LARGEST)
+    for form in recurrent.layers:
+        inputs.of_recurrence(form, LARGEST)
+    report = StepRunner(runtime, forward, recorder).capture_all()
+    assert not report.skipped
+    assert not report.graphs_off
+    made = {bucket.key.shape: nodes for bucket, nodes in zip(report.buckets, recorder.nodes, strict=True)}
+    counter = NodeCounter([problem], runtime.target, options, recurrent)
+    predicted = {shape: counter.nodes(shape) for shape in made}
+    assert {shape: nodes.total for shape, nodes in predicted.items()} == made
+    for nodes in predicted.values():
+        first, other, last = nodes.recurrent
+        assert first == last > other > 0  # the other one has no convolution
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])

@@ -29,6 +29,7 @@ from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.offline.offline_driver import offline
 from tests.amd.offline.test_prewarm_sizes import Variant, noted_variants
+from tests.amd.runner.tiny_model import RECURRENT_LAYER
 from tests.amd.runner.wide_model import wide_model
 
 ARCH = "gfx942"
@@ -91,6 +92,14 @@ def test_served_steps_launch_nothing_that_was_not_compiled_before(changes: dict[
     compiled, served = compiled_and_served(wide_model(dtype=torch.bfloat16), **changes)
     assert names_of(served - compiled) == []
     kernels = {"_extend_kernel", "_pick_rows_kernel", "_cut_rows_kernel", "_likeliest_kernel", "_rope_store_kernel"}
+    assert kernels <= set(names_of(served))
+
+
+def test_neither_do_those_of_a_model_with_recurrent_layers() -> None:
+    changes = {"speculative": "ngram", "draft_tokens": 3}
+    compiled, served = compiled_and_served(wide_model(first=(RECURRENT_LAYER,), dtype=torch.bfloat16), **changes)
+    assert names_of(served - compiled) == []
+    kernels = {"_state_places_kernel", "_convolve_kernel", "_token_steps_kernel", "_chunk_walk_kernel"}
     assert kernels <= set(names_of(served))
 
 

@@ -1,0 +1,197 @@
+"""Prewarming compiles the kernels of recurrent layers that steps of decode, verification and prompts launch.
+
+Compiles are recorded instead of done, by the key under which Triton keeps a variant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture import prewarm as capture_prewarm
+from rocm_attn.capture.prewarm import prewarm
+from rocm_attn.cli import DONE, main
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.paging.state_pool import RecurrentLayers
+from rocm_attn.problem import Problem
+from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Part
+from tests.amd.offline.offline_driver import offline
+from tests.amd.offline.test_prewarm_sizes import HOPPER, Variant, noted_variants
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+ATTENTION = Problem(8, 2, 64, BF16, 16, v_head_dim=64, scale=0.125)
+GATED_DELTA = Recurrence(4, 2, 64, 64, BF16, convolution=Convolution(2 * 2 * 64 + 4 * 64), normalises=True)
+KIMI = Recurrence(
+    4, 4, 32, 32, BF16, channel_decay=True, convolution=Convolution(3 * 4 * 32), normalises=True, scale=1.0
+)
+MAMBA = Recurrence(8, 1, 64, 32, BF16, update=Update.SUM, convolution=Convolution(2 * 64 + 8 * 32), scale=1.0)
+ALONE = Recurrence(2, 2, 24, 40, BF16)
+LAYERS = (GATED_DELTA, KIMI, GATED_DELTA, MAMBA, ALONE, GATED_DELTA)
+KEPT = 4
+SIZES = RuntimeOptions(
+    num_pages=200, max_num_seqs=3, max_kv_len=512, provider="triton", capture_sizes=(1, 3), verify_tokens=KEPT
+)
+KERNELS = {
+    "_state_places_kernel",
+    "_convolve_kernel",
+    "_token_steps_kernel",
+    "_chunk_rows_kernel",
+    "_chunk_walk_kernel",
+}
+# New tokens of the sequences of steps: decode, verification of up to as many drafts as a state keeps, and prompts.
+STEPS = ([1], [1, 1, 1], [2, 1], [3, 4, 1], [4, 4, 4], [5, 1], [7], [11, 13], [15, 15, 15], [16], [40, 1], [300, 9, 1])
+
+
+def _run(launch: Thunk) -> None:
+    launch()
+
+
+def prewarmed(recurrent: RecurrentLayers, target: Target, options: RuntimeOptions = SIZES) -> set[Variant]:
+    """Returns the variants of kernels of states that prewarming compiles."""
+    found = set[Variant]()
+    with noted_variants(found):
+        prewarm([ATTENTION], target, options, recurrent, device=CPU)
+    return of_states(found)
+
+
+def of_states(found: set[Variant]) -> set[Variant]:
+    return {variant for variant in found if variant[0] in KERNELS}
+
+
+def go_on(part: Part, layers: Sequence[Recurrence]) -> None:
+    """One forward of recurrent layers, whose q, k and v are views of what the convolution has written."""
+    num_tokens = len(part.token_ids)
+    for layer, form in enumerate(layers):
+        keys, values = form.num_k_heads * form.k_dim, form.num_heads * form.v_dim
+        channels = form.convolution.channels
+        convolved = torch.empty(num_tokens, 2 * keys + values, dtype=form.dtype)
+        if channels:
+            weight = torch.empty(channels, form.convolution.width, dtype=form.dtype)
+            bias = torch.empty(channels, dtype=form.dtype) if form.update is Update.SUM else None
+            part.states.convolve(layer, torch.empty_like(convolved), weight, bias, convolved)
+            q, k, v = convolved.split([keys, keys, values], dim=1)
+        else:
+            q, k, v = (torch.empty(num_tokens, width, dtype=form.dtype) for width in (keys, keys, values))
+        decays = (form.k_dim,) if form.channel_decay else ()
+        part.states.recur(
+            layer,
+            q.view(num_tokens, form.num_k_heads, form.k_dim),
+            k.view(num_tokens, form.num_k_heads, form.k_dim),
+            v.view(num_tokens, form.num_heads, form.v_dim),
+            torch.empty(num_tokens, form.num_heads, *decays),
+            torch.empty(num_tokens, form.num_heads),
+            torch.empty(num_tokens, form.num_heads, form.v_dim, dtype=form.dtype),
+        )
+
+
+def served(recurrent: RecurrentLayers, target: Target, options: RuntimeOptions = SIZES) -> set[Variant]:
+    """Returns the variants of kernels of states that steps of a runtime of all layers launch, in the first ones."""
+    guards = Guards().without("echo_check")  # kernels that are only compiled compute no answer
+    runtime: AttentionRuntime = build_runtime([ATTENTION], options, recurrent, device=CPU, target=target, guards=guards)
+    found = set[Variant]()
+    with noted_variants(found), offline(target.arch), observe_launches(_run):
+        for q_len in STEPS:
+            rows, new = [runtime.table.admit() for _ in q_len], np.array(q_len, np.int32)
+            runtime.table.reserve_all(np.array(rows, np.int32), new)
+            with runtime.step(StepBatch(np.array(rows, np.int32), new, new)) as step:
+                go_on(step.parts[0], recurrent.layers[: len(LAYERS)])
+            for row in rows:
+                runtime.table.free(row)
+    return of_states(found)
+
+
+@pytest.mark.parametrize(
+    "target", [known_target("gfx942"), known_target("sm_90"), HOPPER], ids=["gfx942", "sm_90", "hopper"]
+)
+def test_steps_launch_the_variants_that_were_compiled(target: Target) -> None:
+    recurrent = RecurrentLayers(LAYERS, kept=KEPT)
+    compiled, launched = prewarmed(recurrent, target), served(recurrent, target)
+    assert sorted(name for name, _ in launched - compiled) == []
+    assert {name for name, _ in launched} == KERNELS
+    # A layer may give its convolution a bias or none: each of them gave one of the two.
+    assert {name for name, _ in compiled - launched} == {"_convolve_kernel"}
+
+
+def test_a_deterministic_model_takes_tokens_one_by_one() -> None:
+    recurrent, options = RecurrentLayers(LAYERS, kept=KEPT), replace(SIZES, deterministic=True)
+    compiled, launched = (of(recurrent, known_target("gfx942"), options) for of in (prewarmed, served))
+    assert launched <= compiled
+    assert {name for name, _ in compiled} == KERNELS - {"_chunk_rows_kernel", "_chunk_walk_kernel"}
+
+
+@pytest.mark.parametrize("way", ["rows", "checkpoints", "layers"])
+def test_slots_above_2_gib_have_variants_of_their_own_on_amd(way: str) -> None:
+    """Whatever made them so many: prewarming has one layer of each kind, and few slots more than 2 GiB have."""
+    target, few = known_target("gfx942"), RecurrentLayers((GATED_DELTA,), kept=KEPT)
+    options = replace(SIZES, max_num_rows={"rows": 20_000, "layers": 60}.get(way, 0))
+    many = {
+        "rows": few,
+        "checkpoints": replace(few, checkpoints=40_000),
+        "layers": replace(few, layers=(GATED_DELTA,) * 300),
+    }[way]
+    compiled = prewarmed(many, target, options)
+    assert served(many, target, options) <= compiled
+    small = prewarmed(few, target)
+    assert (
+        {name for name, _ in compiled - small}
+        == {name for name, _ in small - compiled}
+        == {"_convolve_kernel", "_token_steps_kernel", "_chunk_walk_kernel"}
+    )
+
+
+def test_rounds_and_masks_which_states_refuse_are_left_out() -> None:
+    masked = replace(ATTENTION, custom_mask=True)
+    options, found = replace(SIZES, drafts=(Drafts(2, 2),)), set[Variant]()
+    with noted_variants(found):
+        prewarm([masked], known_target("gfx942"), options, RecurrentLayers((GATED_DELTA,), kept=KEPT), device=CPU)
+    names = {name for name, _ in found}
+    assert names >= KERNELS
+    assert not names & {"_draft_steps_kernel", "_place_trees_kernel", "_pack_mask_kernel"}
+
+
+def test_the_command_compiles_for_the_recurrent_layers_of_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = list[RecurrentLayers]()
+
+    def steps(runtime: AttentionRuntime, *_: object, **__: object) -> None:
+        given.append(runtime.states.recurrent)
+
+    monkeypatch.setattr(capture_prewarm, "run_every_kernel", steps)
+    config = {
+        "architectures": ["BambaForCausalLM"],
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "max_position_embeddings": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["prewarm", str(tmp_path), "--arch", "gfx942", "--max-batch-size", "4", "--verify-tokens", "3", "--json"]
+    assert main(command) == DONE
+    assert json.loads(capsys.readouterr().out)["arch"] == "gfx942"
+    (recurrent,) = given
+    (layer,) = recurrent.layers
+    assert (layer.update, layer.num_heads, layer.num_k_heads, layer.k_dim, layer.v_dim) == (Update.SUM, 8, 1, 64, 64)
+    assert recurrent.kept == 3

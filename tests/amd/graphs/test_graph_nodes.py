@@ -126,7 +126,8 @@ def test_the_nodes_that_are_predicted_are_those_of_the_graphs_that_are_made(
 def test_so_are_those_of_recurrent_layers(provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", KeptGraph)
     problem, inputs = small_problem(), ZeroInputs(device)
-    options = RuntimeOptions(provider=provider, verify_tokens=3, **OPTIONS)  # type: ignore[arg-type]
+    sizes = {"max_num_seqs": 2, "max_kv_len": 32, "num_pages": 40, "capture_sizes": [2], "capture_tokens": [8]}
+    options = RuntimeOptions(provider=provider, verify_tokens=3, **sizes)  # type: ignore[arg-type]
     recurrent = RecurrentLayers((GATED_DELTA, CHANNELS, GATED_DELTA), kept=3)
     runtime, recorder = build_runtime([problem], options, recurrent, device=device), Counting(recorder_for(device))
 

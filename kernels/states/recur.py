@@ -23,8 +23,8 @@ _LEAST_CHUNK = 16
 def _takes_chunks(slots: RecurrentSlots) -> bool:
     """True if the form in chunks is right for a layer.
 
-    On an H100 with Triton 3.6 it has read an illegal address in float16, for 20 channels with a decay each, and no check
-    of its addresses has explained it. In bfloat16 it was right for a head's decays and dims of 128.
+    On an H100 with Triton 3.6 it has read an illegal address in float16, for 20 channels with a decay each. No check of
+    its addresses has explained it. In bfloat16 it was right for a head's decays and dims of 128.
     """
     if slots.k.dtype == torch.float32 or not on_nvidia():
         return True

@@ -20,6 +20,17 @@ from rocm_attn.kernels.states.token_steps import launch_token_steps
 _LEAST_CHUNK = 16
 
 
+def _takes_chunks(slots: RecurrentSlots) -> bool:
+    """True if the form in chunks is right for a layer.
+
+    On an H100 with Triton 3.6 it has read an illegal address in float16, for 20 channels with a decay each. No check of
+    its addresses has explained it. In bfloat16 it was right for a head's decays and dims of 128.
+    """
+    if slots.k.dtype == torch.float32 or not on_nvidia():
+        return True
+    return not slots.has_channels and slots.state.shape[2] % 64 == slots.state.shape[3] % 64 == 0
+
+
 @only_launches
 def launch_recur(
     tokens: RecurrentTokens,
@@ -37,9 +48,7 @@ def launch_recur(
     """
     slots.check(tokens, places)
     most_q_len = max(slots.most_kept, _LEAST_CHUNK - 1)
-    # Chunks of channels' decays in float16 have read an illegal address on an H100 with Triton 3.6, and no check of
-    # their addresses has explained it.
-    one_by_one = deterministic or (slots.has_channels and tokens.v.dtype != torch.float32 and on_nvidia())
+    one_by_one = deterministic or not _takes_chunks(slots)
     if one_by_one or places.max_q_len <= most_q_len:
         launch_token_steps(tokens, recurrence, slots, places, most_q_len=places.max_q_len, clears=True)
         return

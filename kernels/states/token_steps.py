@@ -159,17 +159,24 @@ def _token_steps_kernel(
                     tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
                 token = tl.cast(first_token + tl.maximum(new, 0), tl.int64)
                 old = tl.cast(step, tl.int64)
-                k_at = tl.where(is_new, k_new + token * k_token, k_old + old * kept_k_row)
-                v_at = tl.where(is_new, v_new + token * v_token, v_old + old * kept_v_row)
-                decay_at = tl.where(is_new, decay_new + token * decay_token, decay_old + old * kept_decay_row)
-                beta_at = tl.where(is_new, beta_new + token * beta_token, beta_old + old * kept_beta_row)
-                k_row = tl.load(k_at + channel, mask=is_channel, other=0.0)
-                v_row = tl.load(v_at + column, mask=is_column, other=0.0)
-                beta_of = tl.load(beta_at)
-                if G.CHANNELS:
-                    decay_row = tl.load(decay_at + channel, mask=is_channel, other=0.0)
+                # Not by addresses that depend on is_new: Triton 3.6 makes no buffer loads of those on AMD.
+                if is_new:
+                    k_row = tl.load(k_new + token * k_token + channel, mask=is_channel, other=0.0)
+                    v_row = tl.load(v_new + token * v_token + column, mask=is_column, other=0.0)
+                    beta_of = tl.load(beta_new + token * beta_token)
+                    if G.CHANNELS:
+                        decay_row = tl.load(decay_new + token * decay_token + channel, mask=is_channel, other=0.0)
+                    else:
+                        decay_of = tl.load(decay_new + token * decay_token)
                 else:
-                    decay_of = tl.load(decay_at)
+                    k_row = tl.load(k_old + old * kept_k_row + channel, mask=is_channel, other=0.0)
+                    v_row = tl.load(v_old + old * kept_v_row + column, mask=is_column, other=0.0)
+                    beta_of = tl.load(beta_old + old * kept_beta_row)
+                    if G.CHANNELS:
+                        decay_row = tl.load(decay_old + old * kept_decay_row + channel, mask=is_channel, other=0.0)
+                    else:
+                        decay_of = tl.load(decay_old + old * kept_decay_row)
+                if not G.CHANNELS:
                     decay_row = tl.zeros([DK_BLOCK], tl.float32) + decay_of
                 k_of = k_row.to(tl.float32)
                 if G.NORMALISES:

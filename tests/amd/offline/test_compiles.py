@@ -198,8 +198,8 @@ def names_of_sparse_kernels() -> set[str]:
 
 
 def names_of_state_kernels() -> set[str]:
-    """Names of the kernels of kernels/states/, whose rows are in state_matrix.py. Places are derived with a step."""
-    return names_of_all_kernels("rocm_attn.kernels.states") - {"_state_places_kernel"}
+    """Names of the kernels of kernels/states/, whose rows are in state_matrix.py."""
+    return names_of_all_kernels("rocm_attn.kernels.states")
 
 
 def names_of_separate_kernels() -> set[str]:

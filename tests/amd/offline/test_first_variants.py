@@ -19,7 +19,7 @@ from tests.amd.offline.test_compiles import (
     LATENT,
     amd_complaints,
     names_of_all_kernels,
-    names_of_sparse_kernels,
+    names_of_separate_kernels,
     nvidia_complaints,
 )
 
@@ -54,7 +54,7 @@ def test_the_first_variant_of_every_kernel_compiles_and_fits(row: Row) -> None:
     if row.pool is PoolKind.LATENT:
         assert kernels.keys() >= latent
     elif row.kv is KVEncoding.LIKE_Q:
-        assert kernels.keys() == names_of_all_kernels() - latent - names_of_sparse_kernels()
+        assert kernels.keys() == names_of_all_kernels() - latent - names_of_separate_kernels()
     assert kernels
     found = [
         f"{name}: {complaint}"

@@ -6,8 +6,10 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
+from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
+from tests.amd.offline.compiling import OLDEST_TRITON
 from tests.amd.offline.state_matrix import ARCHS, ROWS, StateRow, compiled_state_kernels
 from tests.amd.offline.test_compiles import names_of_state_kernels, too_few_waves
 
@@ -18,6 +20,8 @@ _READS_SLOTS = ("_token_steps_kernel", "_chunk_walk_kernel", "_convolve_kernel")
 # Bytes that kernels keep on the stack on sm_90, where they were faster than with more warps or fewer columns. In
 # float32, which no model is served in, a product is three.
 _SPILLED_ON_SM_90 = {"_chunk_rows_kernel": 96, "_chunk_walk_kernel": 64}
+# Registers, of which most are scalar, that Triton 3.6 spills on gfx942 where decays are of channels.
+_SPILLED_BY_OLDEST = {"_token_steps_kernel": 6}
 _SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 200, "_chunk_walk_kernel": 880}
 
 
@@ -34,8 +38,9 @@ _SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 200, "_chunk_walk_kernel": 880}
 )
 def test_kernels_of_states_fit_and_spill_nothing(row: StateRow) -> None:
     kernels = compiled_state_kernels(row)
-    # On NVIDIA channels' decays in two bytes are taken token by token.
-    in_chunks = not (row.arch.startswith("sm_") and row.channels and row.dtype != torch.float32)
+    # On NVIDIA decays of channels, and small dims, are taken token by token in two bytes.
+    is_large = not row.channels and all(dim % 64 == 0 for dim in row.dims)
+    in_chunks = row.dtype == torch.float32 or not row.arch.startswith("sm_") or is_large
     wanted = names_of_state_kernels() - (set() if in_chunks else set(_MATRIX_KERNELS))
     assert {kernel.name for kernel in kernels} == wanted
     found = [complaint for kernel in kernels for complaint in complaints_of(row, kernel)]
@@ -55,6 +60,8 @@ def complaints_of(row: StateRow, kernel: CompiledKernel) -> list[str]:
         amd = read_amd_code(kernel)
         spilled, lds, matrix_ops = amd.vgpr_spills + amd.sgpr_spills + amd.scratch_bytes, amd.lds_bytes, amd.matrix_ops
         found += too_few_waves(kernel.name, amd)
+        if Release.of(triton_version()) == Release.of(OLDEST_TRITON):
+            allowed = _SPILLED_BY_OLDEST.get(kernel.name, 0)
         if not row.is_large and not amd.buffer_loads:
             found.append("no buffer loads, though all tensors are below 2 GiB")
         if row.is_large and kernel.name in _READS_SLOTS and not amd.global_loads:

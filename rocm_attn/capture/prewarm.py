@@ -348,9 +348,11 @@ class _Attend:
         for layer, form in self._recurrent.items():
             num_tokens = len(part.token_ids)
             if form.convolution.channels:
-                x, weight, bias, out = self._inputs.of_convolution(form, num_tokens)
-                for of_channels in (None, bias):
-                    part.states.convolve(layer, x, weight, of_channels, out)
+                # Only the model's code knows whether there is a bias, and where rows of x begin.
+                for spare in (0, 1):
+                    x, weight, bias, out = self._inputs.of_convolution(form, num_tokens, spare=spare)
+                    part.states.convolve(layer, x, weight, None, out)
+                    part.states.convolve(layer, x, weight, bias, out)
             part.states.recur(layer, *self._inputs.of_recurrence(form, num_tokens))
 
     def _select(self, part: Part, layer: int) -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.states.arguments import RecurrentTokens
 from rocm_attn.problem import Indexer, PoolKind, Problem
@@ -45,12 +46,18 @@ class ZeroInputs:
         of_tokens = self._zeros("fold", (num_tokens, state.head_dim), state.encoding.dtype)
         return of_tokens, self._zeros("rows", (num_tokens, columns), torch.float32)
 
-    def of_convolution(self, form: Recurrence, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x, weight, bias and out of a recurrent layer's convolution; see StateCalls.convolve."""
+    def of_convolution(
+        self, form: Recurrence, num_tokens: int, *, spare: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, weight, bias and out of a recurrent layer's convolution; see StateCalls.convolve.
+
+        spare: elements of a row of x beyond a multiple of 16: forwards cut x out of wider rows
+        """
         channels, dtype = form.convolution.channels, form.dtype
         weight = self._zeros("convolution", (channels, form.convolution.width), dtype)
-        x, out = (self._zeros(name, (num_tokens, channels), dtype) for name in ("x", "convolved"))
-        return x, weight, self._zeros("bias", (channels,), dtype), out
+        rows = self._zeros("rows of x", (num_tokens, round_up(channels, 16) + spare), dtype)
+        out = self._zeros("convolved", (num_tokens, channels), dtype)
+        return rows[:, :channels], weight, self._zeros("bias", (channels,), dtype), out
 
     def of_recurrence(self, form: Recurrence, num_tokens: int) -> RecurrentTokens:
         """The tokens of a recurrent layer. q, k and v lie side by side, as a convolution over all of them leaves them.

@@ -72,8 +72,11 @@ def of_states(found: set[Variant]) -> set[Variant]:
     return {variant for variant in found if variant[0] in KERNELS}
 
 
-def go_on(part: Part, layers: Sequence[Recurrence]) -> None:
-    """One forward of recurrent layers, whose q, k and v are views of what the convolution has written."""
+def go_on(part: Part, layers: Sequence[Recurrence], gates: int) -> None:
+    """One forward of recurrent layers, whose q, k and v are views of what the convolution has written.
+
+    gates: elements of a row from which x is cut
+    """
     num_tokens = len(part.token_ids)
     for layer, form in enumerate(layers):
         keys, values = form.num_k_heads * form.k_dim, form.num_heads * form.v_dim
@@ -82,8 +85,9 @@ def go_on(part: Part, layers: Sequence[Recurrence]) -> None:
         if channels:
             weight = torch.empty(channels, form.convolution.width, dtype=form.dtype)
             bias = torch.empty(channels, dtype=form.dtype) if form.update is Update.SUM else None
-            part.states.convolve(layer, torch.empty_like(convolved), weight, bias, convolved)
-            q, k, v = convolved.split([keys, keys, values], dim=1)
+            x = torch.empty(num_tokens, channels + gates, dtype=form.dtype)[:, :channels]
+            part.states.convolve(layer, x, weight, bias, convolved)
+            q, k, v = torch.split(convolved, [keys, keys, values], dim=1)
         else:
             q, k, v = (torch.empty(num_tokens, width, dtype=form.dtype) for width in (keys, keys, values))
         decays = (form.k_dim,) if form.channel_decay else ()
@@ -108,7 +112,8 @@ def served(recurrent: RecurrentLayers, target: Target, options: RuntimeOptions =
             rows, new = [runtime.table.admit() for _ in q_len], np.array(q_len, np.int32)
             runtime.table.reserve_all(np.array(rows, np.int32), new)
             with runtime.step(StepBatch(np.array(rows, np.int32), new, new)) as step:
-                go_on(step.parts[0], recurrent.layers[: len(LAYERS)])
+                for gates in (0, 8, 16):
+                    go_on(step.parts[0], recurrent.layers[: len(LAYERS)], gates)
             for row in rows:
                 runtime.table.free(row)
     return of_states(found)

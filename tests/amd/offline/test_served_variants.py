@@ -19,6 +19,7 @@ from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.compile_watch import CompileWatch
 from rocm_attn.machine.target import known_target
+from rocm_attn.models.config import RecurrentConfig
 from rocm_attn.selection import build
 from rocm_serve import engine as engine_module
 from rocm_serve import engine_runtime
@@ -96,8 +97,8 @@ def test_served_steps_launch_nothing_that_was_not_compiled_before(changes: dict[
 
 
 def test_neither_do_those_of_a_model_with_recurrent_layers() -> None:
-    changes = {"speculative": "ngram", "draft_tokens": 3}
-    compiled, served = compiled_and_served(wide_model(first=(RECURRENT_LAYER,), dtype=torch.bfloat16), **changes)
+    loaded = wide_model(first=(RECURRENT_LAYER,), dtype=torch.bfloat16)
+    compiled, served = compiled_and_served(loaded, speculative="ngram", draft_tokens=3)
     assert names_of(served - compiled) == []
     kernels = {"_state_places_kernel", "_convolve_kernel", "_token_steps_kernel", "_chunk_walk_kernel"}
     assert kernels <= set(names_of(served))
@@ -110,14 +111,19 @@ def test_a_kernel_that_is_left_out_before_is_found(monkeypatch: pytest.MonkeyPat
     assert set(names_of(served - compiled)) == {"_pick_rows_kernel", "_rope_store_kernel"}
 
 
-def test_prewarming_compiles_the_kernels_of_picks_and_an_engine_those_of_its_model_in_addition() -> None:
-    loaded = wide_model(dtype=torch.bfloat16)
+@pytest.mark.parametrize("first", [(), (RECURRENT_LAYER,)], ids=["attention", "recurrent"])
+def test_prewarming_compiles_the_kernels_of_picks_and_an_engine_those_of_its_model_in_addition(
+    first: tuple[RecurrentConfig, ...],
+) -> None:
+    loaded = wide_model(first=first, dtype=torch.bfloat16)
     with on_an_absent_gpu():
         runtime = Engine(loaded, OPTIONS).runtime
     ahead = set[Variant]()
     with noted_variants(ahead):
         problems = [selection.problem for selection in runtime.selections]
-        capture_prewarm.prewarm(problems, runtime.target, runtime.options, device=torch.device("cpu"))
+        capture_prewarm.prewarm(
+            problems, runtime.target, runtime.options, runtime.states.recurrent, device=torch.device("cpu")
+        )
     _, served = compiled_and_served(loaded)
     assert set(names_of(served - ahead)) == {"_rope_store_kernel"}
 

@@ -84,7 +84,7 @@ def forked(world: Hybrid) -> Told:
     return one
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(8, interpreted=1)
 @pytest.mark.parametrize("life", [whole, drafts, none_accepted, forked], ids=lambda life: life.__name__)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
@@ -103,6 +103,21 @@ def test_a_request_that_moved_goes_on_with_its_state(
     source.step([back, stays], [source.ids(1), source.ids(1)])
     for world in (source, target):
         world.runtime.check_device()
+
+
+def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_sent(device: torch.device) -> None:
+    """Its own steps have left a state in each slot."""
+    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
+    one = target.admit()
+    for count in (5, 1):
+        target.step([one], [target.ids(count)])
+    target.back(one, 0)
+    target.runtime.table.reserve(one.row, 7)
+    sent = Sent(source, whole(source), 7)
+    KVImporter(target.runtime, KVPassport.from_json(sent.text)).import_row(one.row, sent.extent, sent.buffer)
+    one.ids += sent.ids
+    target.step([one], [target.ids(2)])
+    target.runtime.check_device()
 
 
 @each_provider

@@ -262,3 +262,20 @@ def test_a_passport_names_the_recurrent_layers(device: torch.device) -> None:
         assert field in text, field
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text.replace(field, value))
+
+
+@pytest.mark.gpu
+def test_an_export_does_not_wait_for_the_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    source = Hybrid(device, "triton")
+    one = whole(source)
+    exporter = KVExporter(source.runtime)
+    extent = exporter.extent(exporter.pages_of(one.row, 7), 7)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(one.row, 7, buffer)  # its kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exporter.export_row(one.row, 7, buffer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -163,7 +163,7 @@ def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provi
 
 
 def test_recurrent_layers_of_the_halves_may_run_in_turn(provider: str, device: torch.device) -> None:
-    """The second half first, layer by layer: a half keeps nothing in the workspace of the other one."""
+    """The second half first, layer by layer: neither half reads the places of states of the other one."""
     world = Hybrid(device, provider)
     requests = [world.admit() for _ in range(4)]
     world.step(requests, [world.ids(count) for count in (6, 1, 3, 9)])

@@ -387,7 +387,7 @@ class KVImporter(_Mover):
         folded = read_head(self._states, extent.kv_len, record)
         self._import_idle(self._all, pages, extent, used)
         slots, headers = self._runtime.table.states.give(np.array([row], np.int32), np.array([extent.kv_len], np.int32))
-        headers[:, 2] = folded
+        headers[:, 2] = folded  # the next step folds the others, which are kept next to the state
         read_state(self._states, int(slots[0]), torch.from_numpy(headers[0]), record)
 
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:

@@ -147,7 +147,7 @@ class RowStates:
         source = self._in_row(row, kv_len)
         # A copy may read what an earlier one writes.
         for copy in reversed(self.copies):
-            if copy.target == source.slot:
+            if (copy.target, copy.tag) == (source.slot, source.tag):
                 source = copy.source
         return source
 

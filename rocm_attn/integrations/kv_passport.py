@@ -2,7 +2,8 @@
 
 A buffer has no pages. For each layer, in order, it holds K, V, their scales per token, index keys and their scales, if
 the layer has them. Each of these is one stretch: a row [heads, dim] per token, token after token. Each stretch begins
-at a multiple of 16 bytes. So pages may have any size and layout on either side.
+at a multiple of 16 bytes. So pages may have any size and layout on either side. The state of recurrent layers follows,
+as a record (state_record.py).
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import enum
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from rocm_attn.errors import BadSetting, BadTensor, Unsupported
-from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of
+from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of, states_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.paging.storage import PagePool
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import DTYPES, UNLIMITED_WINDOW, Problem
+from rocm_attn.recurrence import Convolution, Recurrence, Update
 
 # The version of the passport and of the buffer's order. Any other version is refused.
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 16
+_DTYPES = {str(dtype): dtype for dtype in DTYPES}
 
 
 class Role(enum.Enum):
@@ -96,9 +100,12 @@ class KVPassport:
     """The formats of the pages of a model's layers. It is exchanged once, before tokens are sent.
 
     It holds the scales per layer and head from the time when it was made. They change only while a runtime is empty.
+
+    recurrent: the layers that have a state in place of K and V, and `kept`, which a slot's layout follows from
     """
 
     layers: tuple[LayerPassport, ...]
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
     version: int = VERSION
 
     @classmethod
@@ -110,11 +117,19 @@ class KVPassport:
         if any(problem.kv_scales is Scales.FOOTER for problem in problems):
             raise Unsupported("records with scales in the page's footer cannot be sent; compute the prompt again", [])
         layers = zip(range(len(problems)), problems, spaces, strict=True)
-        return cls(tuple(_layer(pool_of(owner), *each) for each in layers))
+        own = states_of(owner).recurrent
+        recurrent = RecurrentLayers(own.layers, own.kept) if own.layers else NO_RECURRENT_LAYERS
+        return cls(tuple(_layer(pool_of(owner), *each) for each in layers), recurrent)
 
     def to_json(self) -> str:
         """Returns the passport as text, for a peer of any release that has this version."""
-        return json.dumps({"version": self.version, "layers": [_as_json(layer) for layer in self.layers]})
+        fields = {
+            "version": self.version,
+            "layers": [_as_json(layer) for layer in self.layers],
+            "recurrent": [_recurrence_as_json(layer) for layer in self.recurrent.layers],
+            "kept": self.recurrent.kept,
+        }
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> KVPassport:
@@ -123,7 +138,10 @@ class KVPassport:
             fields = json.loads(text)
             version = fields["version"]
             if version == VERSION:
-                return cls(tuple(_from_json(layer) for layer in fields["layers"]))
+                recurrent = RecurrentLayers(
+                    [_recurrence_from_json(each) for each in fields["recurrent"]], fields["kept"]
+                )
+                return cls(tuple(_from_json(layer) for layer in fields["layers"]), recurrent)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadSetting(
                 f"this is not the passport of a KV pool ({error}); give the text that KVPassport.to_json() wrote"
@@ -140,7 +158,7 @@ class KVPassport:
         for number, (there, here) in enumerate(zip(source.layers, self.layers, strict=True)):
             if why := _why_not(there, here):
                 reasons.append(f"layer {number}: {why}")
-        return reasons
+        return reasons + _why_no_states(source.recurrent, self.recurrent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +268,36 @@ def _why_no_form(source: PageFormat, own: PageFormat) -> str:
     if source.encoding != own.encoding and own.record is not None:
         return "records are not converted"
     return ""
+
+
+def _why_no_states(source: RecurrentLayers, own: RecurrentLayers) -> list[str]:
+    """Returns why states of a source cannot be stored here, one sentence per layer; empty if they can."""
+    if len(source.layers) != len(own.layers):
+        return [f"the source has {len(source.layers)} recurrent layers, and this side has {len(own.layers)}"]
+    reasons = []
+    if source.kept != own.kept:
+        reasons.append(f"the source keeps {source.kept} tokens next to a state, and this side keeps {own.kept}")
+    for number, (there, here) in enumerate(zip(source.layers, own.layers, strict=True)):
+        if there != here:
+            reasons.append(
+                f"recurrent layer {number}: it is {there} at the source, and {here} here; they must be equal"
+            )
+    return reasons
+
+
+def _recurrence_as_json(layer: Recurrence) -> dict[str, Any]:
+    named = {"dtype": str(layer.dtype), "state_dtype": str(layer.state_dtype), "update": layer.update.value}
+    return asdict(layer) | named
+
+
+def _recurrence_from_json(fields: dict[str, Any]) -> Recurrence:
+    named = {
+        "dtype": _DTYPES[fields["dtype"]],
+        "state_dtype": _DTYPES[fields["state_dtype"]],
+        "update": Update(fields["update"]),
+        "convolution": Convolution(**fields["convolution"]),
+    }
+    return Recurrence(**(fields | named))
 
 
 def _form_as_json(form: PageFormat | None) -> dict[str, Any] | None:

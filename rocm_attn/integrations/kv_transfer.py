@@ -24,7 +24,17 @@ from rocm_attn.integrations.kv_passport import (
     Stretch,
     stretches,
 )
-from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, pool_of, spaces_of
+from rocm_attn.integrations.owners import (
+    Owner,
+    clears_tails,
+    given_back,
+    idle,
+    ops_of,
+    pool_of,
+    spaces_of,
+    states_of,
+)
+from rocm_attn.integrations.state_record import num_record_bytes, read_head, read_state, write_record
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -67,6 +77,7 @@ class _Mover:
     def __init__(self, owner: Owner, passport: KVPassport, source: KVPassport) -> None:
         self._owner, self._pool = owner, pool_of(owner)
         self.device = self._pool.device
+        self._states = states_of(owner)
         self.passport, self.source = passport, source
         self._spaces = spaces_of(owner)
         self._page_size = self._pool.page_size
@@ -240,8 +251,8 @@ class KVExporter(_Mover):
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
-        """Returns the bytes of a buffer for all layers."""
-        return _num_bytes(stretches(self.passport, extent, self._all))
+        """Returns the bytes of a buffer for all layers, recurrent ones included."""
+        return _num_bytes(stretches(self.passport, extent, self._all)) + num_record_bytes(self._states)
 
     def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
         """Returns the bytes of a buffer for one layer."""
@@ -250,16 +261,26 @@ class KVExporter(_Mover):
     def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:
         """Copies those of the first kv_len tokens of a runtime's row that their spaces still have into a buffer.
 
+        The state of recurrent layers after these tokens follows.
+
         buffer: uint8 [num_bytes(extent) or more], contiguous, on the device, at a multiple of 16 bytes
-        Raises BadBatch for tokens that are not stored, BadTensor, WrongState.
+        Raises BadBatch for tokens that are not stored, or that there is no state after; BadTensor; WrongState, also
+        while a step runs that may write states.
         """
         pages = self.pages_of(row, kv_len)
         extent = self.extent(pages, kv_len)
-        self.export(pages, extent, buffer)
+        if self._states.is_empty:
+            self.export(pages, extent, buffer)
+            return extent
+        with idle(self._owner, "states cannot be exported"):
+            source = self._runtime.table.states.source_of(row, kv_len)
+            used = self._buffer(buffer, self.num_bytes(extent))
+            self.export(pages, extent, used)
+            write_record(self._states, source, used[-num_record_bytes(self._states) :])
         return extent
 
     def export(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Copies the tokens of an extent into a buffer, for all layers.
+        """Copies the tokens of an extent into a buffer, for all layers but recurrent ones.
 
         pages: for a runtime, those of a row, or kept ones
         Raises BadBatch for tokens of a runtime that are not stored, BadTensor, WrongState.
@@ -343,18 +364,36 @@ class KVImporter(_Mover):
     def import_row(self, row: int, extent: KVExtent, buffer: Tensor) -> None:
         """Copies an extent into a row's pages, for all layers, and marks its tokens as stored.
 
+        If there are recurrent layers, it waits for the device, to check the bytes of their state.
+
         row: a row of admit(). It shares no pages, and no step has stored in it
-        buffer: a buffer that KVExporter.export() filled
+        buffer: a buffer that KVExporter.export_row() filled
         Raises BadBatch, BadTensor, WrongState. Then nothing was written.
         """
         pages, room = self.pages_of(row, extent.kv_len), int(self._runtime.table.room([row])[0])
         if extent.kv_len > room:
             raise BadBatch(f"row {row} has room for {room} tokens, and {extent.kv_len} were sent; reserve() it first")
-        self.import_pages(pages, extent, buffer)
+        with idle(self._owner, "KV cannot be imported"):
+            if self._states.is_empty:
+                self._import_idle(self._all, pages, extent, buffer)
+            else:
+                self._import_with_state(row, pages, extent, buffer)
         self._runtime.table.mark_stored([row], [extent.kv_len])
 
+    def _import_with_state(self, row: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        num_bytes = _num_bytes(stretches(self.source, extent, self._all)) + num_record_bytes(self._states)
+        used = self._buffer(buffer, num_bytes)
+        record = used[-num_record_bytes(self._states) :]
+        folded = read_head(self._states, extent.kv_len, record)
+        self._import_idle(self._all, pages, extent, used)
+        slots, headers = self._runtime.table.states.give(np.array([row], np.int32), np.array([extent.kv_len], np.int32))
+        headers[:, 2] = folded  # the next step folds the others, which are kept next to the state
+        read_state(self._states, int(slots[0]), torch.from_numpy(headers[0]), record)
+
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Copies an extent into pages, for all layers. Tokens of the first page that were not sent become 0.
+        """Copies an extent into pages, for all layers but recurrent ones.
+
+        Tokens of the first page that were not sent become 0.
 
         The rest of the last page after the last token becomes 0 too, unless ExternalOptions say that it is kept.
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.launches import StepOps
@@ -29,6 +30,11 @@ def spaces_of(owner: Owner) -> tuple[Space, ...]:
 def pool_of(owner: Owner) -> PagePool:
     """Returns the pool with the pages of all layers."""
     return owner.pool if isinstance(owner, AttentionRuntime) else owner.pages
+
+
+def states_of(owner: Owner) -> StatePool:
+    """Returns the slots of recurrent layers. Those of an engine are not known here."""
+    return owner.states if isinstance(owner, AttentionRuntime) else StatePool.none(owner.pages.device)
 
 
 def ops_of(owner: Owner) -> StepOps:

@@ -15,7 +15,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy
+from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy, StateSource
 
 # A header of the host: start, first, end, as in kernels/states/places.py. These serve no step, and every step.
 _NOTHING = (INT32_MAX, 0, 0)
@@ -62,13 +62,13 @@ class RowStates:
             self._headers[child] = _NOTHING
             if self._serves(row, kv_len):
                 self._headers[child, 0] = -1, kv_len, kv_len
-            self._copy(child, SLOTS_OF_ROW * row, SLOTS_OF_ROW, int(self.tags[row]), kv_len)
+            self._copy(child, self._in_row(row, kv_len))
 
     def begin_at(self, row: int, checkpoint: int, kv_len: int) -> None:
         """Copies a checkpoint, which was taken after kv_len tokens, to a row."""
         if not self.is_empty and kv_len > 0:
             self._headers[row, 0] = -1, kv_len, kv_len
-            self._copy(row, checkpoint, 1, self._tag_of[checkpoint], kv_len)
+            self._copy(row, StateSource(checkpoint, 1, self._tag_of[checkpoint], kv_len))
 
     def checkpoint_at(self, kv_len: int, states: Int32Array) -> int:
         """The slot of the state after kv_len tokens; 0 if none is needed. Raises BadBatch if it is not kept.
@@ -96,8 +96,7 @@ class RowStates:
             if self._free:
                 states[at] = slot = self._free.pop()
                 self._tag_of[slot] = tag = self._new_tag()
-                source = SLOTS_OF_ROW * row
-                self.copies.append(StateCopy(slot, tag, False, source, SLOTS_OF_ROW, int(self.tags[row]), tokens))
+                self.copies.append(StateCopy(slot, tag, False, self._in_row(row, tokens)))
         return states
 
     def are_due(self, rows: Int32Array, kv_len: Int32Array) -> npt.NDArray[np.bool_]:
@@ -134,6 +133,23 @@ class RowStates:
         self.copies = [copy for copy in self.copies if copy.target not in given]
         headers = np.stack([self.tags[rows], *self._headers[rows, 0].T], 1)
         return slots, headers
+
+    def source_of(self, row: int, kv_len: int) -> StateSource:
+        """Where the device has the state of a row after kv_len tokens, if its copy is still pending too.
+
+        Raises BadBatch if the host knows that the row has no such state.
+        """
+        if not self._serves(row, kv_len):
+            raise BadBatch(
+                f"the state of row {row} is there {self._served(row)}, and {kv_len} tokens are to be sent; send "
+                "tokens that a state is there for"
+            )
+        source = self._in_row(row, kv_len)
+        # A copy may read what an earlier one writes.
+        for copy in reversed(self.copies):
+            if (copy.target, copy.tag) == (source.slot, source.tag):
+                source = copy.source
+        return source
 
     def check(self, batch: StepBatch) -> None:
         """Raises BadBatch for a sequence whose row has no state before its first new token."""
@@ -197,8 +213,11 @@ class RowStates:
         self._next_tag = self._next_tag % INT32_MAX + 1
         return self._next_tag
 
-    def _copy(self, row: int, source: int, num_slots: int, tag: int, kv_len: int) -> None:
-        self.copies.append(StateCopy(SLOTS_OF_ROW * row, int(self.tags[row]), True, source, num_slots, tag, kv_len))
+    def _in_row(self, row: int, kv_len: int) -> StateSource:
+        return StateSource(SLOTS_OF_ROW * row, SLOTS_OF_ROW, int(self.tags[row]), kv_len)
+
+    def _copy(self, row: int, source: StateSource) -> None:
+        self.copies.append(StateCopy(SLOTS_OF_ROW * row, int(self.tags[row]), True, source))
 
     def _serves(self, row: int, kv_len: int) -> bool:
         """True if a step may go on after kv_len tokens of a row, as far as the host knows."""

@@ -157,39 +157,56 @@ class StatePool:
         A target whose source has not the state that is asked for gets no state: the step that needs it is refused.
         """
         for copy in copies:
-            of_source = self.headers[copy.source : copy.source + copy.num_slots]
-            tag, start, first, end = of_source.unbind(1)
-            is_of_source = tag == copy.source_tag
-            serves = is_of_source & (first <= copy.tokens) & (copy.tokens <= end)
-            # Tokens after the first one of a newer step were stored anew.
-            serves &= start >= torch.where(is_of_source & (start < copy.tokens), start, -2).max()
-            newest = torch.where(serves, of_source[:, 1], -2).argmax().reshape(1)
-            header = of_source.index_select(0, newest)[0]
-            # Copied to itself, the target keeps what it has, and no one may read it.
-            source = torch.where(serves.any(), newest + copy.source, copy.target)
+            found = self.slot_with(copy.source)
+            # Copied to itself, the target keeps what it has, and its header says that there is no state.
+            source = torch.where(found >= 0, found, copy.target)
             self.memory[copy.target].copy_(self.memory.index_select(0, source)[0])
+            header = self.headers.index_select(0, source)[0]
             made = torch.stack([header.new_full((), copy.tag), header.new_full((), -1), header[2], header[3]])
-            made[3].fill_(copy.tokens)
-            self.headers[copy.target].copy_(torch.where(serves.any(), made, 0))
+            made[3].fill_(copy.source.tokens)
+            self.headers[copy.target].copy_(torch.where(found >= 0, made, 0))
             if copy.target_is_row:
                 self.headers[copy.target + 1].zero_()
+
+    def slot_with(self, source: StateSource) -> Tensor:
+        """int64 [1]: the slot that a step would read to go on from a state; -1 if none has it. Waits for nothing.
+
+        A slot that was written from the last of the tokens on is left out: its step may not have come to its end.
+        """
+        headers = self.headers[source.slot : source.slot + source.num_slots]
+        tag, start, first, end = headers.unbind(1)
+        is_earlier = (tag == source.tag) & (start < source.tokens)
+        serves = is_earlier & (first <= source.tokens) & (source.tokens <= end)
+        # Tokens after the first one of a newer step were stored anew.
+        serves &= start >= torch.where(is_earlier, start, -2).max()
+        newest = torch.where(serves, start, -2).argmax().reshape(1)
+        return torch.where(serves.any(), newest + source.slot, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """The state of a request after some of its tokens, and where it may lie.
+
+    slot:   the first slot that may hold it, of num_slots
+    tag:    the request that it must belong to
+    tokens: tokens of the sequence that are folded or kept in it
+    """
+
+    slot: int
+    num_slots: int
+    tag: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
     """A state that is copied to another slot.
 
-    target:        the slot that is written; if it is the first of a row, the row's other slot loses its state
-    tag:           the request that the copy belongs to
-    source:        the first slot that may hold the state, of num_slots
-    source_tag:    the request that it must belong to
-    tokens:        tokens of the sequence that are folded or kept in the copy
+    target: the slot that is written; if it is the first of a row, the row's other slot loses its state
+    tag:    the request that the copy belongs to
     """
 
     target: int
     tag: int
     target_is_row: bool
-    source: int
-    num_slots: int
-    source_tag: int
-    tokens: int
+    source: StateSource

@@ -525,7 +525,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     passport = KVPassport.of(runtime)
     assert KVPassport.from_json(passport.to_json()) == passport
     assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
-    for text in ("{}", "nonsense", "[]", '{"version": 1, "layers": [{}]}'):
+    for text in ("{}", "nonsense", "[]", '{"version": 2, "layers": [{}]}'):
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)
     for field, value in (
@@ -541,8 +541,8 @@ def test_a_passport_is_text_with_a_version() -> None:
         assert field in passport.to_json(), field
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(passport.to_json().replace(field, value))
-    with pytest.raises(BadSetting, match="version 2, and this release reads 1"):
-        KVPassport.from_json(passport.to_json().replace('"version": 1', '"version": 2'))
+    with pytest.raises(BadSetting, match="version 1, and this release reads 2"):
+        KVPassport.from_json(passport.to_json().replace('"version": 2', '"version": 1'))
 
 
 @pytest.mark.fast(interpreted=0)

@@ -252,14 +252,15 @@ class World:
 
     def _copy_states(self, copies: Many[StateCopy]) -> None:
         for copy in copies:
-            found = [self.states.get(slot) for slot in range(copy.source, copy.source + copy.num_slots)]
-            serving = [each for each in found if each is not None and each.serves(copy.source_tag, copy.tokens)]
+            source = copy.source
+            found = [self.states.get(slot) for slot in range(source.slot, source.slot + source.num_slots)]
+            serving = [each for each in found if each is not None and each.serves(source.tag, source.tokens)]
             if copy.target_is_row:
                 self.states.pop(copy.target + 1, None)
             self.states.pop(copy.target, None)
             if serving:
                 newest = max(serving, key=lambda each: each.start)
-                self.states[copy.target] = FoldedTokens(copy.tag, -1, newest.num_folded, newest.tokens[: copy.tokens])
+                self.states[copy.target] = FoldedTokens(copy.tag, -1, newest.num_folded, newest.tokens[: source.tokens])
 
     def _fold(self, sequence: Sequence, start: int, new: list[int]) -> None:
         """Does a step's work on the state of a sequence, and checks that it is the one of its tokens."""

@@ -70,6 +70,20 @@ def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated
 
 
 @each_provider
+def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
+    provider: str, device: torch.device
+) -> None:
+    world = Hybrid(device, provider)
+    one = world.admit()
+    world.step([one], [world.ids(6)])
+    with world.runtime.step(world.batch([one], [world.ids(1)])) as step:  # it ends before the other layers
+        world.inputs[0].forward(step.parts[0], 0)
+    child = type(one)(world.runtime.table.fork(one.row, 6), list(one.ids))
+    world.step([child, one], [world.ids(1), world.ids(2)])
+    world.runtime.check_device()
+
+
+@each_provider
 def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     table, one = world.runtime.table, world.admit()

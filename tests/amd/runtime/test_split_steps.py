@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
+from rocm_attn.errors import BadTensor, CapacityExceeded, DeviceFault, WrongState
 from rocm_attn.step.step import Part, Step
+from tests.amd.worlds.hybrid import KEPT, Hybrid
 from tests.amd.worlds.problems import providers, small_problem
 from tests.amd.worlds.world import Request, World, padded_to, page_zero_is_zero
 
@@ -140,3 +142,68 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
     with pytest.raises(CapacityExceeded, match="pad to an even number"):
         world.runtime.plan(batch, PadTo(7), halves=2)
     split_step(world, requests, [1, 1, 1])
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provider: str, device: torch.device) -> None:
+    """Prompts, mixed steps, decodes and verify steps with drafts taken back, split and whole ones in turn."""
+    world = Hybrid(device, provider, graphs=graphs)
+    requests = [world.admit() for _ in range(4)]
+    world.step(requests, [world.ids(count) for count in (7, 2, 5, 3)], halves=2)
+    world.step(requests, [world.ids(count) for count in (1, 6, 1, 2)], halves=2)
+    for count in (4, 3, 1, 2, 4):  # halves that are full, short and empty
+        world.step(requests[:count], [world.ids(1) for _ in range(count)], halves=2)
+        start = [len(each.ids) for each in requests]
+        world.step(requests, [world.ids(KEPT) for _ in requests], halves=2)
+        for seq, each in enumerate(requests):
+            world.back(each, start[seq] + 1 + (seq + count) % KEPT)
+        world.step(requests[::-1], [world.ids(1) for _ in requests])
+    world.runtime.check_device()
+    assert not graphs or world.runner.metrics.replays > 10
+
+
+def test_recurrent_layers_of_the_halves_may_run_in_turn(provider: str, device: torch.device) -> None:
+    """The second half first, layer by layer: neither half reads the places of states of the other one."""
+    world = Hybrid(device, provider)
+    requests = [world.admit() for _ in range(4)]
+    world.step(requests, [world.ids(count) for count in (6, 1, 3, 9)])
+    for q_len in ([1] * 4, [KEPT] * 4, [2, 7, 11, 1]):
+        new = [world.ids(count) for count in q_len]
+        batch = world.batch(requests, new)
+        with world.runtime.step(batch, world.runtime.plan(batch, halves=2)) as step:
+            for part in step.parts:
+                rows = torch.zeros(len(part.token_ids), 2, 16, device=device)
+                part.layers.store(0, rows, rows)
+            outs: list[list[torch.Tensor]] = [[], []]
+            for layer, inputs in enumerate(world.inputs):
+                for part in reversed(step.parts):
+                    outs[part.half].append(inputs.forward(part, layer)[: part.num_tokens].clone())
+        for each, ids in zip(requests, new, strict=True):
+            each.ids += ids
+        world.check(torch.cat([torch.cat(of_half, 1) for of_half in outs]), requests, new)
+    world.runtime.check_device()
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_a_wrong_state_in_one_half_leaves_the_other_half_right(wrong: int, provider: str, device: torch.device) -> None:
+    """Only the device knows the lengths. One of them goes back to a token whose state is gone."""
+    world = Hybrid(device, provider)
+    requests = [world.admit() for _ in range(4)]
+    world.step(requests, [world.ids(8) for _ in requests])
+    new = [world.ids(1) for _ in requests]
+    batch = world.batch(requests, new)
+    lengths = torch.tensor(batch.kv_len)
+    lengths[wrong] -= 3
+    inputs = DeviceInputs(kv_len=lengths.to(device), ahead=0)
+    split = type(batch)(batch.rows, batch.kv_len, batch.q_len, batch.token_ids, inputs=inputs)
+    row = slice(2 * requests[wrong].row, 2 * requests[wrong].row + 2)
+    before = world.runtime.states.memory[row].clone()
+    out = world.runner.run(split, halves=2).tensor
+    assert not out[wrong].any()
+    assert torch.equal(world.runtime.states.memory[row], before)
+    for each, ids in zip(requests, new, strict=True):
+        each.ids += ids
+    right = [seq for seq in range(4) if seq != wrong]
+    world.check(out[right], [requests[seq] for seq in right], [new[seq] for seq in right])
+    with pytest.raises(DeviceFault, match="the state of a row is not the one before the new tokens"):
+        world.runtime.check_device()

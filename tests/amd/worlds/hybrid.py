@@ -147,6 +147,7 @@ class Hybrid:
             capture_sizes=(1, 4),
             capture_tokens=(1, 8, 16),
             verify_tokens=KEPT,
+            split_steps=True,
             deterministic=deterministic,
         )
         recurrent = RecurrentLayers(layers, kept=KEPT, checkpoints=checkpoints)
@@ -184,16 +185,16 @@ class Hybrid:
         token_ids = np.array([token for ids in new for token in ids], np.int32)
         return StepBatch(rows, kv_len, q_len, token_ids)
 
-    def run(self, requests: Sequence[Told], new: Sequence[Sequence[int]]) -> Tensor:
+    def run(self, requests: Sequence[Told], new: Sequence[Sequence[int]], halves: int = 1) -> Tensor:
         """Runs a step that brings new tokens to requests. Returns its outputs, [tokens, ...]."""
-        out = self.runner.run(self.batch(requests, new)).tensor
+        out = self.runner.run(self.batch(requests, new), halves=halves).tensor
         for each, ids in zip(requests, new, strict=True):
             each.ids += ids
         return out
 
-    def step(self, requests: Sequence[Told], new: Sequence[Sequence[int]]) -> None:
+    def step(self, requests: Sequence[Told], new: Sequence[Sequence[int]], halves: int = 1) -> None:
         """run(), and compares each output with the reference."""
-        self.check(self.run(requests, new), requests, new)
+        self.check(self.run(requests, new, halves), requests, new)
 
     def check(self, out: Tensor, requests: Sequence[Told], new: Sequence[Sequence[int]]) -> None:
         """Compares the outputs of the last tokens of requests with the reference."""

@@ -1,0 +1,281 @@
+"""Transfer of recurrent states: a request that moves to another runtime goes on as the recurrence over its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
+from rocm_attn.integrations.kv_passport import KVPassport
+from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
+from rocm_attn.recurrence import Recurrence, Update
+from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, SUMS, Hybrid, Told
+from tests.amd.worlds.problems import providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+POISON = 173
+
+
+class Sent:
+    """Tokens of a request in a buffer with poison around it, which export_row() has not touched."""
+
+    def __init__(self, world: Hybrid, request: Told, kv_len: int) -> None:
+        exporter = KVExporter(world.runtime)
+        self.text, self.ids = exporter.passport.to_json(), request.ids[:kv_len]
+        self.extent = exporter.extent(exporter.pages_of(request.row, kv_len), kv_len)
+        end = 32 + exporter.num_bytes(self.extent)
+        memory = torch.full((end + 32,), POISON, dtype=torch.uint8, device=world.runtime.device)
+        self.buffer = memory[32:end]
+        assert exporter.export_row(request.row, kv_len, self.buffer) == self.extent
+        assert (memory[:32] == POISON).all()
+        assert (memory[end:] == POISON).all()
+
+    def record(self, world: Hybrid) -> Tensor:
+        """int64: the words of the state, at the end of the buffer."""
+        return self.buffer[-(256 + world.runtime.states.memory.shape[1]) :].view(torch.int64)
+
+    def to(self, world: Hybrid) -> Told:
+        """The request in another world. Slots of other rows stay as they are."""
+        importer = KVImporter(world.runtime, KVPassport.from_json(self.text))
+        row, states = importer.admit(self.extent), world.runtime.states
+        before = states.memory.clone(), states.headers.clone()
+        importer.import_row(row, self.extent, self.buffer)
+        others = [slot for slot in range(len(states.memory)) if slot // 2 != row]
+        for now, was in zip((states.memory, states.headers), before, strict=True):
+            assert torch.equal(now[others], was[others])
+        return Told(row, list(self.ids))
+
+
+def whole(world: Hybrid) -> Told:
+    """A prompt: all tokens are folded."""
+    one = world.admit()
+    world.step([one], [world.ids(7)])
+    return one
+
+
+def drafts(world: Hybrid) -> Told:
+    """A verify step, of whose tokens the last one is rejected: some tokens are kept next to the state."""
+    one = whole(world)
+    world.step([one], [world.ids(KEPT)])
+    world.back(one, 7 + KEPT - 1)
+    return one
+
+
+def none_accepted(world: Hybrid) -> Told:
+    """All tokens of the last step are taken back, so the state is in the older slot."""
+    one = drafts(world)
+    tokens = len(one.ids)
+    world.step([one], [world.ids(5)])
+    world.back(one, tokens)
+    return one
+
+
+def forked(world: Hybrid) -> Told:
+    """A child of a child. Neither copy was launched."""
+    one = drafts(world)
+    for _ in range(2):
+        one = Told(world.runtime.table.fork(one.row, len(one.ids)), list(one.ids))
+    assert len(world.runtime.table.states.copies) == 2
+    return one
+
+
+@pytest.mark.fast(8, interpreted=1)
+@pytest.mark.parametrize("life", [whole, drafts, none_accepted, forked], ids=lambda life: life.__name__)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@each_provider
+def test_a_request_that_moved_goes_on_with_its_state(
+    provider: str, graphs: bool, life: Callable[[Hybrid], Told], device: torch.device
+) -> None:
+    source, target = Hybrid(device, provider), Hybrid(device, provider, graphs=graphs)
+    others = [target.admit() for _ in range(2)]
+    target.step(others, [target.ids(5), target.ids(2)])
+    stays = life(source)
+    moved = Sent(source, stays, len(stays.ids)).to(target)
+    for count in (1, KEPT, 6, 1):
+        target.step([others[0], moved], [target.ids(1), target.ids(count)])
+    source.step([stays], [source.ids(2)])
+    back = Sent(target, moved, len(moved.ids)).to(source)
+    source.step([back, stays], [source.ids(1), source.ids(1)])
+    for world in (source, target):
+        world.runtime.check_device()
+
+
+def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_sent(device: torch.device) -> None:
+    """Its own steps have left a state in each slot."""
+    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
+    one = target.admit()
+    for count in (5, 1):
+        target.step([one], [target.ids(count)])
+    target.back(one, 0)
+    target.runtime.table.reserve(one.row, 7)
+    sent = Sent(source, whole(source), 7)
+    KVImporter(target.runtime, KVPassport.from_json(sent.text)).import_row(one.row, sent.extent, sent.buffer)
+    one.ids += sent.ids
+    target.step([one], [target.ids(2)])
+    target.runtime.check_device()
+
+
+@each_provider
+def test_tokens_without_a_state_are_not_sent(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    one = whole(world)
+    world.step([one], [world.ids(2)])
+    with pytest.raises(
+        BadBatch, match=r"state of row 1 is there after 7 tokens or 7 to 9 tokens, and 6 tokens are to be sent"
+    ):
+        Sent(world, one, 6)
+    filled = world.runtime.table.admit()
+    world.runtime.table.reserve(filled, 6)
+    world.runtime.table.mark_stored([filled], [6])
+    with pytest.raises(BadBatch, match=r"state of row 2 is there for no token, and 6 tokens are to be sent"):
+        Sent(world, Told(filled, world.ids(6)), 6)
+    with (
+        world.runtime.step(world.batch([one], [world.ids(1)])),
+        pytest.raises(WrongState, match="states cannot be exported, because a step is running"),
+    ):
+        Sent(world, one, 9)
+
+
+@each_provider
+def test_lengths_that_only_the_device_knows_are_compared_there(provider: str, device: torch.device) -> None:
+    source, target = Hybrid(device, provider), Hybrid(device, provider)
+    one = whole(source)
+    new = source.ids(1)
+    batch = source.batch([one], [new])
+    lengths = torch.tensor(batch.kv_len, device=device)
+    source.runner.run(replace(batch, inputs=DeviceInputs(kv_len=lengths, ahead=0)))
+    one.ids += new
+    source.runtime.table.mark_stored([one.row], [8])
+    early = Sent(source, one, 5)
+    with pytest.raises(BadTensor, match=r"holds no state, because the sender's device had none after 5 tokens"):
+        early.to(target)
+    moved = Sent(source, one, 8).to(target)
+    target.step([moved], [target.ids(3)])
+
+
+def lost(words: Tensor) -> None:
+    words[-40:] = 0
+
+
+def exchanged(words: Tensor) -> None:
+    words[32:96] = words[32:96].roll(32)
+
+
+def one_bit(words: Tensor) -> None:
+    words[70] ^= 1 << 40
+
+
+def fewer_folded(words: Tensor) -> None:
+    words[1] -= 1
+
+
+@pytest.mark.parametrize("change", [lost, exchanged, one_bit, fewer_folded], ids=lambda change: change.__name__)
+def test_bytes_of_a_state_that_changed_on_their_way_are_refused_and_nothing_is_written(
+    change: Callable[[Tensor], None], device: torch.device
+) -> None:
+    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
+    sent = Sent(source, drafts(source), 7 + KEPT - 1)
+    good, states, pages = sent.buffer.clone(), target.runtime.states, target.runtime.pool.layer(0)
+    change(sent.record(source))
+    assert not torch.equal(good, sent.buffer)
+    before = [tensor.clone() for tensor in (states.memory, states.headers, pages.k, pages.v)]
+    importer = KVImporter(target.runtime, KVPassport.from_json(sent.text))
+    row = importer.admit(sent.extent)
+    with pytest.raises(BadTensor, match=r"are not those that export_row\(\) wrote, because their checksum differs"):
+        importer.import_row(row, sent.extent, sent.buffer)
+    for now, was in zip((states.memory, states.headers, pages.k, pages.v), before, strict=True):
+        assert torch.equal(now.view(torch.uint8), was.view(torch.uint8))
+    assert not target.runtime.table.tokens.stored_len[row]
+    importer.import_row(row, sent.extent, good)
+    target.step([Told(row, sent.ids)], [target.ids(2)])
+
+
+def test_the_state_of_other_tokens_and_a_buffer_without_one_are_refused(device: torch.device) -> None:
+    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
+    one = whole(source)
+    before = Sent(source, one, 7)
+    source.step([one], [source.ids(1)])
+    sent = Sent(source, one, 8)
+    sent.record(source).copy_(before.record(source))
+    with pytest.raises(BadTensor, match="holds the state after 7 tokens, 7 of them folded, and the extent has 8"):
+        sent.to(target)
+    exporter = KVExporter(source.runtime)
+    pages = exporter.pages_of(one.row, 8)
+    sent.buffer.fill_(POISON)
+    exporter.export(pages, sent.extent, sent.buffer)  # K and V alone
+    with pytest.raises(BadTensor, match="checksum differs"):
+        sent.to(target)
+    with pytest.raises(BadTensor, match=r"the buffer has \d+ bytes"):
+        KVImporter(target.runtime, exporter.passport).import_row(
+            KVImporter(target.runtime, exporter.passport).admit(sent.extent), sent.extent, sent.buffer[:-16]
+        )
+
+
+def test_a_row_of_pages_alone_is_refused_by_the_step_that_needs_its_state(device: torch.device) -> None:
+    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
+    one = whole(source)
+    sent = Sent(source, one, 7)
+    importer = KVImporter(target.runtime, KVPassport.from_json(sent.text))
+    row = importer.admit(sent.extent)
+    importer.import_pages(importer.pages_of(row, 7), sent.extent, sent.buffer)
+    target.runtime.table.mark_stored([row], [7])
+    with pytest.raises(BadBatch, match="whose state is there for no token"):
+        target.run([Told(row, list(one.ids))], [target.ids(1)])
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ((), "the source has 3 recurrent layers, and this side has 0"),
+        ((GATED_DELTA, CHANNELS, replace(SUMS, state_dtype=torch.bfloat16)), "recurrent layer 2: .*must be equal"),
+        ((replace(GATED_DELTA, v_dim=32, num_heads=2), CHANNELS, SUMS), "recurrent layer 0: .*must be equal"),
+    ],
+)
+def test_other_recurrent_layers_are_refused(layers: Sequence[Recurrence], reason: str, device: torch.device) -> None:
+    passport = KVPassport.of(Hybrid(device, "torch").runtime)
+    other = Hybrid(device, "torch", layers=layers).runtime
+    with pytest.raises(BadTensor, match=f"(?s)cannot be stored here.*{reason}"):
+        KVImporter(other, passport)
+
+
+def test_a_passport_names_the_recurrent_layers(device: torch.device) -> None:
+    runtime = Hybrid(device, "torch").runtime
+    passport = KVPassport.of(runtime)
+    text = passport.to_json()
+    assert KVPassport.from_json(text) == passport
+    assert (passport.recurrent.layers, passport.recurrent.kept) == (ALL_KINDS, KEPT)
+    with pytest.raises(BadTensor, match="the source keeps 4 tokens next to a state, and this side keeps 3"):
+        KVImporter(runtime, KVPassport.from_json(text.replace(f'"kept": {KEPT}', '"kept": 4')))
+    for field, value in (
+        ('"num_k_heads": 2', '"num_k_heads": 3'),
+        ('"dtype": "torch.float32"', '"dtype": "torch.int32"'),
+        (f'"update": "{Update.SUM.value}"', '"update": "products"'),
+        (f'"kept": {KEPT}', '"kept": 0'),
+        ('"width": 4', '"width": 1'),
+        ('"recurrent": ', '"others": '),
+    ):
+        assert field in text, field
+        with pytest.raises(BadSetting, match="not the passport of a KV pool"):
+            KVPassport.from_json(text.replace(field, value))
+
+
+@pytest.mark.gpu
+def test_an_export_does_not_wait_for_the_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    source = Hybrid(device, "triton")
+    one = whole(source)
+    exporter = KVExporter(source.runtime)
+    extent = exporter.extent(exporter.pages_of(one.row, 7), 7)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(one.row, 7, buffer)  # its kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exporter.export_row(one.row, 7, buffer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

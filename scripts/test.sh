@@ -280,7 +280,7 @@ trap print_rest EXIT
 
 # time_side_by_side STAGE...: three at a time, as one of them mostly waits for processes that it started. Each has half of
 # the cores (unless PYTEST_XDIST_AUTO_NUM_WORKERS says how many), as a worker of pytest's imports and collects all tests
-# of its stage. What one prints is printed when it ends.
+# of its stage. The output of a stage is printed when it ends.
 time_side_by_side() {
     local cores workers
     cores=$(env -u OMP_NUM_THREADS nproc) # which believes OMP_NUM_THREADS

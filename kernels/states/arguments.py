@@ -25,7 +25,7 @@ from torch import Tensor
 # Values of StatePlaces.source that are no slots.
 BEGINS = -1
 LEFT_OUT = -2
-# Of a slot; see kernels/states/places.py.
+# Words of a slot's header: kernels/states/places.py.
 HEADER_WORDS = 4
 
 # Tokens that the form for prompts takes at once.
@@ -145,7 +145,7 @@ class RecurrentSlots:
 
     @property
     def has_channels(self) -> bool:
-        """Whether each channel of dk decays by itself."""
+        """True if each channel of dk decays by itself."""
         return self.decay.dim() == 4
 
     def workspace_words(self, num_tokens: int, num_seqs: int) -> int:

@@ -38,7 +38,7 @@ _WORDS = tl.constexpr(HEADER_WORDS)
 
 @triton.jit
 def _serves(headers, slot, tag, start):
-    """Whether a slot can serve; the start of the step that wrote it, -2 for none before `start`; tokens folded."""
+    """True if a slot can serve; the start of the step that wrote it, -2 for none before `start`; tokens folded."""
     header = headers + slot * _WORDS
     written_at = tl.load(header + 1)
     first = tl.load(header + 2)

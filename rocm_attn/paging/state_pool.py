@@ -133,7 +133,7 @@ class StatePool:
 
     @property
     def stored(self) -> tuple[tuple[int, str], ...]:
-        """What a step stores: layer and part, in order."""
+        """Layer and part of all that a step stores, in order."""
         of_layers = enumerate(self.recurrent.layers)
         return tuple(
             (number, part)

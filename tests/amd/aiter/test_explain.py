@@ -179,7 +179,7 @@ def test_the_tokens_that_fit_leave_room_for_as_many_bytes_of_kept_states(capsys:
         assert main([*command, *more]) == 0
         plan = json.loads(capsys.readouterr().out)
         of_parts = {part["name"]: part["bytes"] for part in plan["parts"]}
-        # As many bytes, but for the last state, which lies on no whole number of pages.
+        # The same number of bytes, but for the last state, which lies on no whole number of pages.
         last = plan["state_bytes_per_request"] // 2
         assert of_parts["KV pool"] - last < of_parts["kept states"] <= of_parts["KV pool"]
         found: dict[str, int] = plan["fit"]

@@ -156,7 +156,7 @@ def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device
 def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
     on_host: bool, provider: str, device: torch.device
 ) -> None:
-    """Of three tokens after the tenth one stays, and the next step is long: the older slot has two wrong tokens."""
+    """One of three tokens after the tenth stays, and the next step is long: the older slot has two wrong tokens."""
     world = Hybrid(device, provider)
     one = world.admit()
     world.step([one], [world.ids(10)])

@@ -42,7 +42,7 @@ ALL_KINDS = (GATED_DELTA, CHANNELS, SUMS)
 
 @dataclass
 class Inputs:
-    """What a layer's tokens are made of: a row of each tensor for each token id."""
+    """The inputs of a layer: a row of each tensor for each token id."""
 
     form: Recurrence
     generator: torch.Generator

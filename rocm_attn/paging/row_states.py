@@ -163,8 +163,7 @@ class RowStates:
         if not batch.inputs.lengths_on_host:
             return
         headers, start = self._headers[batch.rows], batch.start[:, None]
-        serves = (headers[..., 0] < start) & _serve(headers, start)
-        wrong = ~serves.any(1) & (batch.start > 0) & (batch.q_len > 0)
+        wrong = ~_serve(headers, start).any(1) & (batch.start > 0) & (batch.q_len > 0)
         if wrong.any():
             seq = int(wrong.argmax())
             row = int(batch.rows[seq])
@@ -184,7 +183,7 @@ class RowStates:
         new = batch.q_len > 0
         rows, start, end = batch.rows[new], batch.start[new], batch.kv_len[new]
         headers = self._headers[rows]
-        serves = (headers[..., 0] < start[:, None]) & _serve(headers, start[:, None])
+        serves = _serve(headers, start[:, None])
         target = np.where(start > 0, 1 - np.where(serves, headers[..., 0], -2).argmax(1), 0)
         first = np.where(batch.q_len[new] <= self.recurrent.kept, start, end)
         self._headers[rows, target] = np.stack([start, first, end], 1)
@@ -221,8 +220,7 @@ class RowStates:
 
     def _serves(self, row: int, kv_len: int) -> bool:
         """True if a step may go on after kv_len tokens of a row, as far as the host knows."""
-        headers = self._headers[row]
-        return bool((_serve(headers, np.int32(kv_len)) & (headers[:, 0] < INT32_MAX)).any())
+        return bool(_serve(self._headers[row], np.int32(kv_len)).any())
 
     def _served(self, row: int) -> str:
         """The tokens after which a step may go on in a row, in words."""
@@ -235,13 +233,14 @@ class RowStates:
 
 
 def _serve(headers: Int32Array, num_tokens: Int32Array | np.int32) -> npt.NDArray[np.bool_]:
-    """bool [..., 2]: True if a slot has the state after so many tokens of its row.
+    """bool [..., 2]: True if a slot has the state after this number of tokens of its row; see kernels/states/places.py.
 
-    A slot has none after the first token of a newer step: the tokens there were stored anew, and are the newer step's.
+    The step that wrote it began before them. A slot has none after the first token of a newer step: the tokens there
+    were stored anew, and are the newer step's.
     headers: int32 [..., 2, 3]; num_tokens: int32 [..., 1], or one for all
     """
     start, first, end = headers[..., 0], headers[..., 1], headers[..., 2]
     newer = start[..., ::-1]
-    serve: npt.NDArray[np.bool_] = (first <= num_tokens) & (num_tokens <= end)
+    serve: npt.NDArray[np.bool_] = (start < num_tokens) & (first <= num_tokens) & (num_tokens <= end)
     serve &= ~((start < newer) & (newer < num_tokens))
     return serve

@@ -114,9 +114,13 @@ def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device
     ids = kept.keep(one.row, 0, 1)
     assert kept.have_states(ids).all()
     world.step([one], [world.ids(1)])
+    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()  # two steps later it is gone
+    child = type(one)(world.runtime.table.fork(one.row, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    with pytest.raises(BadBatch, match="goes on after 4 tokens of row 2, whose state is there for no token"):
+        world.run([child], [world.ids(1)])
     late = type(one)(kept.admit_over(ids, PAGE_SIZE), one.ids[:PAGE_SIZE])
     world.step([late, one], [world.ids(1), world.ids(1)])
-    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()  # two steps later it is gone
+    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
 
 
 @each_provider

@@ -6,7 +6,7 @@ and says it in a sentence. Both follow the same rule, and neither asks the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -193,20 +193,10 @@ class RowStates:
         """Notes that only the device knows the tokens that the states of rows serve: the host refuses nothing there."""
         self._headers[rows] = _ANYTHING
 
-    def apply(
-        self, update: Callable[[Int32Array, Int32Array], None], copy: Callable[[Sequence[StateCopy]], None]
-    ) -> None:
-        """Brings the device up to date by two launches. A change stays pending until its launch was made.
-
-        update: takes rows and their tags; copy: takes copies
-        """
-        if self.changed:
-            rows = np.unique(np.array(self.changed, np.int32))
-            update(rows, self.tags[rows])
-            self.changed.clear()
-        if self.copies:
-            copy(self.copies)
-            self.copies.clear()
+    def pending_updates(self) -> Int32Array:
+        """Changed tags as (row, column, entry), int32 [n, 3]."""
+        rows = np.unique(np.array(self.changed, np.int32))
+        return np.stack([rows, np.zeros_like(rows), self.tags[rows]], 1)
 
     def _new_tag(self) -> int:
         self._next_tag = self._next_tag % INT32_MAX + 1

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -259,24 +258,19 @@ class Publisher:
             if pending.copies:
                 self._copy_pages(table)
             if pending.cells:
-                updates = table.pending_updates()
-                slot, words, _ = self._updates.acquire(updates.size)
-                words[: updates.size] = updates.reshape(-1)
-                launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
-                self._deliver(launch, pending.cells.clear)
-                self._updates.release()
-        if not self._states.is_empty:
-            self._table.states.apply(self._update_tags, self._states.copy)
+                self._update(table.pending_updates(), table.entries, pending.cells.clear)
+        states = self._table.states
+        if states.changed:
+            self._update(states.pending_updates(), self._states.tags, states.changed.clear)
+        if states.copies:
+            self._deliver(partial(self._states.copy, tuple(states.copies)), states.copies.clear)
 
-    def _update_tags(self, rows: Int32Array, tags: Int32Array) -> None:
-        """Launches the change of rows' tags. rows, tags: int32 [n]"""
-        cells = np.stack([rows, np.zeros_like(rows), tags], 1)
-        slot, words, _ = self._updates.acquire(cells.size)
-        words[: cells.size] = cells.reshape(-1)
-        try:
-            self._ops.table_update(slot, self._states.tags, num_updates=len(cells))
-        finally:
-            self._updates.release()
+    def _update(self, updates: Int32Array, entries: Tensor, forget: Callable[[], None]) -> None:
+        """Launches changes of entries of a table. updates: int32 [n, 3], each (row, column, entry)"""
+        slot, words, _ = self._updates.acquire(updates.size)
+        words[: updates.size] = updates.reshape(-1)
+        self._deliver(partial(self._ops.table_update, slot, entries, num_updates=len(updates)), forget)
+        self._updates.release()
 
     def _copy_pages(self, table: PageTable) -> None:
         """Launches a space's pending copies. No target is a source, so a launch that failed halfway may run again."""

@@ -33,6 +33,7 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.prepared import AddressedCall, LayerForms, stream_of
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
+from rocm_attn.step.tensor_checks import TensorChecks
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
@@ -57,7 +58,7 @@ class LayerGuards:
     selection_of: Require = refuse_stale
 
 
-class Layers:
+class Layers(TensorChecks):
     """The layers of a model over their pools of pages: LayerCalls, for the tokens of a step that has a plan.
 
     Arguments of a call are checked here; its caller checks that the call may come now. Each call raises BadTensor, and
@@ -82,7 +83,8 @@ class Layers:
         self._pool, self._head_weights, self._ops = pool, head_weights, ops
         folding = tuple(layer for layer, problem in enumerate(kinds.problems) if problem.state_format is not None)
         self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding, of_states)
-        self._device, self._device_index = pool.device, pool.device.index
+        super().__init__(pool.device)
+        self._device_index = pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
                 raise BadTensor(
@@ -413,20 +415,6 @@ class Layers:
         self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
         if lse is not None:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
-
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        # One check if all is well, because this runs at every layer of every step.
-        is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.stride(-1) == 1
-        if is_right and tensor.device == self._device:
-            return
-        if tuple(tensor.shape) != shape:
-            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and layer need {list(shape)}")
-        if tensor.dtype != dtype:
-            raise BadTensor(f"{name} is {tensor.dtype}; the layer works in {dtype}")
-        if tensor.device != self._device:
-            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
 
 
 # A call that is not prepared.

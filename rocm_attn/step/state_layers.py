@@ -18,6 +18,7 @@ from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.recurrence import Recurrence, Update
 from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.tensor_checks import TensorChecks
 
 
 class StateCalls(Protocol):
@@ -52,12 +53,18 @@ class StateCalls(Protocol):
         ...
 
 
-class StateLayers:
+class StateLayers(TensorChecks):
     """The recurrent layers of a model over their slots. deterministic: whether bits depend on no batch and no chunk"""
 
     def __init__(self, states: StatePool, ops: StepOps, sides: Sides, *, deterministic: bool) -> None:
+        super().__init__(states.device)
         self._states, self._ops, self._sides, self._deterministic = states, ops, sides, deterministic
-        self._layers, self._device = states.recurrent.layers, states.device
+        self._layers = states.recurrent.layers
+        self._tokens = [_tokens_of(layer) for layer in self._layers]
+        self._rules = [
+            arguments.RecurrenceRule(layer.update is Update.DELTA, layer.scale, layer.normalises)
+            for layer in self._layers
+        ]
 
     def of(self, layer: int) -> Recurrence:
         """A layer's recurrence. Raises BadTensor for a layer that does not exist."""
@@ -73,46 +80,40 @@ class StateLayers:
     def convolve(
         self, step: DeviceStep, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
     ) -> None:
-        layout = self.of(layer).convolution
-        tokens, dtype = (step.states.num_tokens, layout.channels), self.of(layer).dtype
-        for name, given, shape in (
-            ("x", x, tokens),
-            ("out", out, tokens),
-            ("weight", weight, (layout.channels, layout.width)),
-            *([] if bias is None else [("bias", bias, (layout.channels,))]),
-        ):
-            self._check(name, given, shape, dtype)
+        layout, dtype = self._layers[layer].convolution, self._layers[layer].dtype
+        tokens = step.states.num_tokens, layout.channels
+        self._check("x", x, tokens, dtype)
+        self._check("out", out, tokens, dtype)
+        self._check("weight", weight, (layout.channels, layout.width), dtype)
+        if bias is not None:
+            self._check("bias", bias, (layout.channels,), dtype)
         convolution = arguments.ConvolutionWeights(weight.contiguous(), bias, layout.silu)
         with on_device(self._device):
             self._ops.convolve(x, out, convolution, self._states.convolution[layer], step.states)
 
     def recur(self, step: DeviceStep, layer: int, tokens: RecurrentTokens) -> None:
-        form = self.of(layer)
-        num_tokens, decays = step.states.num_tokens, (form.k_dim,) if form.channel_decay else ()
-        rows = {
-            "q": ((form.num_k_heads, form.k_dim), form.dtype),
-            "k": ((form.num_k_heads, form.k_dim), form.dtype),
-            "v": ((form.num_heads, form.v_dim), form.dtype),
-            "decay": ((form.num_heads, *decays), torch.float32),
-            "beta": ((form.num_heads,), torch.float32),
-            "out": ((form.num_heads, form.v_dim), form.dtype),
-        }
-        for name, (shape, dtype) in rows.items():
-            self._check(name, getattr(tokens, name), (num_tokens, *shape), dtype)
-        recurrence = arguments.RecurrenceRule(form.update is Update.DELTA, form.scale, form.normalises)
+        num_tokens = step.states.num_tokens
+        for (name, shape, dtype), tensor in zip(self._tokens[layer], tokens, strict=True):
+            self._check(name, tensor, (num_tokens, *shape), dtype)
         slots, workspace = self._states.state[layer], step.workspace
         with on_device(self._device):
-            self._ops.recur(tokens, recurrence, slots, step.states, workspace, deterministic=self._deterministic)
+            self._ops.recur(
+                tokens, self._rules[layer], slots, step.states, workspace, deterministic=self._deterministic
+            )
 
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if tuple(tensor.shape) != shape:
-            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and recurrent layer need {list(shape)}")
-        if tensor.dtype != dtype:
-            raise BadTensor(f"{name} is {tensor.dtype}; it must be {dtype}")
-        if tensor.device != self._device:
-            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+def _tokens_of(layer: Recurrence) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """The tensors of RecurrentTokens, in order: name, shape after the tokens, dtype."""
+    keys, values = (layer.num_k_heads, layer.k_dim), (layer.num_heads, layer.v_dim)
+    decays = (layer.num_heads, layer.k_dim) if layer.channel_decay else (layer.num_heads,)
+    return [
+        ("q", keys, layer.dtype),
+        ("k", keys, layer.dtype),
+        ("v", values, layer.dtype),
+        ("decay", decays, torch.float32),
+        ("beta", (layer.num_heads,), torch.float32),
+        ("out", values, layer.dtype),
+    ]
 
 
 @dataclass(slots=True, eq=False)

@@ -119,6 +119,12 @@ class RecurrentTokens(NamedTuple):
     beta: Tensor
     out: Tensor
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of tokens and heads of q, k, v and decay, of tokens of beta, and of tokens and heads of out."""
+        of_sides = (stride for side in (self.q, self.k, self.v, self.decay) for stride in side.stride()[:2])
+        return *of_sides, self.beta.stride(0), *self.out.stride()[:2]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentSlots:
@@ -142,6 +148,12 @@ class RecurrentSlots:
     def most_kept(self) -> int:
         """D."""
         return self.k.shape[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """All but those of channels and columns: of the state, then of kept k, v, decay and beta."""
+        kept = (*self.k.stride()[:3], *self.v.stride()[:3], *self.decay.stride()[:3], *self.beta.stride()[:2])
+        return *self.state.stride()[:3], *kept
 
     @property
     def has_channels(self) -> bool:

@@ -12,12 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, StatePlaces
+from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.token_tiles import num_tiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -56,8 +55,7 @@ class ChunkGeometry(NamedTuple):
 @constexpr_function
 def exact() -> str:
     """The precision of products of float32 rows: NVIDIA's matrix units make three products of one, AMD's have it."""
-    target = None if knobs.runtime.interpret else current_target()
-    return "tf32x3" if target is not None and target.backend == "cuda" else "ieee"
+    return "tf32x3" if on_nvidia() else "ieee"
 
 
 class SpaceOfRows(NamedTuple):

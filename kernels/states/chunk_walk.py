@@ -20,7 +20,7 @@ from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
-from rocm_attn.kernels.states.fold_token import fold_token, normal_row
+from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -81,19 +81,22 @@ def _chunk_walk_kernel(
             states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
             for step in range(tl.load(pending + seq)):
                 old = tl.cast(step, tl.int64)
-                k_at = kept_k + slot * kept_k_slot + old * kept_k_row + k_head * kept_k_head + channel
-                v_at = kept_v + slot * kept_v_slot + old * kept_v_row + head * kept_v_head + column
-                k_of = tl.load(k_at, mask=is_channel, other=0.0).to(tl.float32)
-                v_of = tl.load(v_at, mask=is_column, other=0.0).to(tl.float32)
-                decay_at = kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head
-                if G.CHANNELS:
-                    decay_of = tl.load(decay_at + channel, mask=is_channel, other=0.0)
-                else:
-                    decay_of = tl.load(decay_at) + tl.zeros([DK_BLOCK], tl.float32)
-                beta_of = tl.load(kept_beta + slot * kept_beta_slot + old * kept_beta_row + head)
+                k_row, v_row, decay_of, beta_of = load_token(
+                    kept_k + slot * kept_k_slot + old * kept_k_row + k_head * kept_k_head,
+                    kept_v + slot * kept_v_slot + old * kept_v_row + head * kept_v_head,
+                    kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head,
+                    kept_beta + slot * kept_beta_slot + old * kept_beta_row + head,
+                    channel,
+                    is_channel,
+                    column,
+                    is_column,
+                    G.CHANNELS,
+                )
+                decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
+                k_of = k_row.to(tl.float32)
                 if G.NORMALISES:
                     k_of = normal_row(k_of)
-                states = fold_token(states, k_of, v_of, decay_of, beta_of, G.DELTA)
+                states = fold_token(states, k_of, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
         row = tl.arange(0, _CHUNK)
         place = first_token // _CHUNK + seq
         for begin in range(0, q_len, _CHUNK):
@@ -146,7 +149,6 @@ def launch_chunk_walk(
     most_columns, state_bytes = (64, 16384) if on_nvidia() else (32, 8192)
     of_bytes = state_bytes // (geometry.DK_BLOCK * slots.k.itemsize)
     columns = max(16, min(next_power_of_2(dv), most_columns, of_bytes))
-    kept_strides = (*slots.k.stride()[:3], *slots.v.stride()[:3], *slots.decay.stride()[:3], *slots.beta.stride()[:2])
     launch(
         _chunk_walk_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
@@ -164,8 +166,7 @@ def launch_chunk_walk(
         places.q_indptr,
         most_q_len,
         *tokens.out.stride()[:2],
-        *slots.state.stride()[:3],
-        *kept_strides,
+        *slots.strides,
         G=geometry,
         COLUMNS=columns,
         num_warps=4,

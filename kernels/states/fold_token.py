@@ -11,6 +11,18 @@ NORM_EPSILON = tl.constexpr(arguments.NORM_EPSILON)
 
 
 @triton.jit
+def load_token(k_at, v_at, decay_at, beta_at, channel, is_channel, column, is_column, CHANNELS: tl.constexpr):
+    """k [dk] and v [columns] of a token, its decay, one or [dk], and its beta.
+
+    k_at, v_at, decay_at, beta_at: addresses where its rows begin
+    """
+    k_row = tl.load(k_at + channel, mask=is_channel, other=0.0)
+    v_row = tl.load(v_at + column, mask=is_column, other=0.0)
+    decay = tl.load(decay_at + channel, mask=is_channel, other=0.0) if CHANNELS else tl.load(decay_at)
+    return k_row, v_row, decay, tl.load(beta_at)
+
+
+@triton.jit
 def fold_token(state, k, v, decay, beta, DELTA: tl.constexpr):
     """The state [dk, columns] with a token folded in, in float32.
 

@@ -19,7 +19,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
-from rocm_attn.kernels.states.fold_token import fold_token, normal_row
+from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -161,23 +161,30 @@ def _token_steps_kernel(
                 old = tl.cast(step, tl.int64)
                 # Not by addresses that depend on is_new: Triton 3.6 makes no buffer loads of those on AMD.
                 if is_new:
-                    k_row = tl.load(k_new + token * k_token + channel, mask=is_channel, other=0.0)
-                    v_row = tl.load(v_new + token * v_token + column, mask=is_column, other=0.0)
-                    beta_of = tl.load(beta_new + token * beta_token)
-                    if G.CHANNELS:
-                        decay_row = tl.load(decay_new + token * decay_token + channel, mask=is_channel, other=0.0)
-                    else:
-                        decay_of = tl.load(decay_new + token * decay_token)
+                    k_row, v_row, decay_of, beta_of = load_token(
+                        k_new + token * k_token,
+                        v_new + token * v_token,
+                        decay_new + token * decay_token,
+                        beta_new + token * beta_token,
+                        channel,
+                        is_channel,
+                        column,
+                        is_column,
+                        G.CHANNELS,
+                    )
                 else:
-                    k_row = tl.load(k_old + old * kept_k_row + channel, mask=is_channel, other=0.0)
-                    v_row = tl.load(v_old + old * kept_v_row + column, mask=is_column, other=0.0)
-                    beta_of = tl.load(beta_old + old * kept_beta_row)
-                    if G.CHANNELS:
-                        decay_row = tl.load(decay_old + old * kept_decay_row + channel, mask=is_channel, other=0.0)
-                    else:
-                        decay_of = tl.load(decay_old + old * kept_decay_row)
-                if not G.CHANNELS:
-                    decay_row = tl.zeros([DK_BLOCK], tl.float32) + decay_of
+                    k_row, v_row, decay_of, beta_of = load_token(
+                        k_old + old * kept_k_row,
+                        v_old + old * kept_v_row,
+                        decay_old + old * kept_decay_row,
+                        beta_old + old * kept_beta_row,
+                        channel,
+                        is_channel,
+                        column,
+                        is_column,
+                        G.CHANNELS,
+                    )
+                decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
                 k_of = k_row.to(tl.float32)
                 if G.NORMALISES:
                     k_of = normal_row(k_of)
@@ -194,7 +201,7 @@ def _token_steps_kernel(
                         if is_first:
                             tl.store(beta_to + room * kept_beta_row, beta_of)
                             if G.CHANNELS:
-                                tl.store(decay_to + room * kept_decay_row + channel, decay_row, mask=is_channel)
+                                tl.store(decay_to + room * kept_decay_row + channel, decay_of, mask=is_channel)
                             else:
                                 tl.store(decay_to + room * kept_decay_row, decay_of)
                         if is_first_head:
@@ -219,7 +226,6 @@ def launch_token_steps(
     _, num_heads, dk, dv = slots.state.shape
     dk_block = next_power_of_2(dk)
     columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_ELEMENTS // dk_block))
-    kept_strides = (*slots.k.stride()[:3], *slots.v.stride()[:3], *slots.decay.stride()[:3], *slots.beta.stride()[:2])
     launch(
         _token_steps_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
@@ -236,14 +242,8 @@ def launch_token_steps(
         places.num_seqs,
         places.num_tokens,
         most_q_len,
-        *tokens.q.stride()[:2],
-        *tokens.k.stride()[:2],
-        *tokens.v.stride()[:2],
-        *tokens.decay.stride()[:2],
-        tokens.beta.stride(0),
-        *tokens.out.stride()[:2],
-        *slots.state.stride()[:3],
-        *kept_strides,
+        *tokens.strides,
+        *slots.strides,
         G=StepGeometry(
             RATIO=num_heads // slots.k.shape[2],
             DK=dk,

@@ -139,7 +139,7 @@ def runtime_with(
     pages = sizing.pages(kv_bytes)
     # a sequence cannot outgrow the pool
     longest = min(max_kv_len, (pages.full - 1) * problems[0].page_size)
-    return sizing.runtime(pages, longest, sizing.checkpoints(pages)), measured
+    return sizing.runtime(pages, longest, sizing.checkpoints(pages.full * page_bytes(problems))), measured
 
 
 def problems_of(loaded: LoadedModel, options: EngineOptions) -> tuple[Problem, ...]:
@@ -218,13 +218,13 @@ class _Sizing:
     def _num_rows(self) -> int:
         return self.options.max_batch_size + 1  # one for Engine.probe_truth, however many run
 
-    def checkpoints(self, pages: PoolPages) -> int:
-        """States that the prefix cache keeps, next to these pages."""
+    def checkpoints(self, kv_bytes: int) -> int:
+        """States that the prefix cache keeps, next to pages of kv_bytes."""
         if not self.options.prefix_caching:
             return 0
         if self.options.state_checkpoints is not None:
             return self.options.state_checkpoints
-        return self.states.checkpoints(pages.full * page_bytes(self.problems))
+        return self.states.checkpoints(kv_bytes)
 
     def kv_bytes(self) -> tuple[int, MeasuredMemory]:
         """Memory for K and V, and its measurement. A requested size is not cut to the free memory.
@@ -262,7 +262,7 @@ class _Sizing:
         wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
             self._beside_bytes
         )
-        if is_small(wanted + self._checkpoint_bytes(wanted), free):
+        if is_small(wanted + self.states.of_checkpoints(self.checkpoints(wanted)), free):
             return wanted, NOT_MEASURED
         steps = self._largest_steps(free)
         measured = measure(
@@ -291,14 +291,6 @@ class _Sizing:
                 "left for K and V and for them; lower state_checkpoints, or leave it out"
             )
         return num_bytes - of_states
-
-    def _checkpoint_bytes(self, kv_bytes: int) -> int:
-        """Bytes of the checkpoints next to pages of kv_bytes."""
-        options, states = self.options, self.states
-        if not options.prefix_caching:
-            return 0
-        given = options.state_checkpoints
-        return states.of_checkpoints(states.checkpoints(kv_bytes) if given is None else given)
 
     def pages(self, kv_bytes: int) -> PoolPages:
         """The page counts that were requested, and for the others as many as can be used and fit."""

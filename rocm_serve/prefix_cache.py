@@ -360,7 +360,7 @@ class PrefixCache:
         return bool(self._table.kept.states_due([row], [page_no])[0])
 
     def _make_room_for_states(self, num: int, rows: Sequence[CachedRow] = ()) -> None:
-        """Gives states back until so many are free, or none is left. rows: their texts have passed their states"""
+        """Gives states back until `num` are free, or none is left. rows: their texts have passed their states"""
         for row in rows:
             passed = row.newest_state
             if passed is not None and passed in self._states and passed.num_rows[_FULL] <= 1:  # no other row holds it

@@ -134,7 +134,7 @@ def fill_once(ops: StepOps) -> StepOps:
 
 
 def states_as_they_come(ops: StepOps) -> StepOps:
-    """A step goes on from the state that its row's slots got last, whoever wrote it, and after whatever token."""
+    """A step goes on from the last state in its row's slots, of any request and after any token."""
 
     def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None:
         rows, starts = step.row_of_seq.tolist(), (step.kv_len - step.q_len).tolist()

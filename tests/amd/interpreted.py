@@ -1,6 +1,6 @@
 """Triton's interpreter, with two of its answers remembered, which takes half of its time.
 
-As it comes, it replaces the names of triton.language again at every call of a jitted function. A launch undoes the
+Triton itself replaces the names of triton.language again at every call of a jitted function. A launch undoes the
 replacement when it ends, and only then: until that the names of a module stay what the first call has made them. And
 for every operation it makes a table of all NumPy types.
 """

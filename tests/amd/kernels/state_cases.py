@@ -120,7 +120,7 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def gapped(values: Tensor, device: torch.device) -> Tensor:
-    """The same values with NaN behind each row."""
+    """The same values, in memory where NaN follows each row."""
     rows = poisoned(*values.shape, dtype=values.dtype, device=device)
     rows.copy_(values)
     return rows

@@ -140,7 +140,7 @@ def test_a_deterministic_model_takes_tokens_one_by_one() -> None:
 
 @pytest.mark.parametrize("way", ["rows", "checkpoints", "layers"])
 def test_slots_above_2_gib_have_variants_of_their_own_on_amd(way: str) -> None:
-    """Whatever made them so many: prewarming has one layer of each kind, and few slots more than 2 GiB have."""
+    """Rows, checkpoints or layers may be many: prewarming has one layer of each kind, and slots to just above 2 GiB."""
     target, few = known_target("gfx942"), RecurrentLayers((GATED_DELTA,), kept=KEPT)
     options = replace(SIZES, max_num_rows={"rows": 20_000, "layers": 60}.get(way, 0))
     many = {

@@ -37,7 +37,7 @@ def run_largest_steps(served: Engine) -> None:
 
 
 def _give_states(runtime: AttentionRuntime, rows: Int32Array, num_tokens: Int32Array) -> None:
-    """Gives recurrent layers states of zeros after so many tokens of each row."""
+    """Gives recurrent layers states of zeros after a number of tokens of each row."""
     states = runtime.states
     if not states.is_empty:
         slots, headers = runtime.table.states.give(rows, num_tokens)

@@ -223,7 +223,8 @@ class World:
         new = iter(batch.token_ids.tolist())
         self.table.mark_stored(batch.rows, batch.kv_len)
         self.table.states.note(batch)
-        self.table.states.apply(lambda rows, tags: None, self._copy_states)
+        self._copy_states(self.table.states.copies)
+        self.table.states.copies.clear()
         for seq, (sequence, q_len) in enumerate(self._q_len(step)):
             start = sequence.num_stored
             salt, kv_len = sequence.request.cache_salt, start + q_len

@@ -21,8 +21,6 @@ from rocm_attn.kernels.states.token_tiles import num_tiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _CHUNK = tl.constexpr(arguments.CHUNK)
-# Rows and columns of a product are no fewer.
-_LEAST_BLOCK = 16
 _BYTES_OF_A_PART = 128
 
 
@@ -68,6 +66,15 @@ class SpaceOfRows(NamedTuple):
     products: Any
 
 
+def least_block(slots: RecurrentSlots) -> int:
+    """The least columns of a product's operand.
+
+    On NVIDIA their rows have 128 bytes or more: for narrower ones Triton 3.6 makes matrix instructions that read beyond
+    shared memory (compute-sanitizer on an H100, rows of 32 float16).
+    """
+    return _BYTES_OF_A_PART // slots.k.itemsize if on_nvidia() else 16
+
+
 def chunk_geometry(
     recurrence: RecurrenceRule, slots: RecurrentSlots, places: StatePlaces, workspace: Tensor
 ) -> tuple[ChunkGeometry, Tensor, Tensor]:
@@ -79,8 +86,8 @@ def chunk_geometry(
     assert workspace.numel() >= words
     num_decays = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads
     num_decays *= dk if slots.has_channels else 1
-    dk_block, dv_block = (max(_LEAST_BLOCK, next_power_of_2(dim)) for dim in (dk, dv))
-    part = _BYTES_OF_A_PART // slots.k.itemsize
+    part, least = _BYTES_OF_A_PART // slots.k.itemsize, least_block(slots)
+    dk_block, dv_block = (max(least, next_power_of_2(dim)) for dim in (dk, dv))
     geometry = ChunkGeometry(
         HEADS=num_heads,
         RATIO=num_heads // slots.k.shape[2],

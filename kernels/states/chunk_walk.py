@@ -19,12 +19,13 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
+from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, least_block, rows_of
 from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
-from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
+# Bytes of chunks that are loaded ahead into shared memory, with which an H100 was twice as fast; it has 227 KiB.
+_MOST_BYTES_AHEAD = 200 << 10
 
 
 @triton.jit(do_not_specialize=["most_q_len"])
@@ -147,8 +148,11 @@ def launch_chunk_walk(
     # Columns of a program's state, and bytes of the copy of it that is an operand. On an H100 several prompts were
     # faster with twice as many.
     most_columns, state_bytes = (64, 16384) if on_nvidia() else (32, 8192)
-    of_bytes = state_bytes // (geometry.DK_BLOCK * slots.k.itemsize)
-    columns = max(16, min(next_power_of_2(dv), most_columns, of_bytes))
+    itemsize = slots.k.itemsize
+    of_bytes = state_bytes // (geometry.DK_BLOCK * itemsize)
+    columns = max(least_block(slots), min(geometry.DV_BLOCK, most_columns, of_bytes))
+    rows_of_k = 3 if recurrence.delta else 2
+    chunk_bytes = arguments.CHUNK * (rows_of_k * geometry.DK_BLOCK + columns + arguments.CHUNK) * itemsize
     launch(
         _chunk_walk_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
@@ -170,5 +174,5 @@ def launch_chunk_walk(
         G=geometry,
         COLUMNS=columns,
         num_warps=4,
-        num_stages=1,
+        num_stages=max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes)) if on_nvidia() else 1,
     )

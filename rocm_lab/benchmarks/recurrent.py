@@ -2,9 +2,9 @@
 
     python -m rocm_lab.benchmarks.recurrent --out rocm_lab/benchmarks/results/recurrent_h100.json
 
-Layers are gated delta nets of Qwen3-Next's geometry on one rank, in bfloat16 with states in float32. The lower bound of
-decode and verify is a copy of the states of all sequences, in a graph too. Exits with 1, after writing the file, if a
-result is wrong.
+Layers are gated delta nets of Qwen3-Next's geometry and Kimi delta attention of Kimi-Linear's on one rank, in bfloat16
+with states in float32. The lower bound of decode and verify is a copy of the states of all sequences, in a graph too.
+Exits with 1, after writing the file, if a result is wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,26 +31,33 @@ _DEVICE = torch.device("cuda", 0)
 _CLOCK = GraphClock(_DEVICE, 2000.0)
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 2e-2
-_LAYER = Recurrence(32, 16, 128, 128, torch.bfloat16, normalises=True)
-_RULE = RecurrenceRule(delta=True, scale=_LAYER.scale, normalises=True)
+_LAYERS = {
+    "gated delta net": Recurrence(32, 16, 128, 128, torch.bfloat16, normalises=True),
+    "Kimi delta attention": Recurrence(32, 32, 128, 128, torch.bfloat16, channel_decay=True, normalises=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StateCase:
     """Sequences with as many new tokens each. kept: tokens that slots have room for"""
 
+    layer: str
     work: str
     num_seqs: int
     q_len: int
     kept: int = 1
 
 
-CASES = (
-    *(StateCase("decode", num_seqs, 1) for num_seqs in (1, 8, 32, 128, 256)),
-    *(StateCase("verify", num_seqs, 5, kept=5) for num_seqs in (1, 32, 128)),
-    *(StateCase("prompt", 1, tokens) for tokens in (2048, 8192, 32768)),
-    StateCase("prompt", 8, 2048),
-)
+def _cases_of(layer: str) -> tuple[StateCase, ...]:
+    return (
+        *(StateCase(layer, "decode", num_seqs, 1) for num_seqs in (1, 8, 32, 128, 256)),
+        *(StateCase(layer, "verify", num_seqs, 5, kept=5) for num_seqs in (1, 32, 128)),
+        *(StateCase(layer, "prompt", 1, tokens) for tokens in (2048, 8192, 32768)),
+        StateCase(layer, "prompt", 8, 2048),
+    )
+
+
+CASES = tuple(chain.from_iterable(map(_cases_of, _LAYERS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +68,28 @@ class StateTensors:
     slots: RecurrentSlots
     places: StatePlaces
     workspace: Tensor
+    rule: RecurrenceRule
 
     def run(self) -> None:
         """Runs the layer."""
-        launch_recur(self.tokens, _RULE, self.slots, self.places, self.workspace, deterministic=False)
+        launch_recur(self.tokens, self.rule, self.slots, self.places, self.workspace, deterministic=False)
 
 
 def prepared(case: StateCase) -> StateTensors:
     """Random tokens, and random states for sequences that decode or verify; prompts begin."""
     generator = torch.Generator(_DEVICE).manual_seed(0)
     num_tokens = case.num_seqs * case.q_len
+    layer = _LAYERS[case.layer]
 
     def random(*shape: int) -> Tensor:
         return torch.randn(num_tokens, *shape, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
 
-    keys, values = (_LAYER.num_k_heads, _LAYER.k_dim), (_LAYER.num_heads, _LAYER.v_dim)
-    decay = -random(_LAYER.num_heads).float().exp() / 8
-    beta = random(_LAYER.num_heads).float().sigmoid()
+    keys, values = (layer.num_k_heads, layer.k_dim), (layer.num_heads, layer.v_dim)
+    channels = (layer.k_dim,) if layer.channel_decay else ()
+    decay = -random(layer.num_heads, *channels).float().exp() / 8
+    beta = random(layer.num_heads).float().sigmoid()
     tokens = RecurrentTokens(random(*keys), random(*keys), random(*values), decay, beta, random(*values))
-    pool = StatePool(RecurrentLayers([_LAYER], kept=case.kept), num_rows=case.num_seqs + 1, device=_DEVICE)
+    pool = StatePool(RecurrentLayers([layer], kept=case.kept), num_rows=case.num_seqs + 1, device=_DEVICE)
     slots = pool.state[0]
     for tensor in (slots.state, slots.k, slots.v):
         tensor.normal_(generator=generator)
@@ -95,29 +106,28 @@ def prepared(case: StateCase) -> StateTensors:
         case.q_len,
     )
     words = slots.workspace_words(num_tokens, case.num_seqs)
-    return StateTensors(tokens, slots, places, torch.empty(words, device=_DEVICE))
+    rule = RecurrenceRule(delta=True, scale=layer.scale, normalises=True)
+    return StateTensors(tokens, slots, places, torch.empty(words, device=_DEVICE), rule)
 
 
 def error_of(made: StateTensors) -> float:
     """The error of all outputs, relative to the reference, token by token in float32."""
     made.run()
     out = made.tokens.out.clone()
-    refs.recur(made.tokens, _RULE, made.slots, made.places, made.workspace, deterministic=True)
+    refs.recur(made.tokens, made.rule, made.slots, made.places, made.workspace, deterministic=True)
     return float((out - made.tokens.out).float().norm() / made.tokens.out.float().norm())
 
 
 def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
     """The same work by flash-linear-attention; None if it is not installed, or has no such work."""
     try:
-        from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
-            chunk_gated_delta_rule,
-            fused_recurrent_gated_delta_rule,
-        )
+        from fla.ops import gated_delta_rule, kda  # type: ignore[import-not-found]
     except ImportError:
         return None
     if case.work == "verify":
         return None
-    tokens, ratio = made.tokens, _LAYER.num_heads // _LAYER.num_k_heads
+    tokens, layer = made.tokens, _LAYERS[case.layer]
+    ratio = layer.num_heads // layer.num_k_heads
     shape = (1, -1) if case.work == "prompt" else (case.num_seqs, 1)
     if case.work == "prompt" and case.num_seqs > 1:
         shape = case.num_seqs, case.q_len
@@ -129,21 +139,23 @@ def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
         "beta": tokens.beta.to(torch.bfloat16),
     }
     given = {name: tensor.contiguous().view(*shape, *tensor.shape[1:]) for name, tensor in given.items()}
-    options = {"scale": _LAYER.scale, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    options = {"scale": layer.scale, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     if case.work == "prompt":
-        return partial(chunk_gated_delta_rule, **given, **options)
+        in_chunks = kda.chunk_kda if layer.channel_decay else gated_delta_rule.chunk_gated_delta_rule
+        return partial(in_chunks, **given, **options)
     initial = made.slots.state[made.places.source.long()].contiguous()
-    return partial(fused_recurrent_gated_delta_rule, **given, **options, initial_state=initial)
+    by_token = kda.fused_recurrent_kda if layer.channel_decay else gated_delta_rule.fused_recurrent_gated_delta_rule
+    return partial(by_token, **given, **options, initial_state=initial)
 
 
 def rows_of(case: StateCase) -> Iterator[Row]:
     """Yields the time of a case."""
     made = prepared(case)
     error = error_of(made) if case.num_seqs * case.q_len <= 8192 else 0.0
-    row: Row = {"work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len, "error": error}
+    row: Row = {"layer": case.layer, "work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len, "error": error}
     row["us"] = median_us(_CLOCK, made.run)
     if case.work != "prompt":
-        states = torch.zeros(case.num_seqs, _LAYER.num_heads * _LAYER.k_dim * _LAYER.v_dim, device=_DEVICE)
+        states = torch.zeros_like(made.slots.state[: case.num_seqs])
         copy = torch.empty_like(states)
         row["lower_bound_us"] = median_us(_CLOCK, lambda: copy.copy_(states))
     peer = peer_of(case, made)

@@ -160,16 +160,20 @@ class RecurrentSlots:
         """True if each channel of dk decays by itself."""
         return self.decay.dim() == 4
 
+    @property
+    def chunk_decays(self) -> int:
+        """The float32 words that a chunk has of each v head: chunk_space.py."""
+        return self.k.shape[3] if self.has_channels else 1 + 2 * CHUNK
+
     def workspace_words(self, num_tokens: int, num_seqs: int) -> int:
         """The float32 words of workspace that `recur` needs for steps of T tokens and S sequences, both padded.
 
-        A token has three rows of k, one of v and one of a chunk's products for each v head, and a chunk has one decay
-        of each head or channel.
+        A token has a row of v, one of a chunk's products, and one or three of k for each v head.
         """
         _, num_heads, dk, dv = self.state.shape
-        row_bytes = (3 * dk + dv + CHUNK) * self.k.itemsize
+        row_bytes = ((3 if self.has_channels else 1) * dk + dv + CHUNK) * self.k.itemsize
         rows = (num_tokens * num_heads * row_bytes + 15) // 16 * 4
-        return rows + (num_tokens // CHUNK + num_seqs) * num_heads * (dk if self.has_channels else 1)
+        return rows + (num_tokens // CHUNK + num_seqs) * num_heads * self.chunk_decays
 
     def check(self, tokens: RecurrentTokens, places: StatePlaces) -> None:
         """Asserts dtypes, shapes and strides of slots, tokens and places."""

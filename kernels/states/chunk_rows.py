@@ -10,12 +10,14 @@ Numbers of a chunk are i, j in [0, CHUNK). With G[i] the sum of the decays of to
 
 With S the state before the chunk, the changes that its tokens make are u - w S, as chunk_walk.py goes on to say. The
 form is that of Gated Delta Networks (arXiv 2412.06464, section 3.3) and Kimi Linear (arXiv 2510.26692, section 3.2).
+If a head decays as one, only the factors of q[i] and k[i] in read and write are stored.
 
 No exponent is positive, and none is a difference of sums: those of strong decays have too few digits left for weak ones
-after them. If channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column: it is taken apart
-at the end of j's BAND of tokens and at the begin of i's, and within a band token by token, by how far j lies before i.
-T is computed in float32 by forward substitution within bands, and then from band to band: powers of A would lose all
-digits where keys repeat.
+after them. If channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column. Blocks of 1, 2, 4
+and up to half a chunk's tokens are taken in pairs: it is the product of exp(G[i] - G[b]) and exp(G[b] - G[j]), with j
+in the first block of a pair, b its last token, and i in the second.
+
+T is computed in float32 for the same blocks, from pair to pair: powers of A would lose all digits where keys repeat.
 """
 
 from __future__ import annotations
@@ -28,42 +30,39 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, rows_of
+from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, close, exact, rows_of
 from rocm_attn.kernels.states.fold_token import NORM_EPSILON
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
-# Rows of a chunk that T is first computed for.
-_BAND = tl.constexpr(16)
 
 
 @triton.jit
-def _inverse(a, num_rows):
-    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK]; a is 0 from row num_rows on."""
-    BANDS: tl.constexpr = _CHUNK // _BAND
+def _inverse(a, num_rows, dtype: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK]; a is 0 from row num_rows on.
+
+    dtype: that the result is rounded to
+    """
     row = tl.arange(0, _CHUNK)
-    # The blocks on the diagonal: [BANDS, BAND, BAND].
-    cut = tl.reshape(a, [BANDS, _BAND, BANDS, _BAND])
-    band = tl.arange(0, BANDS)
-    on_diagonal = band[:, None, None, None] == band[None, None, :, None]
-    blocks = tl.sum(tl.where(on_diagonal, cut, 0.0), 2)
-    place = tl.arange(0, _BAND)
-    inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
-    for i in range(1, tl.minimum(_BAND, num_rows)):
-        is_row = (place == i)[None, :, None]
-        factors = tl.sum(tl.where(is_row, blocks, 0.0), 1)
-        change = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse = tl.where(is_row, inverse - change[:, None, :], inverse)
-    whole = tl.where(on_diagonal, inverse[:, :, None, :], 0.0)
-    inverse = tl.reshape(whole, [_CHUNK, _CHUNK])
-    # With B the part of a between two neighbouring blocks, B T B = 0: (1 + D + B)^-1 = T - T B T, T = (1 + D)^-1.
-    for doubled in range(2):
-        of = row // (_BAND * (1 + doubled))
-        is_pair = (of[:, None] // 2 == of[None, :] // 2) & (of[:, None] > of[None, :])
-        between = tl.dot(tl.where(is_pair, a, 0.0), inverse, input_precision=exact())
-        inverse -= tl.dot(inverse, between, input_precision=exact())
+    # With D the part of a within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
+    # (1 + D + B)^-1 = T - T B T. Blocks of one token have T = 1.
+    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(_is_pair(row), a, 0.0)
+    size = 2
+    while size < num_rows:
+        between = tl.dot(tl.where(_is_pair(row // size), a, 0.0), inverse, input_precision=close(dtype))
+        inverse -= tl.dot(inverse, between, input_precision=close(dtype))
+        size *= 2
     return inverse
+
+
+@triton.jit
+def _is_pair(block):
+    """[CHUNK, CHUNK]: whether a row's block is the second one of a pair, and a column's the first one of the same pair.
+
+    block: the number of each token's block
+    """
+    return (block % 2 == 1)[:, None] & (block[:, None] == block[None, :] + 1)
 
 
 @triton.jit
@@ -86,40 +85,32 @@ def _store_rows(first, is_row, column, rows, COLUMNS: tl.constexpr, PART: tl.con
 
 
 @triton.jit
-def _add_decayed_products(a, p, q, k, k_at, decay_at, channel, num_rows, k_token, decay_token, G: tl.constexpr):
-    """Adds the products of a block of channels, decayed channel by channel, to A and P, for j <= i.
+def _decayed_products(q, k, decays, num_rows, dtype: tl.constexpr):
+    """The products of a block of channels, decayed channel by channel, that belong to A and to P.
 
-    q, k:           the block's channels, [CHUNK, PART]
-    k_at, decay_at: addresses of the tokens' first channels, [CHUNK]
+    q, k, decays: [CHUNK, PART], 0 from row num_rows on
+    dtype:        of operands
     """
-    BANDS: tl.constexpr = _CHUNK // _BAND
-    PART: tl.constexpr = G.DK_PART
     row = tl.arange(0, _CHUNK)
-    is_row = row < num_rows
-    band_of = (row // _BAND)[:, None]
-    decayed = tl.zeros_like(k)
-    for back in range(tl.minimum(_BAND, num_rows)):
-        is_there = is_row & (row % _BAND >= back)
-        earlier = _rows(k_at - back * k_token, is_there, channel, G.DK, G.DK_PART) * tl.exp(decayed)
-        at = (row[None, :] == row[:, None] - back) & is_there[:, None]
-        a += tl.where(at, tl.sum(k * earlier, 1)[:, None], 0.0)
-        p += tl.where(at, tl.sum(q * earlier, 1)[:, None], 0.0)
-        decayed += _rows(decay_at - back * decay_token, is_there, channel, G.DK, G.DK_PART)
-    # The decays from a band's begin until a token, that one included, and from the next one until the band's end.
-    decays = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
-    has_next = (row % _BAND < _BAND - 1) & (row < num_rows - 1)
-    nexts = _rows(decay_at + decay_token, has_next, channel, G.DK, G.DK_PART)
-    since = tl.reshape(tl.cumsum(tl.reshape(decays, [BANDS, _BAND, PART]), 1), [_CHUNK, PART])
-    until = tl.cumsum(tl.reshape(nexts, [BANDS, _BAND, PART]), 1, reverse=True)
-    until = tl.reshape(until, [_CHUNK, PART])
-    for band in range(1, tl.cdiv(num_rows, _BAND)):
-        # Then until this band's begin.
-        of_last = tl.sum(tl.where(band_of == band - 1, decays, 0.0), 0)[None, :]
-        until += tl.where(band_of < band - 1, of_last, 0.0)
-        earlier = tl.trans((k * tl.exp(tl.where(band_of < band, until, float("-inf")))).to(k_at.dtype.element_ty))
-        factor = tl.exp(tl.where(band_of == band, since, float("-inf")))
-        a = tl.dot((k * factor).to(k_at.dtype.element_ty), earlier, a, input_precision=exact())
-        p = tl.dot((q * factor).to(k_at.dtype.element_ty), earlier, p, input_precision=exact())
+    a = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    p = tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
+    # The decays from a block's begin until a token, that one included, and from the next one until the block's end.
+    since, until = decays, tl.zeros_like(decays)
+    size = 1
+    while size < num_rows:
+        block = row // size
+        is_second = block % 2 == 1
+        is_pair = _is_pair(block)
+        factor = tl.exp(since)
+        earlier = tl.trans((k * tl.exp(until)).to(dtype))
+        a += tl.where(is_pair, tl.dot((k * factor).to(dtype), earlier, input_precision=exact()), 0.0)
+        p += tl.where(is_pair, tl.dot((q * factor).to(dtype), earlier, input_precision=exact()), 0.0)
+        # A pair is a block of the next size: its tokens have the other block's decays, too.
+        last = tl.where(is_second, block * size, tl.minimum((block + 2) * size, _CHUNK)) - 1
+        of_other = tl.gather(since, tl.broadcast_to(last[:, None], since.shape), 0)
+        since += tl.where(is_second[:, None], of_other, 0.0)
+        until += tl.where(is_second[:, None], 0.0, of_other)
+        size *= 2
     return a, p
 
 
@@ -190,9 +181,10 @@ def _chunk_rows_kernel(
                     of_q += tl.sum(q_rows * q_rows, 1)
                     of_k += tl.sum(k_rows * k_rows, 1)
                 if G.CHANNELS:
-                    a, p = _add_decayed_products(
-                        a, p, q_rows, k_rows, k_at, decay_at, channel, num_rows, k_token, decay_token, G
-                    )
+                    decays = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
+                    of_a, of_p = _decayed_products(q_rows, k_rows, decays, num_rows, k.dtype.element_ty)
+                    a += of_a
+                    p += of_p
                 else:
                     earlier = tl.trans(k_rows.to(k.dtype.element_ty))
                     a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
@@ -207,9 +199,8 @@ def _chunk_rows_kernel(
                 of_k += 1.0
             has_next = row < num_rows - 1
             decay_to = chunk_decay_at(chunk_decays, place, head, G)
-            # Factors by a head's decays until a token, that one included, and from the next one until the chunk's end.
+            # By a head's decays until a token, that one included.
             since_first = tl.zeros([_CHUNK], tl.float32)
-            until_last = tl.zeros([_CHUNK], tl.float32)
             if not G.CHANNELS:
                 decays = tl.load(decay_at, mask=is_row, other=0.0)
                 between = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
@@ -219,26 +210,25 @@ def _chunk_rows_kernel(
                 since_first = tl.exp(tl.cumsum(decays, 0))
                 until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
                 tl.store(decay_to, tl.exp(tl.sum(decays, 0)))
+                tl.store(decay_to + 1 + row, since_first * of_q * G.SCALE, mask=is_row)
+                tl.store(decay_to + (1 + _CHUNK) + row, until_last * of_k, mask=is_row)
             p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
-            for first in range(0, G.DK, G.DK_PART):
-                channel = first + tl.arange(0, G.DK_PART)
-                read = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
-                write = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
-                if G.CHANNELS:
+            if G.CHANNELS:
+                for first in range(0, G.DK, G.DK_PART):
+                    channel = first + tl.arange(0, G.DK_PART)
                     of_channels = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
                     tl.store(decay_to + channel, tl.exp(tl.sum(of_channels, 0)), mask=channel < G.DK)
-                    read *= tl.exp(tl.cumsum(of_channels, 0))
+                    read = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
+                    _store_rows(to.read, is_row, channel, read * tl.exp(tl.cumsum(of_channels, 0)), G.DK, G.DK_PART)
+                    write = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
                     of_nexts = _rows(decay_at + decay_token, has_next, channel, G.DK, G.DK_PART)
                     write *= tl.exp(tl.cumsum(of_nexts, 0, reverse=True))
-                else:
-                    read *= since_first[:, None]
-                    write *= until_last[:, None]
-                _store_rows(to.read, is_row, channel, read, G.DK, G.DK_PART)
-                _store_rows(to.write, is_row, channel, write, G.DK, G.DK_PART)
+                    _store_rows(to.write, is_row, channel, write, G.DK, G.DK_PART)
             inverse = tl.zeros([_CHUNK, _CHUNK], k.dtype.element_ty)
             if G.DELTA:
-                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows).to(k.dtype.element_ty)
+                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows, k.dtype.element_ty)
+                inverse = inverse.to(k.dtype.element_ty)
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
                     w = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * (of_k * strength)[:, None]

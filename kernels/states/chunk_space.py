@@ -1,7 +1,9 @@
 """The workspace between the two kernels of a recurrence in chunks: a row for each token and v head, and chunks' decays.
 
-A row has w, read and write [dk each], u [dv] and a chunk's products [CHUNK], as chunk_rows.py calls them, of the dtype
-of tokens. The float32 decays of chunks follow after all rows; a chunk has the number of its place (token_tiles.py).
+A row has u [dv], a chunk's products [CHUNK] and w [dk], as chunk_rows.py calls them, and with decays of channels also
+read and write [dk each], of the dtype of tokens. The float32 decays of chunks follow after all rows: one of each
+channel, or one and the factors of q and k in read and write [CHUNK each]. A chunk has the number of its place
+(token_tiles.py).
 """
 
 from __future__ import annotations
@@ -56,14 +58,20 @@ def exact() -> str:
     return "tf32x3" if on_nvidia() else "ieee"
 
 
+@constexpr_function
+def close(dtype: tl.dtype) -> str:
+    """The precision of products of float32 values that are rounded to the dtype of tokens later."""
+    return "tf32" if on_nvidia() and dtype.primitive_bitwidth == 16 else exact()
+
+
 class SpaceOfRows(NamedTuple):
     """The parts of rows: addresses of their first elements."""
 
+    u: Any
+    products: Any
     w: Any
     read: Any
     write: Any
-    u: Any
-    products: Any
 
 
 def least_block(slots: RecurrentSlots) -> int:
@@ -84,9 +92,10 @@ def chunk_geometry(
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
     assert workspace.numel() >= words
-    num_decays = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads
-    num_decays *= dk if slots.has_channels else 1
-    part, least = _BYTES_OF_A_PART // slots.k.itemsize, least_block(slots)
+    num_decays = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads * slots.chunk_decays
+    least = least_block(slots)
+    # On AMD products of channels with decays of their own have too few registers for whole parts.
+    part = _BYTES_OF_A_PART // slots.k.itemsize // (2 if slots.has_channels and not on_nvidia() else 1)
     dk_block, dv_block = (max(least, next_power_of_2(dim)) for dim in (dk, dv))
     geometry = ChunkGeometry(
         HEADS=num_heads,
@@ -108,13 +117,14 @@ def chunk_geometry(
 @triton.jit
 def rows_of(rows, token, head, G: tl.constexpr):
     """The rows of tokens, int64, and a v head."""
-    WIDTH: tl.constexpr = 3 * G.DK + G.DV + _CHUNK
-    first = rows + (token * G.HEADS + head) * WIDTH
-    return SpaceOfRows(first, first + G.DK, first + 2 * G.DK, first + 3 * G.DK, first + (3 * G.DK + G.DV))
+    ROWS_OF_K: tl.constexpr = 3 if G.CHANNELS else 1
+    first = rows + (token * G.HEADS + head) * (G.DV + _CHUNK + ROWS_OF_K * G.DK)
+    w = first + (G.DV + _CHUNK)
+    return SpaceOfRows(first, first + G.DV, w, w + G.DK, w + 2 * G.DK)
 
 
 @triton.jit
 def chunk_decay_at(chunk_decays, place, head, G: tl.constexpr):
-    """The decay of a chunk and a v head: one, or one of each channel."""
-    WIDTH: tl.constexpr = G.DK if G.CHANNELS else 1
+    """The decays of a chunk and a v head, and its factors."""
+    WIDTH: tl.constexpr = G.DK if G.CHANNELS else 1 + 2 * _CHUNK
     return chunk_decays + (tl.cast(place, tl.int64) * G.HEADS + head) * WIDTH

@@ -6,6 +6,7 @@ With the values that chunk_rows.py has written of a chunk, and S the state befor
     out     = read S + P changes
     S       <- exp(G[last]) * S + write^T changes
 
+If a head decays as one, read and write are q and k with a factor for each row, which goes to out and to the changes.
 The state before the first chunk is that of the source slot, with its pending tokens folded in one by one.
 """
 
@@ -30,6 +31,8 @@ _MOST_BYTES_AHEAD = 200 << 10
 
 @triton.jit(do_not_specialize=["most_q_len"])
 def _chunk_walk_kernel(
+    q,
+    k,
     out,
     rows,
     chunk_decays,
@@ -43,6 +46,10 @@ def _chunk_walk_kernel(
     pending,
     q_indptr,
     most_q_len,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
     out_token,
     out_head,
     state_slot,
@@ -66,7 +73,7 @@ def _chunk_walk_kernel(
     BLOCKS: tl.constexpr = (G.DV + COLUMNS - 1) // COLUMNS
     seq = tl.program_id(1)
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    k_head = head // G.RATIO
+    k_head_of = head // G.RATIO
     column = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < G.DV
     channel = tl.arange(0, G.DK_BLOCK)
@@ -83,7 +90,7 @@ def _chunk_walk_kernel(
             for step in range(tl.load(pending + seq)):
                 old = tl.cast(step, tl.int64)
                 k_row, v_row, decay_of, beta_of = load_token(
-                    kept_k + slot * kept_k_slot + old * kept_k_row + k_head * kept_k_head,
+                    kept_k + slot * kept_k_slot + old * kept_k_row + k_head_of * kept_k_head,
                     kept_v + slot * kept_v_slot + old * kept_v_row + head * kept_v_head,
                     kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head,
                     kept_beta + slot * kept_beta_slot + old * kept_beta_row + head,
@@ -112,19 +119,28 @@ def _chunk_walk_kernel(
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
             changed = changes.to(rows.dtype.element_ty)
-            read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
+            decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
+            if G.CHANNELS:
+                read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
+                write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
+                decays = tl.load(decay_at + channel, mask=is_channel, other=0.0)
+                result = tl.dot(read, operand, input_precision=exact())
+                added = changed
+            else:
+                q_at = q + token * q_token + k_head_of * q_head
+                k_at = k + token * k_token + k_head_of * k_head
+                read = tl.load(q_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+                write = tl.load(k_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+                decays = tl.zeros([DK_BLOCK], tl.float32) + tl.load(decay_at)
+                of_read = tl.load(decay_at + 1 + row, mask=is_row, other=0.0)
+                of_write = tl.load(decay_at + (1 + _CHUNK) + row, mask=is_row, other=0.0)
+                result = tl.dot(read, operand, input_precision=exact()) * of_read[:, None]
+                added = (changes * of_write[:, None]).to(rows.dtype.element_ty)
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
-            result = tl.dot(read, operand, input_precision=exact())
             result = tl.dot(products, changed, result, input_precision=exact())
             out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
-            decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
-            if G.CHANNELS:
-                states = states * tl.load(decay_at + channel, mask=is_channel, other=0.0)[:, None]
-            else:
-                states = states * tl.load(decay_at)
-            write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
-            states = tl.dot(tl.trans(write), changed, states, input_precision=exact())
+            states = tl.dot(tl.trans(write), added, states * decays[:, None], input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
@@ -156,6 +172,8 @@ def launch_chunk_walk(
     launch(
         _chunk_walk_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
+        tokens.q,
+        tokens.k,
         tokens.out,
         rows,
         chunk_decays,
@@ -169,10 +187,12 @@ def launch_chunk_walk(
         places.pending,
         places.q_indptr,
         most_q_len,
+        *tokens.q.stride()[:2],
+        *tokens.k.stride()[:2],
         *tokens.out.stride()[:2],
         *slots.strides,
         G=geometry,
         COLUMNS=columns,
-        num_warps=4,
+        num_warps=4 if geometry.DK_BLOCK * columns <= 8192 else 8,
         num_stages=max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes)) if on_nvidia() else 1,
     )

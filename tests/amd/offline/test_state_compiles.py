@@ -38,11 +38,7 @@ _SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 200, "_chunk_walk_kernel": 880}
 )
 def test_kernels_of_states_fit_and_spill_nothing(row: StateRow) -> None:
     kernels = compiled_state_kernels(row)
-    # On NVIDIA decays of channels, and small dims, are taken token by token in two bytes.
-    is_large = not row.channels and all(dim % 64 == 0 for dim in row.dims)
-    in_chunks = row.dtype == torch.float32 or not row.arch.startswith("sm_") or is_large
-    wanted = names_of_state_kernels() - (set() if in_chunks else set(_MATRIX_KERNELS))
-    assert {kernel.name for kernel in kernels} == wanted
+    assert {kernel.name for kernel in kernels} == names_of_state_kernels()
     found = [complaint for kernel in kernels for complaint in complaints_of(row, kernel)]
     assert not found, "\n".join(found)
 

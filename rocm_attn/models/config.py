@@ -57,17 +57,16 @@ class LatentProjections:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """The settings that can differ per layer."""
+class AttentionConfig:
+    """The settings of a layer's attention."""
 
     attention: AttentionLayer
     rope: Rope
-    mlp: Mlp
     projections: HeadProjections | LatentProjections = HeadProjections()
 
-    def on_one_of(self, num_ranks: int) -> LayerConfig:
+    def on_one_of(self, num_ranks: int) -> AttentionConfig:
         """The part of one tensor-parallel rank."""
-        return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+        return replace(self, attention=self.attention.on_one_of(num_ranks))
 
 
 class RecurrentTensors(enum.Enum):
@@ -94,15 +93,33 @@ class RecurrentProjections:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
-    """The settings of a layer with a state in place of K and V."""
+    """The settings of a layer's recurrence, which keeps a state in place of K and V."""
 
     recurrent: RecurrentLayer
-    mlp: Mlp
     projections: RecurrentProjections
 
     def on_one_of(self, num_ranks: int) -> RecurrentConfig:
         """The part of one tensor-parallel rank."""
-        return replace(self, recurrent=self.recurrent.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+        return replace(self, recurrent=self.recurrent.on_one_of(num_ranks))
+
+
+MixerConfig = AttentionConfig | RecurrentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The settings that can differ per layer. A layer adds its mixers' outputs to the residual, and then its MLP's.
+
+    mixers: attention, a recurrence, or both on the same rows; none if the layer is an MLP alone
+    """
+
+    mixers: tuple[MixerConfig, ...]
+    mlp: Mlp
+
+    def on_one_of(self, num_ranks: int) -> LayerConfig:
+        """The part of one tensor-parallel rank."""
+        mixers = tuple(mixer.on_one_of(num_ranks) for mixer in self.mixers)
+        return LayerConfig(mixers, self.mlp.on_one_of(num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +150,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, recurrent layers, gated MLPs.
+    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, recurrent layers, MLPs.
 
     context_len:       KV tokens of a sequence that the model was made for
     tied_embeddings:   whether the embedding is also the output matrix
@@ -149,7 +166,7 @@ class ModelConfig:
     """
 
     architecture: str
-    layers: tuple[LayerConfig | RecurrentConfig, ...]
+    layers: tuple[LayerConfig, ...]
     hidden_size: int
     vocab_size: int
     context_len: int
@@ -188,18 +205,23 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, each with one attention or one recurrence."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
-    def attending(self) -> tuple[LayerConfig, ...]:
-        """The layers with attention, in order."""
-        return tuple(layer for layer in self.layers if isinstance(layer, LayerConfig))
+    def attending(self) -> tuple[AttentionConfig, ...]:
+        """The attention of the layers that have one, in order."""
+        return tuple(mixer for _, mixer in self._mixers if isinstance(mixer, AttentionConfig))
 
     @property
     def places(self) -> tuple[int, ...]:
         """Places of the layers with attention among all layers."""
-        return tuple(place for place, layer in enumerate(self.layers) if isinstance(layer, LayerConfig))
+        return tuple(place for place, mixer in self._mixers if isinstance(mixer, AttentionConfig))
+
+    @property
+    def _mixers(self) -> tuple[tuple[int, MixerConfig], ...]:
+        """Every layer's mixers, each with the layer's place."""
+        return tuple((place, mixer) for place, layer in enumerate(self.layers) for mixer in layer.mixers)
 
     def keeps_kv(self, place: int) -> bool:
         """True if the layer at a place among all layers keeps K and V."""
@@ -210,9 +232,9 @@ class ModelConfig:
     def attention(self) -> AttentionGeometry:
         """The attention of every layer that has one, and the recurrent layers."""
         layers = tuple(layer.attention for layer in self.attending)
-        of_places = enumerate(self.layers)
         return AttentionGeometry(
             layers,
             self.reads or tuple(range(len(layers))),
-            tuple((place, layer.recurrent) for place, layer in of_places if isinstance(layer, RecurrentConfig)),
+            self.places,
+            tuple((place, mixer.recurrent) for place, mixer in self._mixers if isinstance(mixer, RecurrentConfig)),
         )

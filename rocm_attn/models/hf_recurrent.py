@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
@@ -19,21 +20,36 @@ _LINEAR = "linear_attention"
 _TYPES = (_LINEAR, "full_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 
 
+class Places(NamedTuple):
+    """Places among all layers of a model: of those with pages, and of recurrent ones. A layer may be both, or none."""
+
+    paged: tuple[int, ...]
+    recurrent: tuple[int, ...]
+
+
+def paged_or_recurrent(fields: Fields) -> Places:
+    """Each layer has pages or is recurrent. Raises BadModel, Unsupported."""
+    recurrent, every = _recurrent_places(fields), range(fields.count("num_hidden_layers"))
+    taken = set(recurrent)
+    return Places(tuple(place for place in every if place not in taken), recurrent)
+
+
 @dataclass(frozen=True, slots=True)
 class HybridAttention:
     """Layers with pages, which `paged` reads as if all layers had them, and recurrent layers of one kind."""
 
     paged: Callable[[Fields], AttentionGeometry]
     recurrent: Callable[[Fields], RecurrentLayer]
+    places: Callable[[Fields], Places] = paged_or_recurrent
 
     def __call__(self, fields: Fields) -> AttentionGeometry:
         """Like GroupedAttention's. Raises BadModel, Unsupported."""
-        places, layer = _recurrent_places(fields), self.recurrent(fields)
-        taken = set(places)
-        layers = [each for place, each in enumerate(self.paged(fields).layers) if place not in taken]
+        places, state, every = self.places(fields), self.recurrent(fields), self.paged(fields).layers
+        layers = [every[place] for place in places.paged]
         if not layers or isinstance(layers[0].indexer, EarlierSelection):
             raise BadModel("config.json: the first layer with pages is missing, or has no earlier indexer to share")
-        return replace(AttentionGeometry.of(layers), recurrent=tuple((place, layer) for place in places))
+        recurrent = tuple((place, state) for place in places.recurrent)
+        return replace(AttentionGeometry.of(layers), places=places.paged, recurrent=recurrent)
 
 
 def _recurrent_places(fields: Fields) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The MLPs that layers have: dense, of experts, or both."""
+"""The MLPs that layers have: dense, of experts, both, or none."""
 
 from __future__ import annotations
 
@@ -88,7 +88,19 @@ class DenseAndExperts:
         return self.dense.sizes + self.experts.sizes
 
 
-Mlp = DenseMlp | ExpertMlp | DenseAndExperts
+@dataclass(frozen=True, slots=True)
+class NoMlp:
+    """The place of an MLP in a layer that has none."""
+
+    def on_one_of(self, num_ranks: int) -> NoMlp:
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return ()
+
+
+Mlp = DenseMlp | ExpertMlp | DenseAndExperts | NoMlp
 
 
 def _part(size: int, num_ranks: int) -> int:

@@ -19,7 +19,9 @@ from rocm_serve.models.weights import LayerWeights
 
 
 def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> None:
-    """Adds the output of a layer's MLP to the residual."""
+    """Adds the output of a layer's MLP to the residual, if it has one."""
+    if weights.mlp_norm is None:
+        return
     x, norm, linears = residual.normed(weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
     of_mlp = weights.mlp
     if isinstance(mlp, DenseMlp):
@@ -31,6 +33,7 @@ def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Ari
         assert isinstance(of_mlp, ExpertWeights), "weights are read by their config"
         total = experts_sum(x, x, mlp, of_mlp, linears)
     else:
+        assert isinstance(mlp, DenseAndExperts), "an MLP without a norm"
         assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
         total = _dense_and_experts(residual.rows, x, mlp, of_mlp, arithmetic)
     residual.add(total if norm is None else arithmetic.norm(total, norm))

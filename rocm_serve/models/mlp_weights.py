@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
 
@@ -87,7 +87,7 @@ def mlp_shapes(mlp: Mlp, hidden: int) -> Named:
         yield "router.per_expert_scale", (mlp.experts.routing.num_experts,)
         for name in _NORMS_OF_BOTH:
             yield f"{name}.weight", (hidden,)
-    else:
+    elif isinstance(mlp, ExpertMlp):
         yield from _expert_shapes(mlp, hidden)
 
 
@@ -144,11 +144,13 @@ def _dense_shapes(prefix: str, mlp: DenseMlp, hidden: int) -> Named:
         yield from with_bias(prefix + name, shape, mlp.has_bias)
 
 
-def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights:
+def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights | None:
     """Reads a rank's part of the MLP whose tensor names start with a layer's prefix. Raises BadModel.
 
     mlp: of the whole model
     """
+    if isinstance(mlp, NoMlp):
+        return None
     if isinstance(mlp, DenseMlp):
         return _read_dense(reader, mlp, f"{prefix}mlp.", shard)
     if isinstance(mlp, DenseAndExperts):

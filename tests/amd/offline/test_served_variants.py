@@ -19,7 +19,7 @@ from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.compile_watch import CompileWatch
 from rocm_attn.machine.target import known_target
-from rocm_attn.models.config import RecurrentConfig
+from rocm_attn.models.config import LayerConfig
 from rocm_attn.selection import build
 from rocm_serve import engine as engine_module
 from rocm_serve import engine_runtime
@@ -113,7 +113,7 @@ def test_a_kernel_that_is_left_out_before_is_found(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("first", [(), (RECURRENT_LAYER,)], ids=["attention", "recurrent"])
 def test_prewarming_compiles_the_kernels_of_picks_and_an_engine_those_of_its_model_in_addition(
-    first: tuple[RecurrentConfig, ...],
+    first: tuple[LayerConfig, ...],
 ) -> None:
     loaded = wide_model(first=first, dtype=torch.bfloat16)
     with on_an_absent_gpu():

@@ -183,9 +183,11 @@ def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: 
     """One sequence, its features and the next tokens go through the layer and through float64 formulas."""
     weights = seeded_head3(loaded)
     of_layer, of_head, size = weights.model.weights.layers[0], weights.model.weights, CONFIG.hidden_size
-    attention, mlp = of_layer.attention, of_layer.mlp
+    (attention,), mlp = of_layer.mixers, of_layer.mlp
     assert isinstance(attention, KVHeadWeights)
     assert isinstance(mlp, DenseWeights)
+    assert of_layer.attention_norm is not None
+    assert of_layer.mlp_norm is not None
     engine = Engine(loaded, replace(SEEDED3, draft_tokens=1))
     runners = drafter_of(engine).runners
     head, runtime = runners._model, runners._runtime

@@ -24,7 +24,7 @@ from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
-from tests.amd.runner.tiny_model import CONFIG
+from tests.amd.runner.tiny_model import CONFIG, with_attention
 from tests.amd.tolerances import assert_layers_close
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_
 
 
 def test_the_cost_of_a_cut_is_said() -> None:
-    smollm2 = replace(CONFIG, layers=(replace(CONFIG.attending[0], attention=NINE_OVER_THREE),), vocab_size=49152)
+    smollm2 = replace(CONFIG, layers=(with_attention(NINE_OVER_THREE),), vocab_size=49152)
     assert Shard(3, 4).heads(9, 3).q == ShardRange(9, 9, 3)
     assert cost_of_cut(smollm2, 1) == ()
     assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads are padded to 12 over 4, 25% of them zeros",)

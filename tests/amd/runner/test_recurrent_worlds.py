@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rocm_attn.models.config import RecurrentProjections, RecurrentTensors
+from rocm_attn.models.config import RecurrentConfig, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.recurrent import Rule
 from rocm_attn.paging.state_pool import StateCopy, StatePool
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.methods import NGRAM, OFF
 from tests.amd.runner.engine_worlds import PLAIN, SCRIPT, WINDOWS, Run, World
-from tests.amd.runner.tiny_model import CONFIG, RECURRENT_LAYER, tiny_model, with_nan_token, with_windows
+from tests.amd.runner.tiny_model import CONFIG, RECURRENCE, RECURRENT_LAYER, tiny_model, with_nan_token, with_windows
 
 nightly = pytest.mark.nightly
 KINDS = (
@@ -64,8 +64,9 @@ class RecurrentWorld(World):
         """A new model of this world."""
         rule, tensors = KINDS[self.seed % len(KINDS)]
         # Each head of Kimi delta attention has a k of its own.
-        form = replace(RECURRENT_LAYER.recurrent, rule=rule, num_key_heads=2 if rule is Rule.KIMI_DELTA else 1)
-        first = replace(RECURRENT_LAYER, recurrent=form, projections=RecurrentProjections(tensors))
+        form = replace(RECURRENCE.recurrent, rule=rule, num_key_heads=2 if rule is Rule.KIMI_DELTA else 1)
+        mixer = RecurrentConfig(form, RecurrentProjections(tensors))
+        first = replace(RECURRENT_LAYER, mixers=(mixer,))
         base = replace(CONFIG, layers=(first, *CONFIG.layers))
         loaded = tiny_model(base=with_windows(base, *self.window_left), device=device)
         return with_nan_token(loaded) if self.way == PLAIN else loaded

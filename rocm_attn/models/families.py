@@ -45,6 +45,15 @@ from rocm_attn.models.hf_mlp import (
     swiglu,
     swiglu_with_bias,
 )
+from rocm_attn.models.hf_nemotron_h import (
+    NEMOTRON_H_DEFAULTS,
+    NEMOTRON_H_NAMES,
+    NEMOTRON_H_TENSORS,
+    kinds_of_layers,
+    nemotron_h_mlps,
+    nemotron_h_places,
+    nemotron_h_state,
+)
 from rocm_attn.models.hf_projections import (
     Projections,
     bias_everywhere_if_said,
@@ -73,6 +82,11 @@ def no_own_inputs(fields: Fields) -> OwnInputs:
 def no_multipliers(fields: Fields) -> Multipliers:
     """The multipliers of a model without any: every factor is 1."""
     return Multipliers()
+
+
+def as_given(fields: Fields) -> Mapping[str, object]:
+    """The derived fields of a family whose files say everything."""
+    return {}
 
 
 def embeddings_by_width(fields: Fields) -> Multipliers:
@@ -117,12 +131,14 @@ class Family:
     defaults: values that a published file may leave out because the model's class has them; a null overrides one
     decoder:  None if the runner does not run the model; its attention is served all the same
     names:    names of fields -> those in this family's files, which the usual ones may stand for too
+    derived:  fields that follow from others of the file
     """
 
     attention: Callable[[Fields], AttentionGeometry]
     defaults: Mapping[str, object] = field(default_factory=dict)
     decoder: Decoder | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Fields], Mapping[str, object]] = as_given
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
@@ -140,7 +156,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
 def text_fields(config: Mapping[str, object]) -> Fields:
     """The text model's fields of a config.json; the defaults of the model's class fill the gaps.
 
-    Raises Unsupported for an architecture whose attention is not known.
+    Raises Unsupported for an architecture whose attention is not known, and what Family.derived raises.
     """
     architecture = architecture_of(config)
     if architecture not in FAMILIES:
@@ -150,7 +166,8 @@ def text_fields(config: Mapping[str, object]) -> Fields:
     text = config.get("text_config")
     given, family = text if isinstance(text, Mapping) else config, FAMILIES[architecture]
     named = {name: given[theirs] for name, theirs in family.names.items() if theirs in given}
-    return Fields({**family.defaults, **given, **named}, "config.json")
+    fields = Fields({**family.defaults, **given, **named}, "config.json")
+    return Fields({**fields.values, **family.derived(fields)}, fields.source)
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
@@ -277,6 +294,13 @@ _BAMBA_FAMILY = Family(
         },
     ),
 )
+_NEMOTRON_H_FAMILY = Family(
+    HybridAttention(GroupedAttention(no_window), nemotron_h_state, nemotron_h_places),
+    NEMOTRON_H_DEFAULTS,
+    Decoder(nemotron_h_mlps, no_bias, no_rope, recurrent_projections=of_mamba, renamed=NEMOTRON_H_TENSORS),
+    NEMOTRON_H_NAMES,
+    kinds_of_layers,
+)
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
 _KIMI_LINEAR_FAMILY = Family(
     HybridAttention(latent_layers, kimi_delta),
@@ -354,6 +378,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm5NextForConditionalGeneration": _GLM_HYBRID,
     "KimiLinearForCausalLM": _KIMI_LINEAR_FAMILY,
     "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
+    "NemotronHForCausalLM": _NEMOTRON_H_FAMILY,
     "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
     "Qwen3NextForCausalLM": _QWEN3_NEXT_FAMILY,
     "Qwen3_5ForCausalLM": _QWEN3_5_FAMILY,

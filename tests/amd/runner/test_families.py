@@ -198,6 +198,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_alpha": ("gpt_oss", {"swiglu_alpha": 0.8, "swiglu_limit": 0.5}),
     "bamba_groups": ("bamba", {"mamba_n_groups": 3, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     "bamba_biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_d_head": 16, "rms_norm_eps": 0.05}),
+    "nemotron_h_groups": ("nemotron_h", {"n_groups": 3, "use_bias": True, "use_conv_bias": False}),
+    "nemotron_h_biases": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["full_attention", "mlp", "linear_attention"],
+            "mlp_bias": True,
+            "layer_norm_epsilon": 0.05,
+        },
+    ),
+    "nemotron_h_latent_experts": (
+        "nemotron_h",
+        {"moe_latent_size": 20, "norm_topk_prob": False, "n_group": 3, "topk_group": 2},
+    ),
     "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),
     "qwen3_next_shares_of_all": ("qwen3_next", {"norm_topk_prob": False, "attention_bias": False}),
     "qwen3_next_yarn": (

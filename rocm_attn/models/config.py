@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.rope import DivisorScaling, Rope
+
+# End of a tensor's name -> first row -> factor on the rows from there on, in order from row 0.
+RowFactors = Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +82,28 @@ class RecurrentTensors(enum.Enum):
     KIMI = "q, k and v each, with a convolution each; gates of a rank"
 
 
+class GatedNorm(enum.Enum):
+    """Where the norm of a Mamba2 layer is, over the heads of each group."""
+
+    AFTER_GATE = "on the product of output and gate"
+    BEFORE_GATE = "on the output, which the gate multiplies then"
+    NONE = "there is none"
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentProjections:
-    """How a token's q, k and v are computed in a recurrent layer.
+    """How a token's q, k and v are computed in a recurrent layer, and its output.
 
-    has_bias:       whether the projections of the input and of the output add a bias
-    convolved_bias: whether the convolution adds one
+    in_bias, out_bias: whether the projections of the input and of the output add a bias
+    convolved_bias:    whether the convolution adds one
+    norm:              of Mamba2
     """
 
     tensors: RecurrentTensors
-    has_bias: bool = False
+    in_bias: bool = False
     convolved_bias: bool = False
+    out_bias: bool = False
+    norm: GatedNorm = GatedNorm.AFTER_GATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +153,13 @@ class OwnInputs:
 class Multipliers:
     """Factors on rows.
 
-    embedding: on the embeddings of tokens
+    embedding: on the embeddings of tokens; rounds_embedding: whether it is rounded to the model's dtype first (Gemma)
     residual:  on the output of attention and MLP, before it is added to the residual
     head:      on the input of the output matrix
     """
 
     embedding: float = 1.0
+    rounds_embedding: bool = False
     residual: float = 1.0
     head: float = 1.0
 
@@ -163,6 +179,7 @@ class ModelConfig:
     eos_token_ids:     tokens that end a text
     num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
     reads:             AttentionGeometry.reads; empty: every layer with attention keeps K and V
+    factors:           on rows of a file's matrices, which the weights that are read hold
     """
 
     architecture: str
@@ -181,6 +198,7 @@ class ModelConfig:
     logits_soft_cap: float = 0.0
     num_extra_layers: int = 0
     reads: tuple[int, ...] = ()
+    factors: RowFactors = field(default_factory=dict)
 
     def on_one_of(self, num_ranks: int) -> ModelConfig:
         """The part of one tensor-parallel rank: its heads, and its elements of each MLP. Everything else is unchanged.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections
+from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections, RowFactors
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
@@ -26,6 +26,13 @@ from rocm_attn.models.hf_attention import (
     window_everywhere_if_used,
 )
 from rocm_attn.models.hf_compressed import compressed_layers
+from rocm_attn.models.hf_falcon_h1 import (
+    FALCON_H1_DEFAULTS,
+    attention_and_state_everywhere,
+    falcon_h1_factors,
+    falcon_h1_mamba,
+    falcon_h1_multipliers,
+)
 from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, gemma4_heads, gemma4_layers, gemma4_mlps, own_inputs
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
@@ -89,9 +96,14 @@ def as_given(fields: Fields) -> Mapping[str, object]:
     return {}
 
 
+def no_factors(fields: Fields) -> RowFactors:
+    """The factors of a family whose matrices are used as files hold them."""
+    return {}
+
+
 def embeddings_by_width(fields: Fields) -> Multipliers:
     """Multiplies embeddings by hidden_size ** 0.5 (Gemma)."""
-    return Multipliers(embedding=fields.count("hidden_size") ** 0.5)
+    return Multipliers(embedding=fields.count("hidden_size") ** 0.5, rounds_embedding=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,7 @@ class Decoder:
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
     recurrent_projections: of recurrent layers, if there are any
     renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
+    factors:  on rows of a file's matrices
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -122,6 +135,7 @@ class Decoder:
     gguf: str = ""
     recurrent_projections: Callable[[Fields], RecurrentProjections] = by_kind
     renamed: Mapping[str, str] = field(default_factory=dict)
+    factors: Callable[[Fields], RowFactors] = no_factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +289,23 @@ _QWEN3_5_EXPERTS_FAMILY = Family(
     {**_QWEN_HYBRID, "num_key_value_heads": 2},
     Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0),
 )
+# Bamba's and Falcon-H1's names.
+_FEED_FORWARD = {
+    ".feed_forward.": ".mlp.",
+    ".pre_ff_layernorm.": ".post_attention_layernorm.",
+    "model.final_layernorm.": "model.norm.",
+}
+_FALCON_H1_FAMILY = Family(
+    HybridAttention(GroupedAttention(no_window), mamba, attention_and_state_everywhere),
+    FALCON_H1_DEFAULTS,
+    Decoder(
+        swiglu_with_bias,
+        multipliers=falcon_h1_multipliers,
+        recurrent_projections=falcon_h1_mamba,
+        renamed=_FEED_FORWARD,
+        factors=falcon_h1_factors,
+    ),
+)
 _BAMBA_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), mamba),
     {
@@ -287,11 +318,7 @@ _BAMBA_FAMILY = Family(
         swiglu_with_bias,
         ropes=rope_of_first_elements,
         recurrent_projections=of_mamba,
-        renamed={
-            ".feed_forward.": ".mlp.",
-            ".pre_ff_layernorm.": ".post_attention_layernorm.",
-            "model.final_layernorm.": "model.norm.",
-        },
+        renamed=_FEED_FORWARD,
     ),
 )
 _NEMOTRON_H_FAMILY = Family(
@@ -346,6 +373,7 @@ FAMILIES: Mapping[str, Family] = {
         GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
     "BambaForCausalLM": _BAMBA_FAMILY,
+    "FalconH1ForCausalLM": _FALCON_H1_FAMILY,
     "Gemma2ForCausalLM": Family(
         GroupedAttention(even_layers_slide),
         _GEMMA2,

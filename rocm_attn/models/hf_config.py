@@ -42,6 +42,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         own_inputs=decoder.own_inputs(fields),
         has_layer_factors=decoder.has_layer_factors,
         multipliers=decoder.multipliers(fields),
+        factors=decoder.factors(fields),
         logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
     )
 

@@ -101,13 +101,18 @@ def kimi_delta(fields: Fields) -> RecurrentLayer:
 def mamba(fields: Fields) -> RecurrentLayer:
     """Mamba2's layer, whose groups are heads of k, and whose state has mamba_d_state rows."""
     heads, groups = (fields.count(f"mamba_{name}") for name in ("n_heads", "n_groups"))
-    inner = fields.count("mamba_expand") * fields.count("hidden_size") if fields.has("mamba_expand") else 0
+    inner = 0  # if the heads' own size is all that the file says
+    if fields.has("mamba_d_ssm"):
+        inner = fields.count("mamba_d_ssm")
+    elif fields.has("mamba_expand"):
+        inner = fields.count("mamba_expand") * fields.count("hidden_size")
     dim = fields.values.get("mamba_d_head", "auto")
     dim = inner // heads if dim == "auto" else fields.count("mamba_d_head")
     if heads % groups or dim * heads != (inner or dim * heads):
         raise BadModel(
             f"config.json: mamba_n_heads is {heads}, mamba_d_head {dim} and mamba_n_groups {groups}; the heads must be "
-            f"a multiple of the groups, and have mamba_expand times hidden_size, {inner}, elements together"
+            f"a multiple of the groups, and have {inner} elements together: mamba_d_ssm, or else mamba_expand times "
+            "hidden_size"
         )
     if fields.values.get("time_step_limit") not in _NO_LIMIT:
         raise BadModel(

@@ -83,9 +83,10 @@ class Model:
             for layer in config.attending
             if isinstance(layer.attention.indexer, Indexer)
         }
-        # rounded like the embeddings: models with a scale were trained so
+        # rounded like the embeddings: Gemma was trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
-        self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
+        factor, rounds = config.multipliers.embedding, config.multipliers.rounds_embedding
+        self._embedding_scale = torch.tensor(factor, dtype=dtype if rounds else torch.float64).item()
         for layer, of_attention in enumerate(weights.attending):
             if isinstance(of_attention, KVHeadWeights) and of_attention.sinks is not None:
                 head_weights.set(layer, HeadWeights(sinks=of_attention.sinks))
@@ -98,7 +99,7 @@ class Model:
 
         def made(mixer: MixerConfig, of_mixer: MixerWeights) -> LayerAttention | RecurrentMixer:
             if isinstance(mixer, RecurrentConfig):
-                return recurrent_layer(next(recurrent), mixer.recurrent, of_mixer, arithmetic)
+                return recurrent_layer(next(recurrent), mixer, of_mixer, arithmetic)
             return layer_attention(*next(reads), mixer, of_mixer, arithmetic, turns[mixer.rope])
 
         of_layers = zip(config.layers, weights.layers, strict=True)

@@ -211,6 +211,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {"moe_latent_size": 20, "norm_topk_prob": False, "n_group": 3, "topk_group": 2},
     ),
+    "falcon_h1_norm_before_gate": (
+        "falcon_h1",
+        {"mamba_norm_before_gate": True, "mamba_n_groups": 3, "mamba_conv_bias": False, "rms_norm_eps": 0.05},
+    ),
+    "falcon_h1_biases": (
+        "falcon_h1",
+        {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True},
+    ),
+    "falcon_h1_without_norm_and_lists": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": False,
+            "ssm_multipliers": None,
+            "mlp_multipliers": None,
+            "mamba_d_ssm": None,
+            "mamba_d_head": "auto",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1_bias_of_the_input": ("falcon_h1", {"mamba_proj_bias": True}),
     "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),
     "qwen3_next_shares_of_all": ("qwen3_next", {"norm_topk_prob": False, "attention_bias": False}),
     "qwen3_next_yarn": (
@@ -250,11 +270,20 @@ def test_narrow_dtypes_stay_near_float32(family: str, dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_embeddings_are_scaled_by_what_the_dtype_makes_of_the_scale(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_embeddings_are_scaled_by_what_the_dtype_makes_of_gemmas_scale(dtype: torch.dtype, tmp_path: Path) -> None:
     reference, token_ids = family_model("gemma3"), random_tokens(20)
     model, _ = dense_model(load(save(reference, tmp_path), dtype), max_kv_len=20)
     with torch.no_grad():
         assert torch.equal(model.embed(token_ids), reference.to(dtype).model.embed_tokens(token_ids))
+
+
+def test_embeddings_are_scaled_by_a_factor_that_no_dtype_rounds(tmp_path: Path) -> None:
+    reference, token_ids = family_model("falcon_h1"), random_tokens(20)
+    model, _ = dense_model(load(save(reference, tmp_path), torch.bfloat16), max_kv_len=20)
+    rows = reference.to(torch.bfloat16).model.embed_tokens(token_ids)
+    with torch.no_grad():
+        assert torch.equal(model.embed(token_ids), rows * 5.656854249492381)
+        assert not torch.equal(model.embed(token_ids), rows * torch.tensor(5.656854249492381).bfloat16())
 
 
 def gemma3_with_images() -> tuple[Any, Any]:

@@ -101,6 +101,15 @@ def config_of(model: str) -> dict[str, Any]:
             "mla_use_nope is false; layers of this model are served if their rows",
         ),
         ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq 2; they must be 'sigmoid' and 1"),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers is .*; it must hold 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers is 0.0; it must be a positive number"),
+        ("falcon_h1", {"key_multiplier": -1.0}, "key_multiplier is -1.0; it must be a positive number"),
+        (
+            "falcon_h1",
+            {"mamba_d_head": 16},
+            "mamba_d_head 16 and mamba_n_groups 1; .* have 60 elements together: mamba_d",
+        ),
+        ("falcon_h1", {"time_step_limit": [0.01, 0.1]}, "time_step_limit is .*; it must be 0 and infinity"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; it must be 'relu2'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'; it must be 'silu'"),
         (

@@ -178,6 +178,7 @@ class ModelConfig:
     logits_soft_cap:   x -> cap * tanh(x / cap) on the logits; 0: none
     eos_token_ids:     tokens that end a text
     num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
+    unread:            beginnings of names of other tensors for speculation that a file may hold
     reads:             AttentionGeometry.reads; empty: every layer with attention keeps K and V
     factors:           on rows of a file's matrices, which the weights that are read hold
     """
@@ -197,6 +198,7 @@ class ModelConfig:
     has_layer_factors: bool = False
     logits_soft_cap: float = 0.0
     num_extra_layers: int = 0
+    unread: tuple[str, ...] = ()
     reads: tuple[int, ...] = ()
     factors: RowFactors = field(default_factory=dict)
 

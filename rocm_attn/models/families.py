@@ -122,6 +122,7 @@ class Decoder:
     recurrent_projections: of recurrent layers, if there are any
     renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
     factors:  on rows of a file's matrices
+    unread:   beginnings of names of tensors for speculation, which are not read
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -136,6 +137,7 @@ class Decoder:
     recurrent_projections: Callable[[Fields], RecurrentProjections] = by_kind
     renamed: Mapping[str, str] = field(default_factory=dict)
     factors: Callable[[Fields], RowFactors] = no_factors
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,9 @@ _GEMMA3N: dict[str, object] = {
     "num_kv_shared_layers": 15,
 }
 
+# transformers leaves these out for the families that name them (_keys_to_ignore_on_load_unexpected).
+_MTP = ("mtp.",)
+
 _GEMMA3_DECODER = Decoder(
     geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
 )
@@ -255,7 +260,7 @@ _GEMMA4_FAMILY = Family(
 _MINIMAX_M3_FAMILY = Family(
     block_indexed_layers,
     MINIMAX_M3_DEFAULTS,
-    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0),
+    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0, unread=(*_MTP, "model.mtp.")),
 )
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
@@ -277,17 +282,18 @@ _QWEN3_NEXT_FAMILY = Family(
         rope_of_first_elements,
         norm_offset=1.0,
         recurrent_projections=by_key_head,
+        unread=_MTP,
     ),
 )
 _QWEN3_5_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 4},
-    Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0),
+    Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
 _QWEN3_5_EXPERTS_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 2},
-    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0),
+    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
 # Bamba's and Falcon-H1's names.
 _FEED_FORWARD = {
@@ -324,7 +330,14 @@ _BAMBA_FAMILY = Family(
 _NEMOTRON_H_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), nemotron_h_state, nemotron_h_places),
     NEMOTRON_H_DEFAULTS,
-    Decoder(nemotron_h_mlps, no_bias, no_rope, recurrent_projections=of_mamba, renamed=NEMOTRON_H_TENSORS),
+    Decoder(
+        nemotron_h_mlps,
+        no_bias,
+        no_rope,
+        recurrent_projections=of_mamba,
+        renamed=NEMOTRON_H_TENSORS,
+        unread=_MTP,
+    ),
     NEMOTRON_H_NAMES,
     kinds_of_layers,
 )

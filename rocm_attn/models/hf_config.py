@@ -36,6 +36,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False)),
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
+        unread=decoder.unread,
         reads=attention.reads,
         out_norms=decoder.out_norms,
         norm_offset=decoder.norm_offset,

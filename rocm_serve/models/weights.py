@@ -263,8 +263,8 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
 
 def may_be_ignored(config: ModelConfig, name: str) -> bool:
     """True for a tensor that files of such a model may have although the model does not use it."""
-    # a tied head may be stored again, old files keep a table that follows from the config, and Qwen's layers for
-    # speculation have names of their own
+    # a tied head may be stored again, old files keep a table that follows from the config, and layers for speculation
+    # may have names of their own
     layer = name.removeprefix("model.layers.").partition(".")[0]
     is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
     if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
@@ -272,7 +272,7 @@ def may_be_ignored(config: ModelConfig, name: str) -> bool:
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
         if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
             return True
-    is_extra |= name == "lm_head.weight" or name.startswith("mtp.")
+    is_extra |= name == "lm_head.weight" or name.startswith(config.unread)
     return is_extra or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))
 
 

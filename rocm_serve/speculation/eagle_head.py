@@ -144,6 +144,7 @@ def _config_like(config: ModelConfig) -> ModelConfig:
         own_inputs=OwnInputs(),
         has_layer_factors=False,
         num_extra_layers=0,
+        unread=(),
     )
 
 

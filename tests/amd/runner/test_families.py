@@ -349,11 +349,21 @@ def test_the_decoder_of_qwen3_5_is_served_without_its_images_and_its_layers_for_
     assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids))
 
 
-def test_qwen3_nexts_layers_for_speculation_are_not_read(tmp_path: Path) -> None:
-    path = save(family_model("qwen3_next"), tmp_path) / "model.safetensors"
+@pytest.mark.parametrize(("family", "num_layers"), [("qwen3_next", 4), ("qwen3_5", 4), ("nemotron_h", 7)])
+def test_layers_for_speculation_are_not_read(family: str, num_layers: int, tmp_path: Path) -> None:
+    path = save(family_model(family), tmp_path) / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "mtp.layers.0.input_layernorm.weight": torch.ones(48)}, path)
-    assert load(tmp_path).config.num_layers == 4
+    assert load(tmp_path).config.num_layers == num_layers
+
+
+@pytest.mark.parametrize("family", ["qwen3", "bamba", "deepseek_v3"])
+def test_a_family_without_them_has_no_place_for_such_names(family: str, tmp_path: Path) -> None:
+    path = save(family_model(family), tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "mtp.layers.0.input_layernorm.weight": torch.ones(48)}, path)
+    with pytest.raises(BadModel, match=r"has mtp\.layers\.0\.input_layernorm\.weight, which \w+ does not use"):
+        load(tmp_path)
 
 
 def test_experts_of_qwen3_5_are_read_in_one_tensor_or_in_many(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.amd.runner.hf_models import (
     small_hf_config,
     small_hf_model,
 )
+from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.runner.serving import BASE as PAGES_OF_4
 from tests.amd.tolerances import assert_layers_close
@@ -67,7 +68,16 @@ def requests_of(served: Served) -> list[Request]:
 
 
 # A family's kind of attention could make serving depend on order: every run has one family of each kind, the night all.
-ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next")
+ONE_OF_EACH_KIND = (
+    "qwen3",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v32",
+    "qwen3_next",
+    "falcon_h1",
+    "nemotron_h",
+)
 of_some_families = pytest.mark.parametrize(
     "served",
     [pytest.param(family, marks=[pytest.mark.nightly] * (family not in ONE_OF_EACH_KIND)) for family in FAMILIES],
@@ -131,6 +141,26 @@ def test_neither_order_nor_the_way_of_serving_changes_a_token(changes: dict[str,
     requests = requests_of(served)
     expected = served.completions
     assert Engine(served.loaded, replace(BASE, **changes)).generate(requests[::-1]) == expected[::-1]
+
+
+@pytest.mark.parametrize("served", ["bamba", "falcon_h1", "nemotron_h"], indirect=True, scope="module")
+def test_mamba_states_follow_drafts_prefixes_and_requests_that_give_way(served: Served) -> None:
+    """With few pages requests give way; with many they come twice, and begin at kept states. Drafts are often wrong."""
+    requests, wanted = requests_of(served), [each.token_ids for each in served.completions]
+    texts = [each.prompt_token_ids + each.token_ids for each in served.completions]
+    options = replace(BASE, page_size=4, chunk=8, speculative="ngram", draft_tokens=3, state_checkpoints=30)
+    few, many = (
+        with_drafter(
+            Engine(served.loaded, replace(options, num_pages=num)), ScriptedDrafter([*texts, *texts], vocabulary=101)
+        )
+        for num in (13, 200)
+    )
+    for engine in (few, many, many):
+        assert [each.token_ids for each in engine.generate(requests)] == wanted
+    of_few, of_many = few.report().metrics, many.report().metrics
+    assert of_few.preemptions > 0
+    assert of_many.prefix_hits > 0
+    assert 0 < of_many.accepted_drafts < of_many.drafts
 
 
 # name -> a family, or transformers' class, and the settings that differ

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,26 @@ def test_each_family_gives_the_logits_of_transformers_on_every_rank(
     for others in of_ranks[1:]:
         for one, other in zip(of_ranks[0], others, strict=True):
             assert all(torch.equal(row, other[place]) for place, row in one.items()), "ranks pick from the same bits"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bamba", {"mamba_n_groups": 2}),
+        ("falcon_h1", {"mamba_n_groups": 2, "mamba_norm_before_gate": True, "mamba_proj_bias": True}),
+        ("falcon_h1", {"mamba_rms_norm": False, "projectors_bias": True}),
+        ("nemotron_h", {"n_groups": 2, "moe_latent_size": 20}),
+    ],
+    ids=str,
+)
+def test_each_rank_has_a_group_of_mambas_heads(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    reference, text = family_model(family, **settings), random_tokens(12)
+    expected = hf_logits(reference, text)
+    (first,), (second,) = logits_of_ranks(save(reference, tmp_path), [text], 2)
+    for at, row in first.items():
+        assert_layers_close(row, expected[at])
+        assert torch.equal(row, second[at])
 
 
 @pytest.mark.fast

@@ -1,4 +1,4 @@
-"""Models with recurrent layers among those with pages: Qwen3-Next to 3.8, Kimi-Linear, Kimi-K3, GLM-5.3-Flash, Bamba.
+"""Models with recurrences next to attention: Qwen3-Next to 3.8, Kimi-Linear and K3, GLM-5.3-Flash, and with Mamba2.
 
 States are those of transformers' Qwen3_5GatedDeltaNet, KimiLinearDeltaAttention and BambaMixer.
 """

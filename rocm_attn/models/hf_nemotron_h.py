@@ -5,7 +5,7 @@ The fields are those of transformers' NemotronHConfig, and of the files that NVI
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import Fields, shown
@@ -47,6 +47,7 @@ NEMOTRON_H_TENSORS = {
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS}
 _KINDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}
+_LAYERS = "num_hidden_layers"
 
 
 def kinds_of_layers(fields: Fields) -> Mapping[str, object]:
@@ -54,18 +55,15 @@ def kinds_of_layers(fields: Fields) -> Mapping[str, object]:
 
     Raises BadModel, Unsupported.
     """
-    name, allowed = "layers_block_type", _KINDS
-    if not fields.has(name):
-        name, allowed = "hybrid_override_pattern", _LETTERS
-    given = fields.list(name) if allowed is _KINDS else list(fields.text(name))
+    name, allowed = "hybrid_override_pattern", _LETTERS
+    if fields.has("layers_block_type"):
+        name, allowed = "layers_block_type", _KINDS
+    given: Sequence[object] = fields.list(name) if name == "layers_block_type" else fields.text(name)
     if unknown := [each for each in given if not isinstance(each, str) or each not in allowed]:
         raise Unsupported(f"layer type {shown(unknown[0])} is not served; {name} may hold {', '.join(allowed)}")
-    if not given or fields.whole("num_hidden_layers", len(given)) != len(given):
+    if not given or fields.whole(_LAYERS, len(given)) != len(given):
         raise BadModel(f"config.json: {len(given)} layers in {name} for num_hidden_layers {fields.whole(_LAYERS, 0)}")
     return {_LAYERS: len(given), "layer_types": [allowed[str(each)] for each in given]}
-
-
-_LAYERS = "num_hidden_layers"
 
 
 def nemotron_h_places(fields: Fields) -> Places:

@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rocm_attn.models.config import LayerConfig, RecurrentConfig, RecurrentProjections, RecurrentTensors
-from rocm_attn.models.gates import ReluSquared
-from rocm_attn.models.mlp_config import DenseMlp, NoMlp
+from rocm_attn.models.config import RecurrentConfig, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.recurrent import Rule
 from rocm_attn.paging.state_pool import StateCopy, StatePool
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.methods import NGRAM, OFF
 from tests.amd.runner.engine_worlds import PLAIN, SCRIPT, WINDOWS, Run, World
-from tests.amd.runner.tiny_model import CONFIG, RECURRENCE, RECURRENT_LAYER, tiny_model, with_nan_token, with_windows
+from tests.amd.runner.tiny_model import CONFIG, LAYOUTS, RECURRENCE, tiny_model, with_nan_token, with_windows
 
 nightly = pytest.mark.nightly
 KINDS = (
@@ -32,29 +30,6 @@ KINDS = (
     (Rule.STATE_SPACE, RecurrentTensors.MAMBA),
 )
 WAYS = (PLAIN, SCRIPT, PLAIN, NGRAM, SCRIPT)
-_FIRST, _SECOND = CONFIG.layers
-
-
-def in_a_layer_before(mixer: RecurrentConfig) -> tuple[LayerConfig, ...]:
-    """The tiny model's layers after a recurrent one, as in most models."""
-    return replace(RECURRENT_LAYER, mixers=(mixer,)), _FIRST, _SECOND
-
-
-def next_to_attention(mixer: RecurrentConfig) -> tuple[LayerConfig, ...]:
-    """The tiny model's layers, of which the first has the recurrence too, as in Falcon-H1."""
-    return replace(_FIRST, mixers=(mixer, *_FIRST.mixers)), _SECOND
-
-
-def each_part_alone(mixer: RecurrentConfig) -> tuple[LayerConfig, ...]:
-    """A recurrence, an MLP, attention twice, and an MLP, each a layer, as in Nemotron-H."""
-    mlp, attending = (
-        LayerConfig((), DenseMlp(40, ReluSquared())),
-        [replace(each, mlp=NoMlp()) for each in CONFIG.layers],
-    )
-    return LayerConfig((mixer,), NoMlp()), mlp, *attending, mlp
-
-
-LAYOUTS = (in_a_layer_before, next_to_attention, each_part_alone)
 
 
 @dataclass(frozen=True)
@@ -91,7 +66,7 @@ class RecurrentWorld(World):
         # Each head of Kimi delta attention has a k of its own.
         form = replace(RECURRENCE.recurrent, rule=rule, num_key_heads=2 if rule is Rule.KIMI_DELTA else 1)
         mixer = RecurrentConfig(form, RecurrentProjections(tensors))
-        base = replace(CONFIG, layers=LAYOUTS[self.seed // 2 % len(LAYOUTS)](mixer))
+        base = LAYOUTS[self.seed // 2 % len(LAYOUTS)](CONFIG, mixer)
         loaded = tiny_model(base=with_windows(base, *self.window_left), device=device)
         return with_nan_token(loaded) if self.way == PLAIN else loaded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import tokenizers
@@ -18,9 +18,9 @@ from rocm_attn.models.config import (
     RecurrentProjections,
     RecurrentTensors,
 )
-from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.gates import ReluSquared, SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.mlp_config import DenseMlp, NoMlp
 from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.models.rope import Rope
 from rocm_attn.models.tensors import Shape
@@ -48,6 +48,28 @@ RECURRENCE = RecurrentConfig(
 RECURRENT_LAYER = LayerConfig((RECURRENCE,), DenseMlp(40, SwiGLU()))
 # The same model with a recurrent layer first, so that K and V follow from states too.
 RECURRENT = replace(CONFIG, layers=(RECURRENT_LAYER, *CONFIG.layers))
+
+
+def in_a_layer_before(config: ModelConfig, mixer: RecurrentConfig) -> ModelConfig:
+    """The model after a layer with the recurrence, as in most models."""
+    return replace(config, layers=(LayerConfig((mixer,), config.layers[0].mlp), *config.layers))
+
+
+def next_to_attention(config: ModelConfig, mixer: RecurrentConfig) -> ModelConfig:
+    """The model, whose first layer has the recurrence too, as in Falcon-H1."""
+    first, *others = config.layers
+    return replace(config, layers=(LayerConfig((mixer, *first.mixers), first.mlp), *others))
+
+
+def each_part_alone(config: ModelConfig, mixer: RecurrentConfig) -> ModelConfig:
+    """The recurrence, an MLP, the model's attention, and an MLP, each in a layer of its own, as in Nemotron-H."""
+    mlp = LayerConfig((), DenseMlp(40, ReluSquared()))
+    attending = (LayerConfig(layer.mixers, NoMlp()) for layer in config.layers)
+    return replace(config, layers=(LayerConfig((mixer,), NoMlp()), mlp, *attending, mlp))
+
+
+Layout = Callable[[ModelConfig, RecurrentConfig], ModelConfig]
+LAYOUTS: tuple[Layout, ...] = (in_a_layer_before, next_to_attention, each_part_alone)
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
 # The token that with_nan_token() changes in a model.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import GatedNorm, Multipliers, RecurrentProjections, RowFactors
-from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.hf_projections import of_mamba
 from rocm_attn.models.hf_recurrent import Places, mamba
 
@@ -28,7 +28,7 @@ FALCON_H1_DEFAULTS: dict[str, object] = {
 
 def attention_and_state_everywhere(fields: Fields) -> Places:
     """All layers have both."""
-    every = tuple(range(fields.count("num_hidden_layers")))
+    every = tuple(range(fields.count("num_hidden_layers", most=MAX_LAYERS)))
     return Places(every, every)
 
 

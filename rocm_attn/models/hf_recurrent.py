@@ -29,9 +29,9 @@ class Places(NamedTuple):
 
 def paged_or_recurrent(fields: Fields) -> Places:
     """Each layer has pages or is recurrent. Raises BadModel, Unsupported."""
-    recurrent, every = _recurrent_places(fields), range(fields.count("num_hidden_layers"))
+    recurrent, num_layers = _recurrent_places(fields), fields.count("num_hidden_layers", most=MAX_LAYERS)
     taken = set(recurrent)
-    return Places(tuple(place for place in every if place not in taken), recurrent)
+    return Places(tuple(place for place in range(num_layers) if place not in taken), recurrent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,7 +270,8 @@ def may_be_ignored(config: ModelConfig, name: str) -> bool:
     if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
         # layers that read K and V of another one may hold weights for K and V of their own
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
-        if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
+        attends = int(layer) in config.places
+        if attends and part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
             return True
     is_extra |= name == "lm_head.weight" or name.startswith(config.unread)
     return is_extra or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))

@@ -396,6 +396,16 @@ def test_a_family_without_them_has_no_place_for_such_names(family: str, tmp_path
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("qwen3_next", "model.layers.0.self_attn"), ("nemotron_h", "backbone.layers.1.mixer")]
+)
+def test_a_layer_without_attention_has_no_place_for_its_tensors(family: str, prefix: str, tmp_path: Path) -> None:
+    path = save(family_model(family), tmp_path) / "model.safetensors"
+    save_file({**load_file(path), f"{prefix}.k_proj.weight": torch.ones(32, 48)}, path)
+    with pytest.raises(BadModel, match=r"has model\.layers\.\d\.self_attn\.k_proj\.weight, which \w+ does not use"):
+        load(tmp_path)
+
+
 def test_experts_of_qwen3_5_are_read_in_one_tensor_or_in_many(tmp_path: Path) -> None:
     """Its makers publish one tensor for a layer's experts; transformers writes three for each of them."""
     reference, token_ids = family_model("qwen3_5_moe"), random_tokens(20)

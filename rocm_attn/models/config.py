@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.rope import DivisorScaling, Rope
+
+# End of a tensor's name -> first row -> factor on the rows from there on, in order from row 0.
+RowFactors = Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +61,16 @@ class LatentProjections:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """The settings that can differ per layer."""
+class AttentionConfig:
+    """The settings of a layer's attention."""
 
     attention: AttentionLayer
     rope: Rope
-    mlp: Mlp
     projections: HeadProjections | LatentProjections = HeadProjections()
 
-    def on_one_of(self, num_ranks: int) -> LayerConfig:
+    def on_one_of(self, num_ranks: int) -> AttentionConfig:
         """The part of one tensor-parallel rank."""
-        return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+        return replace(self, attention=self.attention.on_one_of(num_ranks))
 
 
 class RecurrentTensors(enum.Enum):
@@ -79,30 +82,59 @@ class RecurrentTensors(enum.Enum):
     KIMI = "q, k and v each, with a convolution each; gates of a rank"
 
 
+class GatedNorm(enum.Enum):
+    """Where the norm of a Mamba2 layer is, over the heads of each group."""
+
+    AFTER_GATE = "on the product of output and gate"
+    BEFORE_GATE = "on the output, which the gate multiplies then"
+    NONE = "there is none"
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentProjections:
-    """How a token's q, k and v are computed in a recurrent layer.
+    """How a token's q, k and v are computed in a recurrent layer, and its output.
 
-    has_bias:       whether the projections of the input and of the output add a bias
-    convolved_bias: whether the convolution adds one
+    in_bias, out_bias: whether the projections of the input and of the output add a bias
+    convolved_bias:    whether the convolution adds one
+    norm:              of Mamba2
     """
 
     tensors: RecurrentTensors
-    has_bias: bool = False
+    in_bias: bool = False
     convolved_bias: bool = False
+    out_bias: bool = False
+    norm: GatedNorm = GatedNorm.AFTER_GATE
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
-    """The settings of a layer with a state in place of K and V."""
+    """The settings of a layer's recurrence, which keeps a state in place of K and V."""
 
     recurrent: RecurrentLayer
-    mlp: Mlp
     projections: RecurrentProjections
 
     def on_one_of(self, num_ranks: int) -> RecurrentConfig:
         """The part of one tensor-parallel rank."""
-        return replace(self, recurrent=self.recurrent.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+        return replace(self, recurrent=self.recurrent.on_one_of(num_ranks))
+
+
+MixerConfig = AttentionConfig | RecurrentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The settings that can differ per layer. A layer adds its mixers' outputs to the residual, and then its MLP's.
+
+    mixers: attention, a recurrence, or both on the same rows; none if the layer is an MLP alone
+    """
+
+    mixers: tuple[MixerConfig, ...]
+    mlp: Mlp
+
+    def on_one_of(self, num_ranks: int) -> LayerConfig:
+        """The part of one tensor-parallel rank."""
+        mixers = tuple(mixer.on_one_of(num_ranks) for mixer in self.mixers)
+        return LayerConfig(mixers, self.mlp.on_one_of(num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +153,20 @@ class OwnInputs:
 class Multipliers:
     """Factors on rows.
 
-    embedding: on the embeddings of tokens
+    embedding: on the embeddings of tokens; rounds_embedding: whether it is rounded to the model's dtype first (Gemma)
     residual:  on the output of attention and MLP, before it is added to the residual
     head:      on the input of the output matrix
     """
 
     embedding: float = 1.0
+    rounds_embedding: bool = False
     residual: float = 1.0
     head: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, recurrent layers, gated MLPs.
+    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, recurrent layers, MLPs.
 
     context_len:       KV tokens of a sequence that the model was made for
     tied_embeddings:   whether the embedding is also the output matrix
@@ -145,11 +178,13 @@ class ModelConfig:
     logits_soft_cap:   x -> cap * tanh(x / cap) on the logits; 0: none
     eos_token_ids:     tokens that end a text
     num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
+    unread:            beginnings of names of other tensors for speculation that a file may hold
     reads:             AttentionGeometry.reads; empty: every layer with attention keeps K and V
+    factors:           on rows of a file's matrices, which the weights that are read hold
     """
 
     architecture: str
-    layers: tuple[LayerConfig | RecurrentConfig, ...]
+    layers: tuple[LayerConfig, ...]
     hidden_size: int
     vocab_size: int
     context_len: int
@@ -163,7 +198,9 @@ class ModelConfig:
     has_layer_factors: bool = False
     logits_soft_cap: float = 0.0
     num_extra_layers: int = 0
+    unread: tuple[str, ...] = ()
     reads: tuple[int, ...] = ()
+    factors: RowFactors = field(default_factory=dict)
 
     def on_one_of(self, num_ranks: int) -> ModelConfig:
         """The part of one tensor-parallel rank: its heads, and its elements of each MLP. Everything else is unchanged.
@@ -188,18 +225,23 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, each with one attention or one recurrence."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
-    def attending(self) -> tuple[LayerConfig, ...]:
-        """The layers with attention, in order."""
-        return tuple(layer for layer in self.layers if isinstance(layer, LayerConfig))
+    def attending(self) -> tuple[AttentionConfig, ...]:
+        """The attention of the layers that have one, in order."""
+        return tuple(mixer for _, mixer in self._mixers if isinstance(mixer, AttentionConfig))
 
     @property
     def places(self) -> tuple[int, ...]:
         """Places of the layers with attention among all layers."""
-        return tuple(place for place, layer in enumerate(self.layers) if isinstance(layer, LayerConfig))
+        return tuple(place for place, mixer in self._mixers if isinstance(mixer, AttentionConfig))
+
+    @property
+    def _mixers(self) -> tuple[tuple[int, MixerConfig], ...]:
+        """Every layer's mixers, each with the layer's place."""
+        return tuple((place, mixer) for place, layer in enumerate(self.layers) for mixer in layer.mixers)
 
     def keeps_kv(self, place: int) -> bool:
         """True if the layer at a place among all layers keeps K and V."""
@@ -210,9 +252,9 @@ class ModelConfig:
     def attention(self) -> AttentionGeometry:
         """The attention of every layer that has one, and the recurrent layers."""
         layers = tuple(layer.attention for layer in self.attending)
-        of_places = enumerate(self.layers)
         return AttentionGeometry(
             layers,
             self.reads or tuple(range(len(layers))),
-            tuple((place, layer.recurrent) for place, layer in of_places if isinstance(layer, RecurrentConfig)),
+            self.places,
+            tuple((place, mixer.recurrent) for place, mixer in self._mixers if isinstance(mixer, RecurrentConfig)),
         )

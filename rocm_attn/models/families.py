@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections
+from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections, RowFactors
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
@@ -26,6 +26,13 @@ from rocm_attn.models.hf_attention import (
     window_everywhere_if_used,
 )
 from rocm_attn.models.hf_compressed import compressed_layers
+from rocm_attn.models.hf_falcon_h1 import (
+    FALCON_H1_DEFAULTS,
+    attention_and_state_everywhere,
+    falcon_h1_factors,
+    falcon_h1_mamba,
+    falcon_h1_multipliers,
+)
 from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, gemma4_heads, gemma4_layers, gemma4_mlps, own_inputs
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
@@ -44,6 +51,15 @@ from rocm_attn.models.hf_mlp import (
     qwen_experts,
     swiglu,
     swiglu_with_bias,
+)
+from rocm_attn.models.hf_nemotron_h import (
+    NEMOTRON_H_DEFAULTS,
+    NEMOTRON_H_NAMES,
+    NEMOTRON_H_TENSORS,
+    kinds_of_layers,
+    nemotron_h_mlps,
+    nemotron_h_places,
+    nemotron_h_state,
 )
 from rocm_attn.models.hf_projections import (
     Projections,
@@ -75,9 +91,19 @@ def no_multipliers(fields: Fields) -> Multipliers:
     return Multipliers()
 
 
+def as_given(fields: Fields) -> Mapping[str, object]:
+    """The derived fields of a family whose files say everything."""
+    return {}
+
+
+def no_factors(fields: Fields) -> RowFactors:
+    """The factors of a family whose matrices are used as files hold them."""
+    return {}
+
+
 def embeddings_by_width(fields: Fields) -> Multipliers:
     """Multiplies embeddings by hidden_size ** 0.5 (Gemma)."""
-    return Multipliers(embedding=fields.count("hidden_size") ** 0.5)
+    return Multipliers(embedding=fields.count("hidden_size") ** 0.5, rounds_embedding=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +121,8 @@ class Decoder:
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
     recurrent_projections: of recurrent layers, if there are any
     renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
+    factors:  on rows of a file's matrices
+    unread:   beginnings of names of tensors for speculation, which are not read
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -108,6 +136,8 @@ class Decoder:
     gguf: str = ""
     recurrent_projections: Callable[[Fields], RecurrentProjections] = by_kind
     renamed: Mapping[str, str] = field(default_factory=dict)
+    factors: Callable[[Fields], RowFactors] = no_factors
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +147,14 @@ class Family:
     defaults: values that a published file may leave out because the model's class has them; a null overrides one
     decoder:  None if the runner does not run the model; its attention is served all the same
     names:    names of fields -> those in this family's files, which the usual ones may stand for too
+    derived:  fields that follow from others of the file
     """
 
     attention: Callable[[Fields], AttentionGeometry]
     defaults: Mapping[str, object] = field(default_factory=dict)
     decoder: Decoder | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Fields], Mapping[str, object]] = as_given
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
@@ -140,7 +172,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
 def text_fields(config: Mapping[str, object]) -> Fields:
     """The text model's fields of a config.json; the defaults of the model's class fill the gaps.
 
-    Raises Unsupported for an architecture whose attention is not known.
+    Raises Unsupported for an architecture whose attention is not known, and what Family.derived raises.
     """
     architecture = architecture_of(config)
     if architecture not in FAMILIES:
@@ -150,7 +182,8 @@ def text_fields(config: Mapping[str, object]) -> Fields:
     text = config.get("text_config")
     given, family = text if isinstance(text, Mapping) else config, FAMILIES[architecture]
     named = {name: given[theirs] for name, theirs in family.names.items() if theirs in given}
-    return Fields({**family.defaults, **given, **named}, "config.json")
+    fields = Fields({**family.defaults, **given, **named}, "config.json")
+    return Fields({**fields.values, **family.derived(fields)}, fields.source)
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
@@ -204,6 +237,9 @@ _GEMMA3N: dict[str, object] = {
     "num_kv_shared_layers": 15,
 }
 
+# transformers leaves these out for the families that name them (_keys_to_ignore_on_load_unexpected).
+_MTP = ("mtp.",)
+
 _GEMMA3_DECODER = Decoder(
     geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
 )
@@ -224,7 +260,7 @@ _GEMMA4_FAMILY = Family(
 _MINIMAX_M3_FAMILY = Family(
     block_indexed_layers,
     MINIMAX_M3_DEFAULTS,
-    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0),
+    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0, unread=(*_MTP, "model.mtp.")),
 )
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
@@ -246,17 +282,35 @@ _QWEN3_NEXT_FAMILY = Family(
         rope_of_first_elements,
         norm_offset=1.0,
         recurrent_projections=by_key_head,
+        unread=_MTP,
     ),
 )
 _QWEN3_5_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 4},
-    Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0),
+    Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
 _QWEN3_5_EXPERTS_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 2},
-    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0),
+    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
+)
+# Bamba's and Falcon-H1's names.
+_FEED_FORWARD = {
+    ".feed_forward.": ".mlp.",
+    ".pre_ff_layernorm.": ".post_attention_layernorm.",
+    "model.final_layernorm.": "model.norm.",
+}
+_FALCON_H1_FAMILY = Family(
+    HybridAttention(GroupedAttention(no_window), mamba, attention_and_state_everywhere),
+    FALCON_H1_DEFAULTS,
+    Decoder(
+        swiglu_with_bias,
+        multipliers=falcon_h1_multipliers,
+        recurrent_projections=falcon_h1_mamba,
+        renamed=_FEED_FORWARD,
+        factors=falcon_h1_factors,
+    ),
 )
 _BAMBA_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), mamba),
@@ -270,12 +324,22 @@ _BAMBA_FAMILY = Family(
         swiglu_with_bias,
         ropes=rope_of_first_elements,
         recurrent_projections=of_mamba,
-        renamed={
-            ".feed_forward.": ".mlp.",
-            ".pre_ff_layernorm.": ".post_attention_layernorm.",
-            "model.final_layernorm.": "model.norm.",
-        },
+        renamed=_FEED_FORWARD,
     ),
+)
+_NEMOTRON_H_FAMILY = Family(
+    HybridAttention(GroupedAttention(no_window), nemotron_h_state, nemotron_h_places),
+    NEMOTRON_H_DEFAULTS,
+    Decoder(
+        nemotron_h_mlps,
+        no_bias,
+        no_rope,
+        recurrent_projections=of_mamba,
+        renamed=NEMOTRON_H_TENSORS,
+        unread=_MTP,
+    ),
+    NEMOTRON_H_NAMES,
+    kinds_of_layers,
 )
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
 _KIMI_LINEAR_FAMILY = Family(
@@ -322,6 +386,7 @@ FAMILIES: Mapping[str, Family] = {
         GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
     "BambaForCausalLM": _BAMBA_FAMILY,
+    "FalconH1ForCausalLM": _FALCON_H1_FAMILY,
     "Gemma2ForCausalLM": Family(
         GroupedAttention(even_layers_slide),
         _GEMMA2,
@@ -354,6 +419,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm5NextForConditionalGeneration": _GLM_HYBRID,
     "KimiLinearForCausalLM": _KIMI_LINEAR_FAMILY,
     "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
+    "NemotronHForCausalLM": _NEMOTRON_H_FAMILY,
     "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
     "Qwen3NextForCausalLM": _QWEN3_NEXT_FAMILY,
     "Qwen3_5ForCausalLM": _QWEN3_5_FAMILY,

@@ -147,17 +147,20 @@ class AttentionGeometry:
 
     layers: those with pages, in order
     reads: layer -> the layer whose K and V it reads: itself, or an earlier one if it is one of the last that keep none
-    recurrent: place among all layers of the model -> recurrent layer, in pairs
+    places: of the layers with pages among all layers of the model
+    recurrent: place among all layers of the model -> recurrent layer, in pairs; a layer may have pages too
     """
 
     layers: tuple[AttentionLayer, ...]
     reads: tuple[int, ...]
+    places: tuple[int, ...]
     recurrent: tuple[tuple[int, RecurrentLayer], ...] = ()
 
     @classmethod
     def of(cls, layers: Sequence[AttentionLayer]) -> AttentionGeometry:
-        """Layers that all keep K and V."""
-        return cls(tuple(layers), tuple(range(len(layers))))
+        """Layers that all keep K and V, in a model without others."""
+        numbers = tuple(range(len(layers)))
+        return cls(tuple(layers), numbers, numbers)
 
     @property
     def num_storing(self) -> int:
@@ -172,12 +175,6 @@ class AttentionGeometry:
         """The part of one tensor-parallel rank; see AttentionLayer."""
         recurrent = tuple((place, layer.on_one_of(num_ranks)) for place, layer in self.recurrent)
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers), recurrent=recurrent)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """[layers] Places of the layers with pages among all layers of the model."""
-        taken = dict(self.recurrent)
-        return tuple(place for place in range(len(self.layers) + len(taken)) if place not in taken)
 
     @property
     def least_page_size(self) -> int:

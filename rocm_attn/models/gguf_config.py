@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import HeadProjections, LayerConfig, ModelConfig
+from rocm_attn.models.config import AttentionConfig, HeadProjections, LayerConfig, ModelConfig
 from rocm_attn.models.families import DECODERS
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.gates import SwiGLU
@@ -41,16 +41,14 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     if fields.has("expert_count"):
         raise BadModel(f"{file.name} is a mixture of experts, which the runner does not read from GGUF")
     attention, shapes = _attention(fields), file.shapes()
-    layer = LayerConfig(
-        attention=attention,
-        rope=_rope(fields, attention.head_dim, file.rope_divisors()),
-        mlp=DenseMlp(fields.count("feed_forward_length"), SwiGLU(), "model.layers.0.mlp.gate_proj.bias" in shapes),
-        projections=HeadProjections(
-            qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
-            out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
-            qk_norm="model.layers.0.self_attn.q_norm.weight" in shapes,
-        ),
+    projections = HeadProjections(
+        qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
+        out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
+        qk_norm="model.layers.0.self_attn.q_norm.weight" in shapes,
     )
+    rope = _rope(fields, attention.head_dim, file.rope_divisors())
+    mlp = DenseMlp(fields.count("feed_forward_length"), SwiGLU(), "model.layers.0.mlp.gate_proj.bias" in shapes)
+    layer = LayerConfig((AttentionConfig(attention, rope, projections),), mlp)
     return ModelConfig(
         architecture=_ARCHITECTURES[kind],
         layers=(layer,) * fields.count("block_count", most=MAX_LAYERS),

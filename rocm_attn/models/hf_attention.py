@@ -127,9 +127,8 @@ class GroupedAttention:
             has_sinks=self.has_sinks,
         )
         windows = self.windows(fields, fields.count("num_hidden_layers", most=MAX_LAYERS))
-        return AttentionGeometry(
-            tuple(replace(layer, window_left=left) for left in windows), self.reads(fields, windows)
-        )
+        every = AttentionGeometry.of([replace(layer, window_left=left) for left in windows])
+        return replace(every, reads=self.reads(fields, windows))
 
 
 def latent_layers(fields: Fields) -> AttentionGeometry:

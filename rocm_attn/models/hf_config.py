@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import LayerConfig, ModelConfig, RecurrentConfig
+from rocm_attn.models.config import AttentionConfig, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
 from rocm_attn.models.families import (
     DECODERS,
     Decoder,
@@ -13,7 +13,7 @@ from rocm_attn.models.families import (
     attention_geometry,
     text_fields,
 )
-from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 
 
@@ -36,30 +36,29 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False)),
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
+        unread=decoder.unread,
         reads=attention.reads,
         out_norms=decoder.out_norms,
         norm_offset=decoder.norm_offset,
         own_inputs=decoder.own_inputs(fields),
         has_layer_factors=decoder.has_layer_factors,
         multipliers=decoder.multipliers(fields),
+        factors=decoder.factors(fields),
         logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
     )
 
 
-def _layers(
-    decoder: Decoder, fields: Fields, attention: AttentionGeometry
-) -> tuple[LayerConfig | RecurrentConfig, ...]:
+def _layers(decoder: Decoder, fields: Fields, attention: AttentionGeometry) -> tuple[LayerConfig, ...]:
     """All layers, in order."""
-    num_layers = len(attention.layers) + len(attention.recurrent)
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     mlps, projections = decoder.mlps(fields, num_layers), decoder.projections(fields, num_layers)
     attending = zip(attention.places, attention.layers, decoder.ropes(fields, attention), strict=True)
-    layers: dict[int, LayerConfig | RecurrentConfig] = {
-        place: LayerConfig(layer, rope, mlps[place], projections[place]) for place, layer, rope in attending
-    }
-    of_recurrent = decoder.recurrent_projections(fields)
-    for place, layer in attention.recurrent:
-        layers[place] = RecurrentConfig(layer, mlps[place], of_recurrent)
-    return tuple(layers[place] for place in range(num_layers))
+    of_recurrent, mixers = decoder.recurrent_projections(fields), [list[MixerConfig]() for _ in range(num_layers)]
+    for place, state in attention.recurrent:
+        mixers[place].append(RecurrentConfig(state, of_recurrent))
+    for place, layer, rope in attending:
+        mixers[place].append(AttentionConfig(layer, rope, projections[place]))
+    return tuple(LayerConfig(tuple(of_layer), mlp) for of_layer, mlp in zip(mixers, mlps, strict=True))
 
 
 def _refuse_quantised(fields: Fields) -> None:

@@ -38,7 +38,7 @@ def gemma4_layers(fields: Fields) -> AttentionGeometry:
                 f"layer {number}"
             )
         layers.append(AttentionLayer(num_q_heads, *heads, scale=1.0, window_left=left))
-    return AttentionGeometry(tuple(layers), of_the_last_like_it(fields, windows))
+    return replace(AttentionGeometry.of(layers), reads=of_the_last_like_it(fields, windows))
 
 
 def gemma4_windows(fields: Fields) -> tuple[int, ...]:

@@ -9,26 +9,27 @@ from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.models.routing import ExpertScores, Routing
 
 
-def _activation(fields: Fields, name: str, known: str) -> None:
+def activation(fields: Fields, name: str, known: str) -> None:
+    """Raises BadModel if the file names another activation than the known one."""
     if fields.text(name, known) != known:
         raise BadModel(f"config.json: {name} is {shown(fields.text(name))}; it must be {known!r}")
 
 
 def swiglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Dense MLPs with SiLU gates and no bias."""
-    _activation(fields, "hidden_act", "silu")
+    activation(fields, "hidden_act", "silu")
     return (DenseMlp(fields.count("intermediate_size"), SwiGLU()),) * num_layers
 
 
 def swiglu_with_bias(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Dense MLPs with SiLU gates, and with biases if mlp_bias is true."""
-    _activation(fields, "hidden_act", "silu")
+    activation(fields, "hidden_act", "silu")
     return (DenseMlp(fields.count("intermediate_size"), SwiGLU(), fields.flag("mlp_bias", False)),) * num_layers
 
 
 def geglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Dense MLPs with GELU gates."""
-    _activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+    activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     return (DenseMlp(fields.count("intermediate_size"), GeGLU()),) * num_layers
 
 
@@ -49,7 +50,7 @@ def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         shared_size=fields.count(shared) if fields.has(shared) else 0,
         has_shared_share=fields.has(shared),
     )
-    _activation(fields, "hidden_act", "silu")
+    activation(fields, "hidden_act", "silu")
     period = fields.count("decoder_sparse_step", 1)
     named = set(fields.ids("mlp_only_layers"))
     is_dense = [layer in named or (layer + 1) % period > 0 for layer in range(num_layers)]
@@ -59,7 +60,7 @@ def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Experts with clamped gates in every layer."""
-    _activation(fields, "hidden_act", "silu")
+    activation(fields, "hidden_act", "silu")
     routing = Routing(fields.count("num_local_experts"), fields.count("num_experts_per_tok"), normalised=True)
     gate = ClampedSwiGLU(limit=fields.positive("swiglu_limit", 7.0), alpha=fields.positive("swiglu_alpha", 1.702))
     experts = ExpertMlp(routing, fields.count("intermediate_size"), gate, ExpertTensors.STACKED, has_bias=True)
@@ -88,7 +89,12 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """Like deepseek_v2_experts, but experts are chosen by sigmoid scores with a correction."""
-    routing = Routing(
+    return _after_dense(fields, num_layers, sigmoid_routing(fields))
+
+
+def sigmoid_routing(fields: Fields) -> Routing:
+    """The routing of DeepSeek-V3: by sigmoid scores with a correction. Raises BadModel."""
+    return Routing(
         num_experts=fields.count("n_routed_experts"),
         num_chosen=fields.count("num_experts_per_tok"),
         normalised=fields.flag("norm_topk_prob", True),
@@ -100,7 +106,6 @@ def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         has_correction=True,
         in_float32=True,
     )
-    return _after_dense(fields, num_layers, routing)
 
 
 def kimi_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
@@ -116,7 +121,7 @@ def kimi_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp, ...]:
     """[layers] first_k_dense_replace dense MLPs, then experts with shared ones, or as mlp_layer_types says."""
-    _activation(fields, "hidden_act", "silu")
+    activation(fields, "hidden_act", "silu")
     inner = fields.count("moe_intermediate_size")
     shared_size = inner * fields.count("n_shared_experts") if fields.has("n_shared_experts") else 0
     experts = ExpertMlp(routing, inner, SwiGLU(), ExpertTensors.EACH, shared_size=shared_size)

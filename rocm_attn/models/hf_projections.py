@@ -58,10 +58,12 @@ def of_kimi(fields: Fields) -> RecurrentProjections:
 
 def of_mamba(fields: Fields) -> RecurrentProjections:
     """The projections of Mamba2's layers, which add a bias as mamba_proj_bias and mamba_conv_bias say."""
+    has_bias = fields.flag("mamba_proj_bias", False)
     return RecurrentProjections(
         RecurrentTensors.MAMBA,
-        has_bias=fields.flag("mamba_proj_bias", False),
+        in_bias=has_bias,
         convolved_bias=fields.flag("mamba_conv_bias", True),
+        out_bias=has_bias,
     )
 
 

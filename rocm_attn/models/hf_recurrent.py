@@ -1,4 +1,4 @@
-"""Models with recurrent layers among those with pages: Qwen3-Next to 3.8, Kimi-Linear, Kimi-K3, GLM-5.3-Flash, Bamba.
+"""Models with recurrences next to attention: Qwen3-Next to 3.8, Kimi-Linear and K3, GLM-5.3-Flash, and with Mamba2.
 
 States are those of transformers' Qwen3_5GatedDeltaNet, KimiLinearDeltaAttention and BambaMixer.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
@@ -19,21 +20,36 @@ _LINEAR = "linear_attention"
 _TYPES = (_LINEAR, "full_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 
 
+class Places(NamedTuple):
+    """Places among all layers of a model: of those with pages, and of recurrent ones. A layer may be both, or none."""
+
+    paged: tuple[int, ...]
+    recurrent: tuple[int, ...]
+
+
+def paged_or_recurrent(fields: Fields) -> Places:
+    """Each layer has pages or is recurrent. Raises BadModel, Unsupported."""
+    recurrent, num_layers = _recurrent_places(fields), fields.count("num_hidden_layers", most=MAX_LAYERS)
+    taken = set(recurrent)
+    return Places(tuple(place for place in range(num_layers) if place not in taken), recurrent)
+
+
 @dataclass(frozen=True, slots=True)
 class HybridAttention:
     """Layers with pages, which `paged` reads as if all layers had them, and recurrent layers of one kind."""
 
     paged: Callable[[Fields], AttentionGeometry]
     recurrent: Callable[[Fields], RecurrentLayer]
+    places: Callable[[Fields], Places] = paged_or_recurrent
 
     def __call__(self, fields: Fields) -> AttentionGeometry:
         """Like GroupedAttention's. Raises BadModel, Unsupported."""
-        places, layer = _recurrent_places(fields), self.recurrent(fields)
-        taken = set(places)
-        layers = [each for place, each in enumerate(self.paged(fields).layers) if place not in taken]
+        places, state, every = self.places(fields), self.recurrent(fields), self.paged(fields).layers
+        layers = [every[place] for place in places.paged]
         if not layers or isinstance(layers[0].indexer, EarlierSelection):
             raise BadModel("config.json: the first layer with pages is missing, or has no earlier indexer to share")
-        return replace(AttentionGeometry.of(layers), recurrent=tuple((place, layer) for place in places))
+        recurrent = tuple((place, state) for place in places.recurrent)
+        return replace(AttentionGeometry.of(layers), places=places.paged, recurrent=recurrent)
 
 
 def _recurrent_places(fields: Fields) -> tuple[int, ...]:
@@ -84,14 +100,19 @@ def kimi_delta(fields: Fields) -> RecurrentLayer:
 
 def mamba(fields: Fields) -> RecurrentLayer:
     """Mamba2's layer, whose groups are heads of k, and whose state has mamba_d_state rows."""
-    heads, groups, expand = (fields.count(f"mamba_{name}") for name in ("n_heads", "n_groups", "expand"))
-    inner = expand * fields.count("hidden_size")
+    heads, groups = (fields.count(f"mamba_{name}") for name in ("n_heads", "n_groups"))
+    inner = 0  # if the heads' own size is all that the file says
+    if fields.has("mamba_d_ssm"):
+        inner = fields.count("mamba_d_ssm")
+    elif fields.has("mamba_expand"):
+        inner = fields.count("mamba_expand") * fields.count("hidden_size")
     dim = fields.values.get("mamba_d_head", "auto")
     dim = inner // heads if dim == "auto" else fields.count("mamba_d_head")
-    if dim * heads != inner or heads % groups:
+    if heads % groups or dim * heads != (inner or dim * heads):
         raise BadModel(
             f"config.json: mamba_n_heads is {heads}, mamba_d_head {dim} and mamba_n_groups {groups}; the heads must be "
-            f"a multiple of the groups, and have mamba_expand times hidden_size, {inner}, elements together"
+            f"a multiple of the groups, and have {inner} elements together: mamba_d_ssm, or else mamba_expand times "
+            "hidden_size"
         )
     if fields.values.get("time_step_limit") not in _NO_LIMIT:
         raise BadModel(

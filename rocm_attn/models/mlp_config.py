@@ -1,4 +1,4 @@
-"""The MLPs that layers have: dense, of experts, or both."""
+"""The MLPs that layers have: dense, of experts, both, or none."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rocm_attn.models.shards import Shard
 class ExpertTensors(enum.Enum):
     """How a file holds the matrices of a layer's experts."""
 
-    EACH = "three matrices an expert, as of a dense MLP"
+    EACH = "matrices of each expert, as of a dense MLP"
     STACKED = "all experts in one tensor, gate and up in turn, inputs before outputs"
     JOINED = "all experts in one tensor, gate before up, outputs before inputs"
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """One gated MLP for every token. is_joined: whether a file holds the matrices of gate and up as one"""
+    """One MLP for every token. is_joined: whether a file holds the matrices of gate and up as one"""
 
     intermediate_size: int
     gate: Gate
@@ -39,12 +39,13 @@ class DenseMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """Gated MLPs of which a router chooses some for every token.
+    """MLPs of which a router chooses some for every token.
 
     intermediate_size: of one expert
     has_bias:          of the router and of the experts
     shared_size:       elements of a dense MLP that every token takes in addition, with the same gate; 0: there is none
     has_shared_share:  whether a token's share of that MLP is the sigmoid of a product (Qwen); otherwise it is 1
+    latent_size:       elements of a token that experts take and give, a product of the token's; 0: those of the token
     """
 
     routing: Routing
@@ -54,6 +55,7 @@ class ExpertMlp:
     has_bias: bool = False
     shared_size: int = 0
     has_shared_share: bool = False
+    latent_size: int = 0
 
     @property
     def shared(self) -> DenseMlp:
@@ -88,7 +90,19 @@ class DenseAndExperts:
         return self.dense.sizes + self.experts.sizes
 
 
-Mlp = DenseMlp | ExpertMlp | DenseAndExperts
+@dataclass(frozen=True, slots=True)
+class NoMlp:
+    """The place of an MLP in a layer that has none."""
+
+    def on_one_of(self, num_ranks: int) -> NoMlp:
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return ()
+
+
+Mlp = DenseMlp | ExpertMlp | DenseAndExperts | NoMlp
 
 
 def _part(size: int, num_ranks: int) -> int:

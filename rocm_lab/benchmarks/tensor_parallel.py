@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.models.config import LayerConfig, ModelConfig
+from rocm_attn.models.config import AttentionConfig, LayerConfig, ModelConfig
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp
@@ -63,7 +63,8 @@ def model_of(
     """A Llama. heads: query heads, KV heads, head_dim"""
     num_q_heads, num_kv_heads, head_dim = heads
     attention = AttentionLayer(num_q_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
-    layer = LayerConfig(attention, Rope(theta=500000.0, head_dim=head_dim), DenseMlp(inner, SwiGLU()))
+    mixer = AttentionConfig(attention, Rope(theta=500000.0, head_dim=head_dim))
+    layer = LayerConfig((mixer,), DenseMlp(inner, SwiGLU()))
     return ModelConfig(
         architecture="LlamaForCausalLM",
         layers=(layer,) * num_layers,
@@ -229,7 +230,7 @@ def products(weights: ModelWeights, num_seqs: int) -> Callable[[], Tensor]:
 
 def _matrices(layer: LayerWeights) -> tuple[Tensor, ...]:
     """The matrices of a layer with heads and a dense MLP."""
-    attention, mlp = layer.attention, layer.mlp
+    (attention,), mlp = layer.mixers, layer.mlp
     assert isinstance(attention, KVHeadWeights)
     assert isinstance(mlp, DenseWeights)
     return attention.qkv, attention.out, mlp.gate_up, mlp.down

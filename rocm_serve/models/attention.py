@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
-from rocm_attn.models.config import HeadProjections, LatentProjections, LayerConfig
+from rocm_attn.models.config import AttentionConfig, HeadProjections, LatentProjections
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.rope import Rope, rotate
 from rocm_attn.problem import AllKeys, Indexer
@@ -160,7 +160,12 @@ LayerAttention = OverHeads | OverLatentRows
 
 
 def layer_attention(
-    number: int, reads: int, layer: LayerConfig, weights: MixerWeights, arithmetic: Arithmetic, rope: RopeTable | None
+    number: int,
+    reads: int,
+    layer: AttentionConfig,
+    weights: MixerWeights,
+    arithmetic: Arithmetic,
+    rope: RopeTable | None,
 ) -> LayerAttention:
     """The attention of layer `number`, which reads K and V of layer `reads`. rope: the layer's"""
     if isinstance(weights, LatentWeights):

@@ -25,6 +25,7 @@ from rocm_attn.problem import DTYPES
 from rocm_serve.models.places import find_model
 from rocm_serve.models.renamed_tensors import RenamedTensors, replaced_name, text_name
 from rocm_serve.models.safetensors_file import SafetensorsFiles
+from rocm_serve.models.scaled_tensors import ScaledTensors
 from rocm_serve.models.weights import ModelWeights, load_weights
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.text.chat_template import template_of
@@ -139,6 +140,8 @@ def _open_directory(directory: Path) -> ModelFiles:
         source = RenamedTensors(source, text_name)
     if renamed := DECODERS[config.architecture].renamed:
         source = RenamedTensors(source, partial(replaced_name, renamed))
+    if config.factors:
+        source = ScaledTensors(source, config.factors)
     return ModelFiles(config, source, tokenizer)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
-from rocm_attn.models.gates import ClampedSwiGLU, Gate, SwiGLU
+from rocm_attn.models.gates import ClampedSwiGLU, Gate, ReluSquared, SwiGLU
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
 from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.linears import Linears
@@ -19,7 +19,9 @@ from rocm_serve.models.weights import LayerWeights
 
 
 def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> None:
-    """Adds the output of a layer's MLP to the residual."""
+    """Adds the output of a layer's MLP to the residual, if it has one."""
+    if weights.mlp_norm is None:
+        return
     x, norm, linears = residual.normed(weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
     of_mlp = weights.mlp
     if isinstance(mlp, DenseMlp):
@@ -31,6 +33,7 @@ def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Ari
         assert isinstance(of_mlp, ExpertWeights), "weights are read by their config"
         total = experts_sum(x, x, mlp, of_mlp, linears)
     else:
+        assert isinstance(mlp, DenseAndExperts), "an MLP without a norm"
         assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
         total = _dense_and_experts(residual.rows, x, mlp, of_mlp, arithmetic)
     residual.add(total if norm is None else arithmetic.norm(total, norm))
@@ -64,9 +67,12 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
     if weights.share_scale is not None:
         share = share * weights.share_scale[expert]
     groups = ExpertGroups.of(expert, mlp.routing.num_experts)
-    inner = mixed(mlp.gate, linears.of_experts(x, weights.gate_up, weights.gate_up_bias, groups))
+    of_experts = x if weights.latent_in is None else linears.linear(x, weights.latent_in)
+    inner = mixed(mlp.gate, linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups))
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
     total = (parts.view(*share.shape, -1) * share.to(x.dtype)[..., None]).sum(1)
+    if weights.latent_out is not None:
+        total = linears.linear(total, weights.latent_out)
     if weights.shared is not None:
         shared = linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
         if weights.shared_share is not None:
@@ -76,9 +82,12 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
 
 
 def mixed(gate: Gate, both: Tensor) -> Tensor:
-    """[rows, inner]: the two inner products of an MLP, combined. both: [rows, 2 * inner], the gate's product first"""
-    if both.device.type == "cpu":
-        return gate.mix(*both.chunk(2, -1))
+    """[rows, inner]: the inner products of an MLP, combined. both: [rows, 2 * inner], the gate's product first
+
+    Without a gate there is one product.
+    """
+    if both.device.type == "cpu" or isinstance(gate, ReluSquared):
+        return gate.mix(*both.chunk(len(gate.PRODUCTS), -1))
     from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 
     out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=both.dtype, device=both.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
 
@@ -20,7 +20,7 @@ Named = Iterator[tuple[str, Shape]]
 class DenseWeights:
     """Weights of a dense MLP, or a rank's part of them. A matrix is [out, in]; a weight that the model lacks is None.
 
-    gate_up: [2 * inner, hidden]; rows of gate, then up
+    gate_up: [2 * inner, hidden]; rows of gate, then up; without a gate [inner, hidden]
     down:    [hidden, inner]
     """
 
@@ -38,12 +38,13 @@ class ExpertWeights:
     router_bias:  [num_experts]
     correction:   float32 [num_experts]; see Routing.choose
     share_scale:  float32 [num_experts]; factor on an expert's shares
-    gate_up:      [num_experts, 2 * inner, hidden]; rows of gate, then up
+    gate_up:      [num_experts, 2 * inner, hidden]; rows of gate, then up; without a gate inner rows
     gate_up_bias: [num_experts, 2 * inner]
     down:         [num_experts, hidden, inner]
     down_bias:    [num_experts, hidden]; only on one rank, because ranks sum the outputs of experts
     shared:       of the dense MLP next to them
     shared_share: [1, hidden]; the logit of a token's share of that MLP
+    latent_in:    [latent, hidden], latent_out: [hidden, latent]; around the experts, whose hidden is latent then
     """
 
     router: Tensor
@@ -56,6 +57,8 @@ class ExpertWeights:
     down_bias: Tensor | None
     shared: DenseWeights | None
     shared_share: Tensor | None
+    latent_in: Tensor | None = None
+    latent_out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +90,7 @@ def mlp_shapes(mlp: Mlp, hidden: int) -> Named:
         yield "router.per_expert_scale", (mlp.experts.routing.num_experts,)
         for name in _NORMS_OF_BOTH:
             yield f"{name}.weight", (hidden,)
-    else:
+    elif isinstance(mlp, ExpertMlp):
         yield from _expert_shapes(mlp, hidden)
 
 
@@ -110,11 +113,17 @@ def _expert_shapes(mlp: ExpertMlp, hidden: int) -> Named:
         yield from _joined_shapes("mlp.", mlp, hidden)
     else:
         for expert in range(experts):
-            yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), hidden)
+            yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), mlp.latent_size or hidden)
+    if mlp.latent_size:
+        yield f"mlp.{_LATENT_IN}", (mlp.latent_size, hidden)
+        yield f"mlp.{_LATENT_OUT}", (hidden, mlp.latent_size)
     if mlp.shared_size:
         yield from _dense_shapes(f"mlp.{_shared_name(mlp)}.", mlp.shared, hidden)
     if mlp.has_shared_share:
         yield "mlp.shared_expert_gate.weight", (1, hidden)
+
+
+_LATENT_IN, _LATENT_OUT = "fc1_latent_proj.weight", "fc2_latent_proj.weight"
 
 
 def _shared_name(mlp: ExpertMlp) -> str:
@@ -140,15 +149,18 @@ def _dense_shapes(prefix: str, mlp: DenseMlp, hidden: int) -> Named:
         yield f"{prefix}gate_up_proj.weight", (2 * inner, hidden)
         yield f"{prefix}down_proj.weight", (hidden, inner)
         return
-    for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
-        yield from with_bias(prefix + name, shape, mlp.has_bias)
+    for name in mlp.gate.PRODUCTS:
+        yield from with_bias(prefix + name, (inner, hidden), mlp.has_bias)
+    yield from with_bias(f"{prefix}down_proj", (hidden, inner), mlp.has_bias)
 
 
-def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights:
+def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights | None:
     """Reads a rank's part of the MLP whose tensor names start with a layer's prefix. Raises BadModel.
 
     mlp: of the whole model
     """
+    if isinstance(mlp, NoMlp):
+        return None
     if isinstance(mlp, DenseMlp):
         return _read_dense(reader, mlp, f"{prefix}mlp.", shard)
     if isinstance(mlp, DenseAndExperts):
@@ -170,7 +182,7 @@ def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWe
 
 def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, shard: Shard) -> DenseWeights:
     inner, down = shard.span(mlp.intermediate_size), f"{prefix}down_proj"
-    gate_up = [(f"{prefix}gate_proj", inner), (f"{prefix}up_proj", inner)]
+    gate_up = [(prefix + name, inner) for name in mlp.gate.PRODUCTS]
     if mlp.is_joined:
         joined = f"{prefix}gate_up_proj"
         gate_up = [(joined, inner), (joined, inner.after(mlp.intermediate_size))]
@@ -187,13 +199,14 @@ def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, shard: Shard) 
 
 def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
     router, inner = _gate(reader, mlp, prefix), shard.span(mlp.intermediate_size)
-    experts, hidden = router.matrix.shape
-    gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
+    (experts, hidden), products = router.matrix.shape, mlp.gate.PRODUCTS
+    hidden = mlp.latent_size or hidden
+    gate_up = torch.empty(experts, len(products), inner.size, hidden, dtype=reader.dtype, device=reader.device)
     down = torch.empty(experts, hidden, inner.size, dtype=reader.dtype, device=reader.device)
     for expert in range(experts):
         name = f"{prefix}experts.{expert}."
-        reader.copy_into(gate_up[expert, 0], TensorPart(f"{name}gate_proj.weight", (inner,)))
-        reader.copy_into(gate_up[expert, 1], TensorPart(f"{name}up_proj.weight", (inner,)))
+        for number, product in enumerate(products):
+            reader.copy_into(gate_up[expert, number], TensorPart(f"{name}{product}.weight", (inner,)))
         reader.copy_into(down[expert], TensorPart(f"{name}down_proj.weight", (ShardRange.whole(hidden), inner)))
     return ExpertWeights(
         router=router.matrix,
@@ -206,6 +219,8 @@ def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) 
         down_bias=None,
         shared=_read_shared(reader, mlp, prefix, shard),
         shared_share=_read_shared_share(reader, mlp, prefix),
+        latent_in=reader.join(TensorPart(prefix + _LATENT_IN)) if mlp.latent_size else None,
+        latent_out=reader.join(TensorPart(prefix + _LATENT_OUT)) if mlp.latent_size else None,
     )
 
 

@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.models.config import ModelConfig, RecurrentConfig
+from rocm_attn.models.config import MixerConfig, ModelConfig, RecurrentConfig
 from rocm_attn.problem import Indexer
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.attention import LayerAttention, layer_attention
-from rocm_serve.models.attention_weights import KVHeadWeights as AttentionHeadWeights
+from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
 from rocm_serve.models.mlp import add_mlp
 from rocm_serve.models.recurrent import RecurrentMixer, recurrent_layer
 from rocm_serve.models.step_calls import StepCalls
-from rocm_serve.models.weights import ModelWeights
+from rocm_serve.models.weights import MixerWeights, ModelWeights
 from rocm_serve.ranks import ONE_RANK, Ranks
 
 
@@ -83,28 +83,27 @@ class Model:
             for layer in config.attending
             if isinstance(layer.attention.indexer, Indexer)
         }
-        # rounded like the embeddings: models with a scale were trained so
+        # rounded like the embeddings: Gemma was trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
-        self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
-        for layer, place in enumerate(config.places):
-            of_attention = weights.layers[place].attention
-            if isinstance(of_attention, AttentionHeadWeights) and of_attention.sinks is not None:
+        factor, rounds = config.multipliers.embedding, config.multipliers.rounds_embedding
+        self._embedding_scale = torch.tensor(factor, dtype=dtype if rounds else torch.float64).item()
+        for layer, of_attention in enumerate(weights.attending):
+            if isinstance(of_attention, KVHeadWeights) and of_attention.sinks is not None:
                 head_weights.set(layer, HeadWeights(sinks=of_attention.sinks))
 
-    def _mixers_of(self, max_kv_len: int) -> list[LayerAttention | RecurrentMixer]:
-        """The attention or the recurrence of every layer; each kind has numbers of its own."""
+    def _mixers_of(self, max_kv_len: int) -> list[list[LayerAttention | RecurrentMixer]]:
+        """The attention and the recurrences of every layer; each kind has numbers of its own."""
         config, weights, arithmetic = self.config, self.weights, self._arithmetic
         turns = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.attending}
         reads, recurrent = iter(enumerate(config.attention.reads)), count()
-        mixers: list[LayerAttention | RecurrentMixer] = []
-        for layer, layer_weights in zip(config.layers, weights.layers, strict=True):
-            if isinstance(layer, RecurrentConfig):
-                mixers.append(recurrent_layer(next(recurrent), layer.recurrent, layer_weights.attention, arithmetic))
-            else:
-                number, read = next(reads)
-                rope, of_attention = turns[layer.rope], layer_weights.attention
-                mixers.append(layer_attention(number, read, layer, of_attention, arithmetic, rope))
-        return mixers
+
+        def made(mixer: MixerConfig, of_mixer: MixerWeights) -> LayerAttention | RecurrentMixer:
+            if isinstance(mixer, RecurrentConfig):
+                return recurrent_layer(next(recurrent), mixer, of_mixer, arithmetic)
+            return layer_attention(*next(reads), mixer, of_mixer, arithmetic, turns[mixer.rope])
+
+        of_layers = zip(config.layers, weights.layers, strict=True)
+        return [list(map(made, layer.mixers, of_layer.mixers)) for layer, of_layer in of_layers]
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
@@ -124,13 +123,15 @@ class Model:
         inputs: dict[int, Tensor] = {}
         own_inputs = self._own_inputs(step.token_ids, embedded)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
-        for number, mixer in enumerate(self._mixers):
+        for number, mixers in enumerate(self._mixers):
             layer, weights = self.config.layers[number], self.weights.layers[number]
             if number in layers:
                 inputs[number] = residual.rows
-            x = mixer.attended(step, residual.normed(weights.attention_norm), cos_sin)
-            of_attention = weights.attention
-            residual.add(arithmetic.output(x, of_attention.out, of_attention.out_bias, weights.attention_out_norm))
+            if weights.attention_norm is not None:
+                x = residual.normed(weights.attention_norm)
+                for mixer, of in zip(mixers, weights.mixers, strict=True):
+                    out = mixer.attended(step, x, cos_sin)
+                    residual.add(arithmetic.output(out, of.out, of.out_bias, weights.attention_out_norm))
             add_mlp(residual, layer.mlp, weights, arithmetic)
             if weights.own_input is not None and own_inputs is not None:
                 rows = arithmetic.add_own_input(residual.rows, own_inputs[:, number], weights.own_input)

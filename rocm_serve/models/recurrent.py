@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.models.config import GatedNorm, RecurrentConfig
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.attention import CosSin
@@ -48,16 +49,17 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSpace:
-    """A Mamba2 layer (arXiv 2405.21060), as transformers' BambaMixer computes it.
+    """A Mamba2 layer (arXiv 2405.21060), as transformers' BambaMixer, NemotronHMamba2Mixer and FalconH1Mixer have it.
 
         step  = softplus(dt + step_bias)        decay = decay_factor * step
-        out   = norm((recurrence + skip * x) * silu(gate))        over the heads of each group
+        out   = norm((recurrence + skip * x) * silu(gate))        over the heads of each group; see GatedNorm
 
     number, form: see GatedDeltaNet
     """
 
     number: int
     form: RecurrentLayer
+    norm: GatedNorm
     weights: StateSpaceWeights
     arithmetic: Arithmetic
 
@@ -71,8 +73,12 @@ class StateSpace:
         size = F.softplus(dt.float() + weights.step_bias)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, weights.decay_factor * size, size, out)
-        gated = torch.addcmul(out.float(), weights.skip, v.float()).flatten(1) * F.silu(gate.float())
-        return (self._normed(gated) * weights.norm).to(x.dtype)
+        gate, rows = F.silu(gate.float()), torch.addcmul(out.float(), weights.skip, v.float()).flatten(1)
+        if weights.norm is None:
+            return (rows * gate).to(x.dtype)
+        if self.norm is GatedNorm.BEFORE_GATE:
+            return (self._normed(rows) * weights.norm * gate).to(x.dtype)
+        return (self._normed(rows * gate) * weights.norm).to(x.dtype)
 
     def _normed(self, rows: Tensor) -> Tensor:
         """[T, value_heads * value_dim]: each group divided by the root of its mean square. rows: float32"""
@@ -131,10 +137,13 @@ def convolved(
     return q, k, v.view(num_tokens, form.num_value_heads, form.value_dim)
 
 
-def recurrent_layer(number: int, form: RecurrentLayer, weights: MixerWeights, arithmetic: Arithmetic) -> RecurrentMixer:
+def recurrent_layer(
+    number: int, layer: RecurrentConfig, weights: MixerWeights, arithmetic: Arithmetic
+) -> RecurrentMixer:
     """The recurrence of layer `number` among the recurrent layers."""
+    form = layer.recurrent
     if isinstance(weights, StateSpaceWeights):
-        return StateSpace(number, form, weights, arithmetic)
+        return StateSpace(number, form, layer.projections.norm, weights, arithmetic)
     if isinstance(weights, KimiDeltaWeights):
         return KimiDelta(number, form, weights, arithmetic)
     assert isinstance(weights, DeltaNetWeights), "weights are read by their config"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rocm_attn.models.config import RecurrentProjections, RecurrentTensors
+from rocm_attn.models.config import GatedNorm, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.shards import GroupedRows, HeadSpans, Shard, ShardRange
 from rocm_attn.models.tensors import TensorPart, TensorReader
@@ -62,7 +62,7 @@ class StateSpaceWeights:
     decay_factor: Tensor
     step_bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
     num_normed: int
     out: Tensor
     out_bias: Tensor | None
@@ -110,12 +110,13 @@ def recurrent_shapes(layer: RecurrentLayer, projections: RecurrentProjections, h
 
 def _mamba_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidden: int) -> Named:
     values, heads = layer.num_value_heads * layer.value_dim, layer.num_value_heads
-    yield from with_bias("mamba.in_proj", (layer.conv_channels + values + heads, hidden), projections.has_bias)
+    yield from with_bias("mamba.in_proj", (layer.conv_channels + values + heads, hidden), projections.in_bias)
     yield from with_bias("mamba.conv1d", (layer.conv_channels, 1, layer.conv_width), projections.convolved_bias)
     for name in ("A_log", "dt_bias", "D"):
         yield f"mamba.{name}", (heads,)
-    yield "mamba.norm.weight", (values,)
-    yield from with_bias("mamba.out_proj", (hidden, values), projections.has_bias)
+    if projections.norm is not GatedNorm.NONE:
+        yield "mamba.norm.weight", (values,)
+    yield from with_bias("mamba.out_proj", (hidden, values), projections.out_bias)
 
 
 def _kimi_shapes(layer: RecurrentLayer, hidden: int) -> Named:
@@ -171,12 +172,13 @@ def _read_mamba(reader: TensorReader, part: _Part, projections: RecurrentProject
         list(part.of_mamba(name)) if wanted else []
         for name, wanted in (
             ("in_proj.weight", True),
-            ("in_proj.bias", projections.has_bias),
+            ("in_proj.bias", projections.in_bias),
             ("conv1d.weight", True),
             ("conv1d.bias", projections.convolved_bias),
         )
     )
     heads = part.heads.q
+    norm = part.piece("norm.weight", heads.of_elements(part.layer.value_dim))
     return StateSpaceWeights(
         first=reader.join(*first),
         first_bias=reader.join(*first_bias) if first_bias else None,
@@ -186,9 +188,9 @@ def _read_mamba(reader: TensorReader, part: _Part, projections: RecurrentProject
         step_bias=reader.in_float32(part.piece("dt_bias", heads)),
         skip=reader.in_float32(part.piece("D", heads))[:, None],
         num_normed=part.layer.num_value_heads // part.layer.num_key_heads * part.layer.value_dim,
-        norm=reader.in_float32(part.piece("norm.weight", heads.of_elements(part.layer.value_dim))),
+        norm=reader.in_float32(norm) if projections.norm is not GatedNorm.NONE else None,
         out=reader.join(part.out(reader, "out_proj.weight")),
-        out_bias=reader.join(part.piece("out_proj.bias")) if projections.has_bias else None,
+        out_bias=reader.join(part.piece("out_proj.bias")) if projections.out_bias else None,
     )
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import LatentProjections, LayerConfig, ModelConfig, RecurrentConfig
-from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.models.config import LatentProjections, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
+from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import WHOLE, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_serve.models.attention_weights import (
@@ -73,17 +73,18 @@ class OwnInputWeights:
 class LayerWeights:
     """One layer, or a rank's part of it. A weight that the model lacks is None.
 
-    attention_norm, mlp_norm: [hidden]; on the input of attention and MLP
+    mixers: of attention, of a recurrence or of both, in the order of LayerConfig.mixers
+    attention_norm, mlp_norm: [hidden]; on the input of the mixers and of the MLP; None if the layer lacks that part
     attention_out_norm, mlp_out_norm: [hidden]; on terms added to the residual
     factor: [1]; on the layer's sum
     kv_scale_values: scales of K and of V in E4M3FN, from the model's file
     """
 
-    attention_norm: Tensor
-    attention: MixerWeights
+    attention_norm: Tensor | None
+    mixers: tuple[MixerWeights, ...]
     attention_out_norm: Tensor | None
-    mlp_norm: Tensor
-    mlp: MlpWeights
+    mlp_norm: Tensor | None
+    mlp: MlpWeights | None
     mlp_out_norm: Tensor | None
     own_input: OwnInput | None
     factor: Tensor | None
@@ -113,6 +114,12 @@ class ModelWeights:
     def device(self) -> torch.device:
         """The device of every weight."""
         return self.embedding.device
+
+    @property
+    def attending(self) -> tuple[AttentionWeights, ...]:
+        """Those of the layers with attention, in order."""
+        every = (mixer for layer in self.layers for mixer in layer.mixers)
+        return tuple(mixer for mixer in every if isinstance(mixer, AttentionWeights))
 
     @property
     def num_bytes(self) -> int:
@@ -160,13 +167,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 def layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
     """Yields the name within a layer and the shape of every tensor of it."""
     layer, hidden = config.layers[number], config.hidden_size
-    if isinstance(layer, RecurrentConfig):
-        yield from recurrent_shapes(layer.recurrent, layer.projections, hidden)
-    elif isinstance(layer.projections, LatentProjections):
-        yield from latent_shapes(layer.attention, layer.projections, hidden)
-    else:
-        yield from head_shapes(layer.attention, layer.projections, hidden, keeps_kv=config.keeps_kv(number))
-    for name in _norm_names(config).values():
+    for mixer in layer.mixers:
+        if isinstance(mixer, RecurrentConfig):
+            yield from recurrent_shapes(mixer.recurrent, mixer.projections, hidden)
+        elif isinstance(mixer.projections, LatentProjections):
+            yield from latent_shapes(mixer.attention, mixer.projections, hidden)
+        else:
+            yield from head_shapes(mixer.attention, mixer.projections, hidden, keeps_kv=config.keeps_kv(number))
+    for name in _norm_names(config, layer).values():
         yield f"{name}.weight", (hidden,)
     yield from mlp_shapes(layer.mlp, hidden)
     if config.own_inputs.dim:
@@ -177,8 +185,12 @@ def layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]
         yield "layer_scalar", (1,)
 
 
-def _norm_names(config: ModelConfig) -> dict[str, str]:
+def _norm_names(config: ModelConfig, layer: LayerConfig) -> dict[str, str]:
     """Field of LayerWeights -> name of the norm in files. With norms after attention, one name means another norm."""
+    if not layer.mixers:
+        return {"mlp_norm": "norm"}
+    if isinstance(layer.mlp, NoMlp):
+        return {"attention_norm": "norm"}
     names = {"attention_norm": "input_layernorm"}
     if not config.out_norms:
         return names | {"mlp_norm": "post_attention_layernorm"}
@@ -251,16 +263,17 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
 
 def may_be_ignored(config: ModelConfig, name: str) -> bool:
     """True for a tensor that files of such a model may have although the model does not use it."""
-    # a tied head may be stored again, old files keep a table that follows from the config, and Qwen's layers for
-    # speculation have names of their own
+    # a tied head may be stored again, old files keep a table that follows from the config, and layers for speculation
+    # may have names of their own
     layer = name.removeprefix("model.layers.").partition(".")[0]
     is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
     if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
         # layers that read K and V of another one may hold weights for K and V of their own
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
-        if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
+        attends = int(layer) in config.places
+        if attends and part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
             return True
-    is_extra |= name == "lm_head.weight" or name.startswith("mtp.")
+    is_extra |= name == "lm_head.weight" or name.startswith(config.unread)
     return is_extra or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))
 
 
@@ -271,14 +284,12 @@ def _some(names: list[str]) -> str:
 def read_layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
     """Reads a rank's part of layer `number`. config: of the whole model; reader: has the shapes of layer_shapes()"""
     layer, prefix = config.layers[number], f"model.layers.{number}."
-    norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
+    norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config, layer).items()}
     return LayerWeights(
-        attention_norm=norms["attention_norm"],
-        attention=read_recurrent(reader, layer.recurrent, layer.projections, prefix, shard)
-        if isinstance(layer, RecurrentConfig)
-        else _attention(reader, config, number, layer, shard),
+        attention_norm=norms.get("attention_norm"),
+        mixers=tuple(_mixer(reader, config, number, mixer, shard) for mixer in layer.mixers),
         attention_out_norm=norms.get("attention_out_norm"),
-        mlp_norm=norms["mlp_norm"],
+        mlp_norm=norms.get("mlp_norm"),
         mlp=read_mlp(reader, layer.mlp, prefix, shard),
         mlp_out_norm=norms.get("mlp_out_norm"),
         own_input=_own_input(reader, prefix) if config.own_inputs.dim else None,
@@ -303,14 +314,14 @@ def _own_inputs(reader: TensorReader) -> OwnInputWeights:
     )
 
 
-def _attention(
-    reader: TensorReader, config: ModelConfig, number: int, layer: LayerConfig, shard: Shard
-) -> AttentionWeights:
-    prefix, projections, keeps_kv = f"model.layers.{number}.self_attn.", layer.projections, config.keeps_kv(number)
+def _mixer(reader: TensorReader, config: ModelConfig, number: int, mixer: MixerConfig, shard: Shard) -> MixerWeights:
+    if isinstance(mixer, RecurrentConfig):
+        return read_recurrent(reader, mixer.recurrent, mixer.projections, f"model.layers.{number}.", shard)
+    prefix, projections, keeps_kv = f"model.layers.{number}.self_attn.", mixer.projections, config.keeps_kv(number)
     if isinstance(projections, LatentProjections):
-        return read_latent(OfAttention(reader, prefix, shard), layer.attention, projections)
+        return read_latent(OfAttention(reader, prefix, shard), mixer.attention, projections)
     norms = {name: _norm(reader, config, prefix + name) for name in head_norms(projections, keeps_kv=keeps_kv)}
-    return read_heads(OfAttention(reader, prefix, shard), layer.attention, projections, norms, keeps_kv=keeps_kv)
+    return read_heads(OfAttention(reader, prefix, shard), mixer.attention, projections, norms, keeps_kv=keeps_kv)
 
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:

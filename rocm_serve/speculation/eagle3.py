@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import HeadProjections, ModelConfig
+from rocm_attn.models.config import HeadProjections, LayerConfig, ModelConfig
 from rocm_attn.models.fields import Fields, read_json
 from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.mlp_config import NoMlp
 from rocm_attn.models.shards import WHOLE
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -82,13 +83,14 @@ def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
 
 def seeded_head3(large: LoadedModel) -> Eagle3Weights:
     """A head of random weights, always the same ones, that knows every second token of the large model."""
-    layer = large.config.attending[-1]
-    layer = replace(
-        layer,
-        attention=replace(layer.attention, window_left=UNLIMITED_WINDOW, has_sinks=False),
+    attention, mlps = large.config.attending[-1], [layer.mlp for layer in large.config.layers]
+    attention = replace(
+        attention,
+        attention=replace(attention.attention, window_left=UNLIMITED_WINDOW, has_sinks=False),
         projections=HeadProjections(),
     )
-    config = replace(_alone(large.config), layers=(layer,))
+    mlp = next(mlp for mlp in reversed(mlps) if not isinstance(mlp, NoMlp))
+    config = replace(_alone(large.config), layers=(LayerConfig((attention,), mlp),))
     num_known = -(-config.vocab_size // 2)
     source = SeededHead(_shapes(config, large.config.hidden_size, num_known, own_embedding=False))
     differences = torch.arange(num_known)
@@ -123,6 +125,7 @@ class Eagle3Head(EagleHead):
             embedded = self._large.embed(step.token_ids)
         else:
             embedded = F.embedding(step.token_ids, self._of_head.embedding)
+        assert self._of_layer.attention_norm is not None, "a head's layer attends"
         both = norm(embedded, self._of_layer.attention_norm), norm(features, self._weights.feature_norm)
         return self.through_layer(step, torch.cat(both, 1), features)
 

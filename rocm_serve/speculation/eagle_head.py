@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import LayerConfig, ModelConfig, OwnInputs
+from rocm_attn.models.config import LayerConfig, ModelConfig, OwnInputs, RecurrentConfig
+from rocm_attn.models.mlp_config import NoMlp
 from rocm_attn.models.shards import WHOLE
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
@@ -87,11 +88,12 @@ class EagleHead(DraftingModel):
     def __init__(self, weights: EagleWeights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
         config, of_head = weights.model.config, weights.model.weights
         self._large, self._fc = large, weights.fc
-        (self._layer,), (self._of_layer,) = config.attending, of_head.layers
+        (self._layer,), (self._of_layer,) = config.layers, of_head.layers
+        (attention,), (self._of_attention,) = config.attending, of_head.attending
         linears = linears_over(ONE_RANK, deterministic=runtime.deterministic)
         self._arithmetic = Arithmetic(linears, config.rms_norm_eps, config.multipliers.residual)
-        rope = self._layer.rope.turns(runtime.max_kv_len, of_head.device)
-        self._attention = layer_attention(0, 0, self._layer, self._of_layer.attention, self._arithmetic, rope)
+        rope = attention.rope.turns(runtime.max_kv_len, of_head.device)
+        self._attention = layer_attention(0, 0, attention, self._of_attention, self._arithmetic, rope)
         width = large.config.hidden_size * max(1, len(weights.layers))
         with torch.inference_mode(False):
             self.features = torch.zeros(most_tokens, width, dtype=of_head.dtype, device=of_head.device)
@@ -125,9 +127,9 @@ class EagleHead(DraftingModel):
         """[T, hidden]: the residual with attention over x, and with the MLP of that."""
         arithmetic, weights = self._arithmetic, self._of_layer
         x = self._attention.attended(step, x, {})
-        out = weights.attention.out, weights.attention.out_bias, weights.attention_out_norm
+        out, out_bias = self._of_attention.out, self._of_attention.out_bias
         sums = Residual(arithmetic, residual)
-        sums.add(arithmetic.output(x, *out))
+        sums.add(arithmetic.output(x, out, out_bias, weights.attention_out_norm))
         add_mlp(sums, self._layer.mlp, weights, arithmetic)
         return sums.rows
 
@@ -142,15 +144,20 @@ def _config_like(config: ModelConfig) -> ModelConfig:
         own_inputs=OwnInputs(),
         has_layer_factors=False,
         num_extra_layers=0,
+        unread=(),
     )
 
 
 def _layer_like(config: ModelConfig) -> LayerConfig:
-    """The last layer that attends to all keys, without a window, with K and V of its own."""
-    for layer in reversed(config.attending):
-        if isinstance(layer.attention.indexer, AllKeys) and not layer.attention.has_sinks:
-            return replace(layer, attention=replace(layer.attention, window_left=UNLIMITED_WINDOW))
+    """The last layer that attends to all keys and has an MLP, without a window, with K and V of its own."""
+    for layer in reversed(config.layers):
+        for mixer in layer.mixers:
+            if isinstance(mixer, RecurrentConfig) or isinstance(layer.mlp, NoMlp):
+                continue
+            if isinstance(mixer.attention.indexer, AllKeys) and not mixer.attention.has_sinks:
+                attention = replace(mixer.attention, window_left=UNLIMITED_WINDOW)
+                return LayerConfig((replace(mixer, attention=attention),), layer.mlp)
     raise BadModel(
-        f"{config.architecture} has no layer that attends to all keys without sinks, which an EAGLE head needs; "
-        "use speculative ngram or draft:MODEL"
+        f"{config.architecture} has no layer with an MLP that attends to all keys without sinks, which an EAGLE head "
+        "needs; use speculative ngram or draft:MODEL"
     )

@@ -1,4 +1,4 @@
-"""The output of `rocm-attn explain` for nineteen models on two archs, for two with 8-bit K and V, and for one over
+"""The output of `rocm-attn explain` for twenty-one models on two archs, for two with 8-bit K and V, and for one over
 records.
 
 `python -m tests.amd.aiter.explained` writes it again, and the table of docs/models.md.
@@ -37,11 +37,13 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "deepseek-v3.2": ("--tp", "8"),
     "deepseek-v4-flash": ("--tp", "8"),
     "deepseek-v4.1-flash": ("--tp", "8"),
+    "falcon-h1-7b": (),
     "gemma-4": (),
     "glm-5.3-flash": ("--tp", "8"),
     "kimi-k3": ("--tp", "8"),
     "minimax-m2": (),
     "minimax-m3": (),
+    "nemotron-h-8b": (),
     "qwen3.5-397b-a17b": ("--tp", "8"),
     "qwen3.8-27b": (),
     "qwen3.8-flash-next": (),

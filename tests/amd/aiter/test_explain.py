@@ -15,6 +15,7 @@ from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, PAGE, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.hf_models import PUBLISHED
 
 
 @pytest.mark.fast
@@ -48,6 +49,25 @@ def test_every_layer_is_listed_once_and_recurrent_ones_with_their_state(
     layers = [layer for kind in said["layer_kinds"] + said["recurrent_layers"] for layer in kind["layers"]]
     assert sorted(layers) == list(range(len(layers)))
     assert all(kind["kernels"]["decode"] and kind["kernels"]["extend"] for kind in said["layer_kinds"])
+
+
+# Model -> layers with pages and recurrent ones, and the bytes of a state: 4 * heads * rows * dim and 2 * 3 * channels.
+MAMBA = {
+    "falcon-h1-7b": (44, 44, 4 * 24 * 256 * 128 + 6 * (24 * 128 + 2 * 256)),
+    "nemotron-h-8b": (4, 24, 4 * 128 * 128 * 64 + 6 * (128 * 64 + 2 * 8 * 128)),
+}
+
+
+@pytest.mark.parametrize("model", MAMBA)
+def test_a_layer_may_have_pages_and_a_state_or_neither(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(run(capsys, model, "--arch", "gfx942", "--json")[1])
+    (paged,), (recurrent,) = said["layer_kinds"], said["recurrent_layers"]
+    assert (len(paged["layers"]), len(recurrent["layers"]), recurrent["bytes_per_slot"]) == MAMBA[model]
+    pattern = json.loads((HERE / f"{model}.json").read_text()).get("hybrid_override_pattern")
+    letters = list(enumerate(pattern or ["both"] * 44))
+    assert [place for place, letter in letters if letter in ("*", "both")] == paged["layers"]
+    assert [place for place, letter in letters if letter in ("M", "both")] == recurrent["layers"]
+    assert {"decode", "extend"} <= set(paged["kernels"])
 
 
 def test_no_golden_file_is_left_over() -> None:
@@ -169,6 +189,32 @@ def test_a_plan_says_the_bytes_of_states(capsys: pytest.CaptureFixture[str]) -> 
     assert f"states take {states / 2**20:.1f} MiB a request" in printed
     rows = 9  # with the reserved one
     assert f"states of requests {rows * states / 2**30:.1f} GiB" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "sizes"),
+    [
+        ("falcon-h1-7b-instruct", 1, (44, 24, 1, 256, 128)),
+        ("nemotron-h-8b-base-8k", 1, (24, 128, 8, 128, 64)),
+        ("nemotron-h-8b-base-8k", 8, (24, 16, 1, 128, 64)),
+    ],
+)
+def test_a_plan_counts_the_states_of_mamba_on_a_rank(
+    model: str, tp: int, sizes: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sizes: recurrent layers, heads, groups, rows of a state, elements of a head"""
+    layers, heads, groups, rows, dim = sizes
+    inputs = 2 * (3 + 1) * (heads * dim + 2 * groups * rows)
+    kept = 2 * (groups * rows + heads * dim) + 2 * max(256, 4 * heads)  # k, v, decay and beta of one token
+    state = layers * (4 * heads * rows * dim + inputs + kept)
+    command = ["capture-plan", str(PUBLISHED / f"{model}.json"), "--arch", "gfx942", "--tp", str(tp)]
+    assert main([*command, "--max-kv-len", "4096", "--max-batch-size", "8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    parts = {part["name"]: part["bytes"] for part in plan["parts"]}
+    # Two states a request and for the reserved row, and some in the prefix cache.
+    assert plan["state_bytes_per_request"] == 2 * state
+    assert parts["states of requests"] == 9 * 2 * state
+    assert parts["kept states"] % state == 0 < parts["kept states"]
 
 
 def test_the_tokens_that_fit_leave_room_for_as_many_bytes_of_kept_states(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target
+from rocm_attn.models.config import AttentionConfig
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.rope import Rope
 from rocm_attn.selection import build
@@ -48,7 +49,8 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
 def wide_model(dtype: torch.dtype) -> LoadedModel:
     """Returns two layers whose eight query heads share one KV head, which kernels over vectorised pages require."""
     attention = AttentionLayer(8, 1, 128, scale=128**-0.5)
-    layer = replace(CONFIG.attending[0], attention=attention, rope=Rope(theta=10000.0, head_dim=128))
+    mixer = AttentionConfig(attention, Rope(theta=10000.0, head_dim=128))
+    layer = replace(CONFIG.layers[0], mixers=(mixer,))
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
 
 

@@ -59,6 +59,8 @@ MODELS = (
     Named("GLM-5, GLM-5.1", ("GlmMoeDsaForCausalLM",)),
     Named("GLM-5.3-Flash", ("Glm5NextForConditionalGeneration",)),
     Named("Bamba", ("BambaForCausalLM",)),
+    Named("Falcon-H1", ("FalconH1ForCausalLM",)),
+    Named("Nemotron-H, Nemotron Nano 2 (text), Nemotron 3 Nano and Super", ("NemotronHForCausalLM",)),
     Named("Kimi-Linear", ("KimiLinearForCausalLM",)),
     Named("Kimi-K3", ("KimiK3ForConditionalGeneration",)),
     Named("MiniCPM3", ("MiniCPM3ForCausalLM",)),

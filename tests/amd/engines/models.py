@@ -45,9 +45,9 @@ def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
 def write_smollm2(folder: Path) -> None:
     """Writes SmolLM2 135M from the GGUF file in its wheel, dequantised to float32 by the runner's own loader."""
     files = open_model("smollm2")
-    config, layer = files.config, files.config.attending[0]
+    config, layer, mlp = files.config, files.config.attending[0], files.config.layers[0].mlp
     assert isinstance(layer.rope.scaling, NoScaling)
-    assert isinstance(layer.mlp, DenseMlp)
+    assert isinstance(mlp, DenseMlp)
     assert files.tokenizer is not None
     weights = {name: files.source.read(name).contiguous() for name in files.source.shapes()}
     write(
@@ -58,7 +58,7 @@ def write_smollm2(folder: Path) -> None:
             "model_type": "llama",
             "hidden_act": "silu",
             "hidden_size": config.hidden_size,
-            "intermediate_size": layer.mlp.intermediate_size,
+            "intermediate_size": mlp.intermediate_size,
             "num_hidden_layers": len(config.layers),
             "num_attention_heads": layer.attention.num_q_heads,
             "num_key_value_heads": layer.attention.num_kv_heads,

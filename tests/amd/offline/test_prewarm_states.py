@@ -31,6 +31,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.offline.offline_driver import offline
 from tests.amd.offline.test_prewarm_sizes import HOPPER, Variant, noted_variants
+from tests.amd.runner.hf_models import PUBLISHED
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 ATTENTION = Problem(8, 2, 64, BF16, 16, v_head_dim=64, scale=0.125)
@@ -168,35 +169,34 @@ def test_rounds_and_masks_which_states_refuse_are_left_out() -> None:
     assert not names & {"_draft_steps_kernel", "_place_trees_kernel", "_pack_mask_kernel"}
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("bamba-9b-v2", (128, 1, 128, 64)),
+        ("falcon-h1-7b-instruct", (24, 1, 256, 128)),
+        ("nemotron-h-8b-base-8k", (128, 8, 128, 64)),
+    ],
+)
 def test_the_command_compiles_for_the_recurrent_layers_of_a_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str,
+    sizes: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """sizes: heads, heads of k, and their elements"""
     given = list[RecurrentLayers]()
 
     def steps(runtime: AttentionRuntime, *_: object, **__: object) -> None:
         given.append(runtime.states.recurrent)
 
     monkeypatch.setattr(capture_prewarm, "run_every_kernel", steps)
-    config = {
-        "architectures": ["BambaForCausalLM"],
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "attn_layer_indices": [1],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 64,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 64,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "max_position_embeddings": 256,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text((PUBLISHED / f"{model}.json").read_text())
     command = ["prewarm", str(tmp_path), "--arch", "gfx942", "--max-batch-size", "4", "--verify-tokens", "3", "--json"]
     assert main(command) == DONE
     assert json.loads(capsys.readouterr().out)["arch"] == "gfx942"
     (recurrent,) = given
     (layer,) = recurrent.layers
-    assert (layer.update, layer.num_heads, layer.num_k_heads, layer.k_dim, layer.v_dim) == (Update.SUM, 8, 1, 64, 64)
+    assert layer.update is Update.SUM
+    assert (layer.num_heads, layer.num_k_heads, layer.k_dim, layer.v_dim) == sizes
     assert recurrent.kept == 3

@@ -19,7 +19,10 @@ from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.compile_watch import CompileWatch
 from rocm_attn.machine.target import known_target
-from rocm_attn.models.config import RecurrentConfig
+from rocm_attn.models.config import AttentionConfig, LayerConfig
+from rocm_attn.models.gates import ReluSquared, SwiGLU
+from rocm_attn.models.mlp_config import DenseMlp, NoMlp
+from rocm_attn.models.rope import Rope
 from rocm_attn.selection import build
 from rocm_serve import engine as engine_module
 from rocm_serve import engine_runtime
@@ -30,8 +33,8 @@ from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.offline.offline_driver import offline
 from tests.amd.offline.test_prewarm_sizes import Variant, noted_variants
-from tests.amd.runner.tiny_model import RECURRENT_LAYER
-from tests.amd.runner.wide_model import wide_model
+from tests.amd.runner.tiny_model import CONFIG, RECURRENCE, RECURRENT_LAYER, tiny_model
+from tests.amd.runner.wide_model import CONTEXT, wide_model
 
 ARCH = "gfx942"
 OPTIONS = EngineOptions(
@@ -104,6 +107,19 @@ def test_neither_do_those_of_a_model_with_recurrent_layers() -> None:
     assert kernels <= set(names_of(served))
 
 
+def test_mixers_side_by_side_and_layers_of_one_part_launch_nothing_else() -> None:
+    """As in Falcon-H1, and as in Nemotron-H, whose rows do not turn and whose MLPs have no gate."""
+    (mixer,) = wide_model().config.layers[0].mixers
+    assert isinstance(mixer, AttentionConfig)
+    both = LayerConfig((RECURRENCE, mixer), DenseMlp(40, SwiGLU()))
+    alone = LayerConfig((replace(mixer, rope=Rope(1.0, 0)),), NoMlp())
+    base = replace(CONFIG, layers=(both, alone, LayerConfig((), DenseMlp(40, ReluSquared()))))
+    loaded = tiny_model(base=base, context_len=CONTEXT, dtype=torch.bfloat16)
+    compiled, served = compiled_and_served(loaded, speculative="ngram", draft_tokens=3)
+    assert names_of(served - compiled) == []
+    assert {"_chunk_walk_kernel", "_rope_store_kernel"} <= set(names_of(served))
+
+
 def test_a_kernel_that_is_left_out_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_prewarm, "_pick", lambda runtime, dtype: None)
     monkeypatch.setattr(capture_prewarm, "_prompts", lambda runtime, most_tokens: ())
@@ -113,7 +129,7 @@ def test_a_kernel_that_is_left_out_before_is_found(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("first", [(), (RECURRENT_LAYER,)], ids=["attention", "recurrent"])
 def test_prewarming_compiles_the_kernels_of_picks_and_an_engine_those_of_its_model_in_addition(
-    first: tuple[RecurrentConfig, ...],
+    first: tuple[LayerConfig, ...],
 ) -> None:
     loaded = wide_model(first=first, dtype=torch.bfloat16)
     with on_an_absent_gpu():

@@ -91,6 +91,34 @@ _QWEN_EXPERTS = {
     "shared_expert_intermediate_size": 28,
 }
 
+# transformers 5.24 raises step sizes of prompts to time_step_min, and not those of single tokens; NVIDIA's own code
+# raises none, and here it is so small that no step size is below it.
+_NEMOTRON_H = {
+    "num_hidden_layers": 7,
+    "layers_block_type": [
+        "linear_attention",
+        "mlp",
+        "full_attention",
+        "linear_attention",
+        "moe",
+        "linear_attention",
+        "moe",
+    ],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 1,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+    "chunk_size": 8,
+    "time_step_min": 1e-30,
+    "time_step_floor": 1e-30,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "routed_scaling_factor": 1.5,
+}
+
 # name -> transformers' class (less "ForCausalLM") and the settings in addition to hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
@@ -108,6 +136,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED}),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            "num_hidden_layers": 3,
+            "mamba_d_ssm": 60,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 10,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 8,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "embedding_multiplier": 5.656854249492381,
+            "lm_head_multiplier": 0.35,
+            "key_multiplier": 0.39,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.6, 0.9, 0.8, 1.1, 0.7],
+            "mlp_multipliers": [0.88, 0.6],
+        },
+    ),
     "gemma2": (
         "Gemma2",
         {
@@ -216,6 +268,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
     ),
+    "nemotron_h": ("NemotronH", _NEMOTRON_H),
     "qwen3": ("Qwen3", {}),
     "qwen3_5": ("Qwen3_5", {**_GATED_DELTA, "linear_conv_kernel_dim": 4}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_QWEN_EXPERTS}),

@@ -158,6 +158,16 @@ def test_more_layers_than_a_model_has_are_refused(value: int) -> None:
         config_from_json({**LLAMA31, "num_hidden_layers": value})
     with pytest.raises(BadModel, match=f"num_hidden_layers is {value}; it must be at most 10000"):
         attention_geometry({**DEEPSEEK, "num_hidden_layers": value})
+    with pytest.raises(BadModel, match=f"num_hidden_layers is {value}; it must be at most 10000"):
+        attention_geometry({**published("falcon-h1-7b-instruct"), "num_hidden_layers": value})
+    with pytest.raises(BadModel, match="num_hidden_layers is 10001; it must be at most 10000"):
+        attention_geometry(
+            {
+                **published("nemotron-h-8b-base-8k"),
+                "hybrid_override_pattern": "*" * 10_001,
+                "num_hidden_layers": None,
+            }
+        )
 
 
 @pytest.mark.parametrize("value", HUGE)

@@ -62,10 +62,10 @@ def test_tokens_are_those_of_the_plain_kernels(graphs: bool) -> None:
 
 def test_a_cpus_matrices_lie_by_columns_and_its_tables_by_rows() -> None:
     weights = tiny_model().weights
-    assert weights.layers[0].attention.out.t().is_contiguous()
+    assert weights.attending[0].out.t().is_contiguous()
     assert weights.head.t().is_contiguous()
     of_ties = {is_tied: tiny_model(base=replace(CONFIG, tied_embeddings=is_tied)).weights for is_tied in (False, True)}
     assert of_ties[False].embedding.is_contiguous()
     assert of_ties[True].head.data_ptr() == of_ties[True].embedding.data_ptr()
     assert of_ties[True].embedding.t().is_contiguous()
-    assert tiny_model(dtype=torch.bfloat16).weights.layers[0].attention.out.is_contiguous()
+    assert tiny_model(dtype=torch.bfloat16).weights.attending[0].out.is_contiguous()

@@ -23,7 +23,7 @@ from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, see
 from rocm_serve.speculation.eagle_head import load_head
 from tests.amd.runner.serving import some_requests
 from tests.amd.runner.test_speculation import BASE
-from tests.amd.runner.tiny_model import CONFIG
+from tests.amd.runner.tiny_model import CONFIG, RECURRENCE, each_part_alone, next_to_attention, tiny_model
 
 SEEDED = replace(BASE, speculative="eagle:seeded")
 SEEDED3 = replace(BASE, speculative="eagle:seeded3")
@@ -89,6 +89,17 @@ def test_the_head_gets_each_last_tokens_own_row_and_the_token_after_it(
     requests = some_requests(4, new_tokens=12)
     assert engine.generate(requests) == Engine(loaded, BASE).generate(requests)
     assert seen > 20
+
+
+def test_a_model_without_a_layer_like_a_heads_has_no_head_of_eagle_1(loaded: LoadedModel) -> None:
+    """A head has attention and an MLP. EAGLE-3's head takes the last attention and the last MLP."""
+    alone = tiny_model(base=each_part_alone(CONFIG, RECURRENCE))
+    with pytest.raises(BadModel, match=r"has no layer with an MLP that attends to all keys.*use speculative ngram"):
+        load_head("seeded", alone)
+    (of_head,) = seeded_head3(alone).model.config.layers
+    assert (of_head.mixers, of_head.mlp) == (CONFIG.layers[1].mixers, alone.config.layers[-1].mlp)
+    beside = tiny_model(base=next_to_attention(replace(CONFIG, layers=CONFIG.layers[:1]), RECURRENCE))
+    assert load_head("seeded", beside).model.config.layers == CONFIG.layers[:1]
 
 
 def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -183,9 +194,11 @@ def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: 
     """One sequence, its features and the next tokens go through the layer and through float64 formulas."""
     weights = seeded_head3(loaded)
     of_layer, of_head, size = weights.model.weights.layers[0], weights.model.weights, CONFIG.hidden_size
-    attention, mlp = of_layer.attention, of_layer.mlp
+    (attention,), mlp = of_layer.mixers, of_layer.mlp
     assert isinstance(attention, KVHeadWeights)
     assert isinstance(mlp, DenseWeights)
+    assert of_layer.attention_norm is not None
+    assert of_layer.mlp_norm is not None
     engine = Engine(loaded, replace(SEEDED3, draft_tokens=1))
     runners = drafter_of(engine).runners
     head, runtime = runners._model, runners._runtime

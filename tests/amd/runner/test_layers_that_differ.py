@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from rocm_attn.models.config import LayerConfig
+from rocm_attn.models.config import AttentionConfig, LayerConfig
 from rocm_attn.models.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
@@ -23,13 +23,17 @@ from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 _EACH = ExpertMlp(Routing(4, 2, normalised=False), 12, SwiGLU(), ExpertTensors.EACH)
 _STACKED = ExpertMlp(Routing(3, 2, normalised=True), 10, ClampedSwiGLU(2.0, 1.5), ExpertTensors.STACKED, has_bias=True)
-_WINDOWED = LayerConfig(AttentionLayer(4, 2, 8, scale=0.4, window_left=5), Rope(1e4, 8), DenseMlp(40, SwiGLU()))
-LAYERS = (
-    _WINDOWED,
-    LayerConfig(AttentionLayer(2, 1, 16, scale=0.2), Rope(1e6, 16, LinearScaling(4.0)), _EACH),
-    LayerConfig(AttentionLayer(6, 3, 4, scale=0.5, has_sinks=True), Rope(1e4, 4), DenseMlp(24, GeGLU(), has_bias=True)),
-    LayerConfig(AttentionLayer(3, 3, 8, scale=0.3, window_left=9, logits_soft_cap=2.0), Rope(5e3, 8), _STACKED),
-    replace(_WINDOWED, rope=Rope(2e4, 8), mlp=DenseMlp(16, SwiGLU())),
+_WINDOWED = AttentionLayer(4, 2, 8, scale=0.4, window_left=5)
+_CAPPED = AttentionLayer(3, 3, 8, scale=0.3, window_left=9, logits_soft_cap=2.0)
+LAYERS = tuple(
+    LayerConfig((AttentionConfig(attention, rope),), mlp)
+    for attention, rope, mlp in (
+        (_WINDOWED, Rope(1e4, 8), DenseMlp(40, SwiGLU())),
+        (AttentionLayer(2, 1, 16, scale=0.2), Rope(1e6, 16, LinearScaling(4.0)), _EACH),
+        (AttentionLayer(6, 3, 4, scale=0.5, has_sinks=True), Rope(1e4, 4), DenseMlp(24, GeGLU(), has_bias=True)),
+        (_CAPPED, Rope(5e3, 8), _STACKED),
+        (_WINDOWED, Rope(2e4, 8), DenseMlp(16, SwiGLU())),
+    )
 )
 
 

@@ -22,8 +22,8 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.request import Request
 from tests.amd.runner.serving import all_pages_are_free, some_requests
-from tests.amd.runner.tiny_model import RECURRENT_LAYER, tiny_model
-from tests.amd.runner.wide_model import HEAD, load_wide, wide_model
+from tests.amd.runner.tiny_model import LAYOUTS, RECURRENCE, Layout, tiny_model
+from tests.amd.runner.wide_model import CONTEXT, HEAD, load_wide, wide_model
 
 OPTIONS = EngineOptions(
     provider="torch", page_size=4, max_batch_size=4, chunk=256, graphs=False, max_kv_len=400, num_pages=500
@@ -110,8 +110,10 @@ def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
     assert all_pages_are_free(served)
 
 
-def test_it_runs_in_a_model_with_recurrent_layers_which_no_needle_passes() -> None:
-    served = engine(wide_model(first=(RECURRENT_LAYER,)), chunk=64)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["before", "beside", "alone"])
+def test_it_runs_in_a_model_with_recurrences_which_no_needle_passes(layout: Layout) -> None:
+    base = layout(wide_model().config, RECURRENCE)
+    served = engine(tiny_model(base=base, context_len=CONTEXT), chunk=64)
     requests = some_requests(3, 8)
     expected = served.generate(requests)
     numbers = [served.submit(request) for request in requests]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
+from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiGLU
 from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors
 from rocm_attn.models.routing import ExpertScores, Routing
 from rocm_serve.models.linears import AllRows, BlocksOfRows, Linears
@@ -22,14 +22,15 @@ EXPERTS, INNER, HIDDEN, SHARED = 5, 16, 8, 7
 MLP = ExpertMlp(Routing(EXPERTS, 2, normalised=True), INNER, SwiGLU(), ExpertTensors.STACKED, has_bias=True)
 
 
-def random_weights() -> ExpertWeights:
+def random_weights(gate: Gate = MLP.gate) -> ExpertWeights:
+    products = len(gate.PRODUCTS)
     return ExpertWeights(
         router=torch.randn(EXPERTS, HIDDEN),
         router_bias=torch.randn(EXPERTS),
         correction=None,
         share_scale=None,
-        gate_up=torch.randn(EXPERTS, 2 * INNER, HIDDEN),
-        gate_up_bias=torch.randn(EXPERTS, 2 * INNER),
+        gate_up=torch.randn(EXPERTS, products * INNER, HIDDEN),
+        gate_up_bias=torch.randn(EXPERTS, products * INNER),
         down=torch.randn(EXPERTS, HIDDEN, INNER),
         down_bias=torch.randn(EXPERTS, HIDDEN),
         shared=None,
@@ -46,7 +47,7 @@ def one_expert(x: Tensor, expert: int, gate: Gate, weights: ExpertWeights) -> Te
     assert weights.gate_up_bias is not None
     assert weights.down_bias is not None
     products = weights.gate_up[expert].double() @ x.double() + weights.gate_up_bias[expert].double()
-    inner = gate.mix(products[:INNER], products[INNER:])
+    inner = gate.mix(*torch.split(products, INNER))
     return weights.down[expert].double() @ inner + weights.down_bias[expert].double()
 
 
@@ -57,14 +58,14 @@ def logits_of(token: Tensor, weights: ExpertWeights) -> Tensor:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("linears", [AllRows(), BlocksOfRows()], ids=lambda linears: type(linears).__name__)
-@pytest.mark.parametrize("gate", [SwiGLU(), GeGLU(), ClampedSwiGLU(limit=0.7, alpha=1.3)], ids=str)
+@pytest.mark.parametrize("gate", [SwiGLU(), GeGLU(), ClampedSwiGLU(limit=0.7, alpha=1.3), ReluSquared()], ids=str)
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("num_chosen", [1, 2, EXPERTS])
 def test_a_token_gets_its_chosen_experts_in_their_shares(
     num_chosen: int, normalised: bool, gate: Gate, linears: Linears
 ) -> None:
     mlp = replace(MLP, routing=Routing(EXPERTS, num_chosen, normalised), gate=gate)
-    weights, x = random_weights(), torch.randn(7, HIDDEN)
+    weights, x = random_weights(gate), torch.randn(7, HIDDEN)
     expected = []
     for token in x:
         logits = logits_of(token, weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
-from tests.amd.runner.tiny_model import CONFIG
+from tests.amd.runner.tiny_model import CONFIG, with_attention
 from tests.amd.tolerances import assert_layers_close
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_
 
 
 def test_the_cost_of_a_cut_is_said() -> None:
-    smollm2 = replace(CONFIG, layers=(replace(CONFIG.attending[0], attention=NINE_OVER_THREE),), vocab_size=49152)
+    smollm2 = replace(CONFIG, layers=(with_attention(NINE_OVER_THREE),), vocab_size=49152)
     assert Shard(3, 4).heads(9, 3).q == ShardRange(9, 9, 3)
     assert cost_of_cut(smollm2, 1) == ()
     assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads are padded to 12 over 4, 25% of them zeros",)
@@ -113,6 +114,26 @@ def test_each_family_gives_the_logits_of_transformers_on_every_rank(
     for others in of_ranks[1:]:
         for one, other in zip(of_ranks[0], others, strict=True):
             assert all(torch.equal(row, other[place]) for place, row in one.items()), "ranks pick from the same bits"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bamba", {"mamba_n_groups": 2}),
+        ("falcon_h1", {"mamba_n_groups": 2, "mamba_norm_before_gate": True, "mamba_proj_bias": True}),
+        ("falcon_h1", {"mamba_rms_norm": False, "projectors_bias": True}),
+        ("nemotron_h", {"n_groups": 2, "moe_latent_size": 20}),
+    ],
+    ids=str,
+)
+def test_each_rank_has_a_group_of_mambas_heads(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    reference, text = family_model(family, **settings), random_tokens(12)
+    expected = hf_logits(reference, text)
+    (first,), (second,) = logits_of_ranks(save(reference, tmp_path), [text], 2)
+    for at, row in first.items():
+        assert_layers_close(row, expected[at])
+        assert torch.equal(row, second[at])
 
 
 @pytest.mark.fast

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rocm_attn.models.config import RecurrentProjections, RecurrentTensors
+from rocm_attn.models.config import RecurrentConfig, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.recurrent import Rule
 from rocm_attn.paging.state_pool import StateCopy, StatePool
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.speculation.methods import NGRAM, OFF
 from tests.amd.runner.engine_worlds import PLAIN, SCRIPT, WINDOWS, Run, World
-from tests.amd.runner.tiny_model import CONFIG, RECURRENT_LAYER, tiny_model, with_nan_token, with_windows
+from tests.amd.runner.tiny_model import CONFIG, LAYOUTS, RECURRENCE, tiny_model, with_nan_token, with_windows
 
 nightly = pytest.mark.nightly
 KINDS = (
@@ -34,11 +34,11 @@ WAYS = (PLAIN, SCRIPT, PLAIN, NGRAM, SCRIPT)
 
 @dataclass(frozen=True)
 class RecurrentWorld(World):
-    """A world whose model has a recurrent layer of some kind, and few states for the prefix cache."""
+    """A world whose model has a recurrence of some kind, and few states for the prefix cache."""
 
     @classmethod
     def of(cls, seed: int, num_requests: int = 24) -> RecurrentWorld:
-        """Takes ways, page sizes and kinds of layers in turn, and the rest at random."""
+        """Takes ways, page sizes, kinds of recurrences and their places in turn, and the rest at random."""
         draw = random.Random(seed)
         page_size, way = (2, 1, 16, 4)[seed % 4], WAYS[seed % len(WAYS)]
         num_tokens, window_left = draw.randrange(96, 160), draw.choice(WINDOWS)
@@ -64,9 +64,9 @@ class RecurrentWorld(World):
         """A new model of this world."""
         rule, tensors = KINDS[self.seed % len(KINDS)]
         # Each head of Kimi delta attention has a k of its own.
-        form = replace(RECURRENT_LAYER.recurrent, rule=rule, num_key_heads=2 if rule is Rule.KIMI_DELTA else 1)
-        first = replace(RECURRENT_LAYER, recurrent=form, projections=RecurrentProjections(tensors))
-        base = replace(CONFIG, layers=(first, *CONFIG.layers))
+        form = replace(RECURRENCE.recurrent, rule=rule, num_key_heads=2 if rule is Rule.KIMI_DELTA else 1)
+        mixer = RecurrentConfig(form, RecurrentProjections(tensors))
+        base = LAYOUTS[self.seed // 2 % len(LAYOUTS)](CONFIG, mixer)
         loaded = tiny_model(base=with_windows(base, *self.window_left), device=device)
         return with_nan_token(loaded) if self.way == PLAIN else loaded
 

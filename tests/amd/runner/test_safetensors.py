@@ -43,7 +43,7 @@ def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None
     rewrite(model_dir, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         weights = load(model_dir, dtype).weights
-        assert {weights.head.dtype, weights.layers[0].attention.out.dtype, weights.final_norm.dtype} == {dtype}
+        assert {weights.head.dtype, weights.attending[0].out.dtype, weights.final_norm.dtype} == {dtype}
 
 
 def test_a_tied_head_that_is_stored_again_is_passed_over(tmp_path: Path) -> None:

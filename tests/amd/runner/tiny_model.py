@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import tokenizers
 import torch
 from torch import Tensor
 
-from rocm_attn.models.config import LayerConfig, ModelConfig, RecurrentConfig, RecurrentProjections, RecurrentTensors
-from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    MixerConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RecurrentProjections,
+    RecurrentTensors,
+)
+from rocm_attn.models.gates import ReluSquared, SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.mlp_config import DenseMlp, NoMlp
 from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.models.rope import Rope
 from rocm_attn.models.tensors import Shape
@@ -25,7 +33,7 @@ from rocm_serve.text.tokenizer import Tokenizer
 _ATTENTION = AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
-    layers=(LayerConfig(_ATTENTION, Rope(theta=10000.0, head_dim=8), DenseMlp(40, SwiGLU())),) * 2,
+    layers=(LayerConfig((AttentionConfig(_ATTENTION, Rope(theta=10000.0, head_dim=8)),), DenseMlp(40, SwiGLU())),) * 2,
     hidden_size=24,
     vocab_size=64,
     context_len=96,
@@ -33,13 +41,35 @@ CONFIG = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
-RECURRENT_LAYER = RecurrentConfig(
+RECURRENCE = RecurrentConfig(
     RecurrentLayer(Rule.GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
-    DenseMlp(40, SwiGLU()),
     RecurrentProjections(RecurrentTensors.BY_KIND),
 )
+RECURRENT_LAYER = LayerConfig((RECURRENCE,), DenseMlp(40, SwiGLU()))
 # The same model with a recurrent layer first, so that K and V follow from states too.
 RECURRENT = replace(CONFIG, layers=(RECURRENT_LAYER, *CONFIG.layers))
+
+
+def in_a_layer_before(config: ModelConfig, mixer: RecurrentConfig) -> ModelConfig:
+    """The model after a layer with the recurrence, as in most models."""
+    return replace(config, layers=(LayerConfig((mixer,), config.layers[0].mlp), *config.layers))
+
+
+def next_to_attention(config: ModelConfig, mixer: RecurrentConfig) -> ModelConfig:
+    """The model, whose first layer has the recurrence too, as in Falcon-H1."""
+    first, *others = config.layers
+    return replace(config, layers=(LayerConfig((mixer, *first.mixers), first.mlp), *others))
+
+
+def each_part_alone(config: ModelConfig, mixer: RecurrentConfig) -> ModelConfig:
+    """The recurrence, an MLP, the model's attention, and an MLP, each in a layer of its own, as in Nemotron-H."""
+    mlp = LayerConfig((), DenseMlp(40, ReluSquared()))
+    attending = (LayerConfig(layer.mixers, NoMlp()) for layer in config.layers)
+    return replace(config, layers=(LayerConfig((mixer,), NoMlp()), mlp, *attending, mlp))
+
+
+Layout = Callable[[ModelConfig, RecurrentConfig], ModelConfig]
+LAYOUTS: tuple[Layout, ...] = (in_a_layer_before, next_to_attention, each_part_alone)
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
 # The token that with_nan_token() changes in a model.
@@ -59,13 +89,19 @@ def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:
     """The model with these windows, one per layer with attention."""
     assert len(window_left) == len(config.attending)
     left = iter(window_left)
-    layers = [
-        replace(layer, attention=replace(layer.attention, window_left=next(left)))
-        if isinstance(layer, LayerConfig)
-        else layer
-        for layer in config.layers
-    ]
+
+    def windowed(mixer: MixerConfig) -> MixerConfig:
+        if isinstance(mixer, RecurrentConfig):
+            return mixer
+        return replace(mixer, attention=replace(mixer.attention, window_left=next(left)))
+
+    layers = (replace(layer, mixers=tuple(map(windowed, layer.mixers))) for layer in config.layers)
     return replace(config, layers=tuple(layers))
+
+
+def with_attention(attention: AttentionLayer) -> LayerConfig:
+    """The first layer of the model with other heads."""
+    return replace(CONFIG.layers[0], mixers=(replace(CONFIG.attending[0], attention=attention),))
 
 
 class RandomTensors:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rocm_attn.models.config import LayerConfig, RecurrentConfig
+from rocm_attn.models.config import AttentionConfig, LayerConfig
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp
@@ -20,9 +20,10 @@ HEAD = AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 CONTEXT = 512
 
 
-def wide_model(attention: AttentionLayer = HEAD, first: tuple[RecurrentConfig, ...] = (), **named: Any) -> LoadedModel:
+def wide_model(attention: AttentionLayer = HEAD, first: tuple[LayerConfig, ...] = (), **named: Any) -> LoadedModel:
     """Returns two layers of this attention. first: layers before them; named: of tiny_model"""
-    layer = LayerConfig(attention, Rope(theta=10000.0, head_dim=attention.head_dim), DenseMlp(40, SwiGLU()))
+    mixer = AttentionConfig(attention, Rope(theta=10000.0, head_dim=attention.head_dim))
+    layer = LayerConfig((mixer,), DenseMlp(40, SwiGLU()))
     return tiny_model(base=replace(CONFIG, layers=(*first, layer, layer)), context_len=CONTEXT, **named)
 
 

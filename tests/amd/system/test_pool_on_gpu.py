@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.models.config import LayerConfig
+from rocm_attn.models.config import AttentionConfig, LayerConfig
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import DenseMlp
@@ -30,7 +30,7 @@ def test_a_gpu_is_filled_to_its_share_and_serves_at_the_limit(graphs: bool, devi
     gc.collect()  # the engine of another test
     memory.give_back()
     attention = AttentionLayer(num_q_heads=8, num_kv_heads=8, head_dim=128, scale=128**-0.5)
-    layer = LayerConfig(attention, Rope(theta=10000.0, head_dim=128), DenseMlp(4096, SwiGLU()))
+    layer = LayerConfig((AttentionConfig(attention, Rope(theta=10000.0, head_dim=128)),), DenseMlp(4096, SwiGLU()))
     base = replace(CONFIG, layers=(layer,) * 8, hidden_size=1024, vocab_size=128_000)
     loaded = tiny_model(base=base, context_len=1 << 20, dtype=torch.bfloat16, device=device)
     served = Engine(loaded, EngineOptions(graphs=graphs, max_batch_size=256, chunk=8192, provider="triton"))

@@ -39,11 +39,11 @@ def hf_llama(loaded: LoadedModel) -> Any:
 
 
 def _hf_config(config: ModelConfig) -> LlamaConfig:
-    layer = config.attending[0]
+    layer, (mlp_size,) = config.attending[0], config.layers[0].mlp.sizes
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=layer.mlp.sizes[0],
+        intermediate_size=mlp_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=layer.attention.num_q_heads,
         num_key_value_heads=layer.attention.num_kv_heads,
@@ -58,8 +58,10 @@ def _hf_config(config: ModelConfig) -> LlamaConfig:
 
 def _hf_tensors(heads: AttentionLayer, weights: LayerWeights) -> dict[str, Tensor]:
     sizes = [heads.num_q_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
-    attention, mlp = weights.attention, weights.mlp
+    (attention,), mlp = weights.mixers, weights.mlp
     assert isinstance(attention, KVHeadWeights)
+    assert weights.attention_norm is not None
+    assert weights.mlp_norm is not None
     assert isinstance(mlp, DenseWeights)
     q, k, v = torch.split(attention.qkv, sizes)
     gate, up = torch.chunk(mlp.gate_up, 2)

@@ -274,6 +274,6 @@ def launch_chunk_rows(
         most_q_len,
         *tokens.strides,
         G=geometry,
-        num_warps=4 if on_nvidia() else 8,
+        num_warps=4 if on_nvidia() and not geometry.CHANNELS else 8,
         num_stages=1,
     )

@@ -118,29 +118,29 @@ def _chunk_walk_kernel(
             if G.DELTA:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
-            changed = changes.to(rows.dtype.element_ty)
             decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
             if G.CHANNELS:
                 read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
-                write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
-                decays = tl.load(decay_at + channel, mask=is_channel, other=0.0)
                 result = tl.dot(read, operand, input_precision=exact())
-                added = changed
             else:
                 q_at = q + token * q_token + k_head_of * q_head
-                k_at = k + token * k_token + k_head_of * k_head
                 read = tl.load(q_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                write = tl.load(k_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                decays = tl.zeros([DK_BLOCK], tl.float32) + tl.load(decay_at)
                 of_read = tl.load(decay_at + 1 + row, mask=is_row, other=0.0)
-                of_write = tl.load(decay_at + (1 + _CHUNK) + row, mask=is_row, other=0.0)
                 result = tl.dot(read, operand, input_precision=exact()) * of_read[:, None]
-                added = (changes * of_write[:, None]).to(rows.dtype.element_ty)
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
-            result = tl.dot(products, changed, result, input_precision=exact())
+            result = tl.dot(products, changes.to(rows.dtype.element_ty), result, input_precision=exact())
             out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
-            states = tl.dot(tl.trans(write), added, states * decays[:, None], input_precision=exact())
+            # On AMD fewer registers are in use if this is loaded after outputs are stored.
+            if G.CHANNELS:
+                write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
+                states = states * tl.load(decay_at + channel, mask=is_channel, other=0.0)[:, None]
+            else:
+                k_at = k + token * k_token + k_head_of * k_head
+                write = tl.load(k_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+                changes *= tl.load(decay_at + (1 + _CHUNK) + row, mask=is_row, other=0.0)[:, None]
+                states = states * tl.load(decay_at)
+            states = tl.dot(tl.trans(write), changes.to(rows.dtype.element_ty), states, input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
@@ -169,6 +169,8 @@ def launch_chunk_walk(
     columns = max(least_block(slots), min(geometry.DV_BLOCK, most_columns, of_bytes))
     rows_of_k = 3 if recurrence.delta else 2
     chunk_bytes = arguments.CHUNK * (rows_of_k * geometry.DK_BLOCK + columns + arguments.CHUNK) * itemsize
+    stages = max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes))
+    options = {"num_stages": stages} if on_nvidia() else {"num_stages": 1, "waves_per_eu": 2}
     launch(
         _chunk_walk_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
@@ -194,5 +196,5 @@ def launch_chunk_walk(
         G=geometry,
         COLUMNS=columns,
         num_warps=4 if geometry.DK_BLOCK * columns <= 8192 else 8,
-        num_stages=max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes)) if on_nvidia() else 1,
+        **options,
     )

@@ -6,10 +6,8 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
-from tests.amd.offline.compiling import OLDEST_TRITON
 from tests.amd.offline.state_matrix import ARCHS, ROWS, StateRow, compiled_state_kernels
 from tests.amd.offline.test_compiles import names_of_state_kernels, too_few_waves
 
@@ -19,10 +17,10 @@ _MATRIX_KERNELS = ("_chunk_rows_kernel", "_chunk_walk_kernel")
 _READS_SLOTS = ("_token_steps_kernel", "_chunk_walk_kernel", "_convolve_kernel")
 # Bytes that kernels keep on the stack on sm_90, where they were faster than with more warps or fewer columns. In
 # float32, which no model is served in, a product is three.
-_SPILLED_ON_SM_90 = {"_chunk_rows_kernel": 96, "_chunk_walk_kernel": 64}
-# Registers, of which most are scalar, that Triton 3.6 spills on gfx942 where decays are of channels.
-_SPILLED_BY_OLDEST = {"_token_steps_kernel": 6}
-_SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 200, "_chunk_walk_kernel": 880}
+_SPILLED_ON_SM_90 = {"_token_steps_kernel": 40, "_chunk_rows_kernel": 96, "_chunk_walk_kernel": 96}
+_SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 220, "_chunk_walk_kernel": 970}
+# Scalar registers that lie in lanes of vector registers, and not in memory: two dozen of a kernel's are addresses.
+_SCALARS_MOVED = {"_token_steps_kernel": 10, "_chunk_rows_kernel": 38}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +52,10 @@ def complaints_of(row: StateRow, kernel: CompiledKernel) -> list[str]:
         found += nvidia.touched[:1]
     else:
         amd = read_amd_code(kernel)
-        spilled, lds, matrix_ops = amd.vgpr_spills + amd.sgpr_spills + amd.scratch_bytes, amd.lds_bytes, amd.matrix_ops
+        spilled, lds, matrix_ops = amd.vgpr_spills + amd.scratch_bytes, amd.lds_bytes, amd.matrix_ops
         found += too_few_waves(kernel.name, amd)
-        if Release.of(triton_version()) == Release.of(OLDEST_TRITON):
-            allowed = _SPILLED_BY_OLDEST.get(kernel.name, 0)
+        if amd.sgpr_spills > _SCALARS_MOVED.get(kernel.name, 0):
+            found.append(f"{amd.sgpr_spills} scalar registers spilled")
         if not row.is_large and not amd.buffer_loads:
             found.append("no buffer loads, though all tensors are below 2 GiB")
         if row.is_large and kernel.name in _READS_SLOTS and not amd.global_loads:

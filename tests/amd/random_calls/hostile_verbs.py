@@ -40,7 +40,7 @@ class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def going_on(scene: Scene, most: int = 3) -> list[Seq]:
     """New tokens of some rows that surely go on, with room for them."""
-    rows = [row for row in scene.some(3) if row not in scene.unsure]
+    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
     seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(1, most))) for row in rows]
     reserve_for(scene, seqs)
     return [seq for seq in seqs if scene.room(seq.row) >= seq.end]
@@ -136,8 +136,7 @@ def memory_runs_out(scene: Scene) -> None:
         scene.say(f"refused: {refusal}")
         return
     for seq in seqs:
-        scene.oracle.kv[seq.row] = scene.oracle.kv[seq.row][: seq.begin]
-        scene.unsure.add(seq.row)
+        scene.broke_off(seq)
 
 
 def stray_write(scene: Scene) -> None:

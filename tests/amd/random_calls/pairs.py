@@ -73,7 +73,7 @@ _HOMES = {
     "memory_runs_out": "drawn",
 }
 SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
-STATES = Side(WITH_STATES, {"captures": STATES_IN_GRAPHS}, STATE_VERBS, Scene, clear, prefill, settle, parts=19)
+STATES = Side(WITH_STATES, {"captures": STATES_IN_GRAPHS}, STATE_VERBS, Scene, clear, prefill, settle, parts=29)
 ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
 
 

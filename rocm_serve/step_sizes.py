@@ -51,8 +51,9 @@ class StepSizes:
             rates = rates_of(weights.device, weights.dtype)
             # Ranks may have measured different rates, and have to schedule the same steps.
             bytes_per_s, flops_per_s = ranks.least(int(rates.bytes_per_s)), ranks.least(int(rates.flops_per_s))
-            times = StepTimes(matrices, layers, replace(rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
+            rates = replace(rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s)
             recurrences = loaded.config.attention.recurrences(weights.dtype)
+            times = StepTimes(matrices, layers, rates, recurrences)
             states = slot_bytes(RecurrentLayers(recurrences, kept=options.rows_of_each))
             of_seq = TOKENS_OF_EACH * page_bytes(stored) + SLOTS_OF_ROW * states
             most = options.max_batch_size or ranks.least(_fitting(loaded, options, of_seq))

@@ -194,7 +194,7 @@ run_stage() {
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 200 --seed 0 ;;
     load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
-    soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
+    soak-long) rocm-attn soak --steps 10000 --seed 1 && rocm-attn soak --recurrent --steps 10000 --seed 1 ;;
     offline) compile -m "not llvm_mca and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not nightly" ;;

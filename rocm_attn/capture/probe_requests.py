@@ -360,7 +360,7 @@ def give_states(runtime: AttentionRuntime, rows: Int32Array, kv_len: Int32Array)
     states = runtime.states
     if states.is_empty:
         return torch.empty(0, dtype=torch.int64, device=states.device)
-    slots, headers = runtime.table.states.give(rows, kv_len)
+    slots, headers = runtime.table.states.give(states, rows, kv_len)
     at = torch.from_numpy(slots).to(states.device)
     states.headers.index_copy_(0, at, torch.from_numpy(headers).to(states.device))
     return at

@@ -1,7 +1,8 @@
 """StepTimes: how long a model's steps take at least, by a device's rates; and the budget of steps that follows.
 
 A step reads the weights once, whatever its tokens, or multiplies them with each token; the longer one counts. Each
-sequence's keys are read too. Launches, norms and collectives take nothing here.
+sequence's keys are read too, and its recurrent states are read and written. Launches, norms and collectives take
+nothing here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from rocm_attn.machine.gpus import Rates
 from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.state_pool import RecurrentLayers, slot_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Problem
+from rocm_attn.recurrence import Recurrence
 
 # The parts of a device's rates that steps are expected to reach.
 _REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
@@ -71,11 +74,13 @@ class StepTimes:
 
     layers: one for each layer that attends; several may read the same K and V
     rates:  of the device
+    recurrent: layers that keep a state in place of K and V
     """
 
     matrices: Matrices
     layers: Sequence[Problem]
     rates: Rates
+    recurrent: Sequence[Recurrence] = ()
 
     @property
     def expected(self) -> StepTimes:
@@ -85,7 +90,7 @@ class StepTimes:
 
     def decode(self, num_seqs: int, kv_len: int, prompt_tokens: int = 0) -> float:
         """A step of sequences of kv_len tokens that get one more each, and of tokens at the beginning of prompts."""
-        return self._matrices(num_seqs + prompt_tokens) + num_seqs * self._keys(kv_len)
+        return self._matrices(num_seqs + prompt_tokens) + num_seqs * self._of_each(kv_len)
 
     def decode_ms(self, most: int) -> dict[int, float]:
         """Sequences of USUAL_LEN tokens -> milliseconds of their step: 1, 32 and 256, and the most."""
@@ -94,7 +99,7 @@ class StepTimes:
     def prompt(self, num_tokens: int) -> float:
         """A step of one prompt."""
         attention = num_tokens * self._attention_flops(num_tokens // 2) / self.rates.flops_per_s
-        return self._matrices(num_tokens) + attention
+        return self._matrices(num_tokens) + attention + self._states
 
     def as_json(self, most: int) -> dict[str, object]:
         """The expected times, and the lower bounds. most: sequences that run at a time"""
@@ -109,7 +114,7 @@ class StepTimes:
         num_seqs, kv_len: of sequences that decode
         """
         reading = (self.matrices.shared + self.matrices.experts) / self.rates.bytes_per_s
-        left = max(seconds - num_seqs * self._keys(kv_len), reading)
+        left = max(seconds - num_seqs * self._of_each(kv_len), reading)
         return max(_FEWEST_TOKENS, int(left * self.rates.flops_per_s / self.matrices.flops) - num_seqs)
 
     @property
@@ -138,12 +143,18 @@ class StepTimes:
         read = self.matrices.read(num_tokens) / self.rates.bytes_per_s
         return max(read, num_tokens * self.matrices.flops / self.rates.flops_per_s)
 
-    def _keys(self, kv_len: int) -> float:
-        """Reading the keys of one sequence, and attending to them."""
+    @property
+    def _states(self) -> float:
+        """Reading the states of one sequence with one kept token, and writing them."""
+        return 2 * slot_bytes(RecurrentLayers(self.recurrent)) / self.rates.bytes_per_s
+
+    def _of_each(self, kv_len: int) -> float:
+        """Reading the keys of one sequence, and attending to them; and its states."""
         read = ((layer, page_bytes([layer]) / layer.page_size / self.rates.bytes_per_s) for layer in self.layers)
-        return sum(
+        keys = sum(
             _seen(layer, kv_len) * max(of_key, _flops_of_key(layer) / self.rates.flops_per_s) for layer, of_key in read
         )
+        return keys + self._states
 
     def _attention_flops(self, kv_len: int) -> int:
         """Operations of a token that attends to kv_len keys."""

@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> None:
     times = budget = None
     most = options.max_batch_size if fit is None else min(options.max_batch_size, fitting(fit.room))
     if gpu is not None and weights.matrices != NOT_COUNTED and problems[0].dtype.itemsize == 2:
-        times = StepTimes(weights.matrices, [problems[read] for read in geometry.reads], gpu.rates)
+        times = StepTimes(
+            weights.matrices, [problems[read] for read in geometry.reads], gpu.rates, states.recurrent.layers
+        )
         budget = StepBudget.chosen(times, most)
     if options.json:
         described = {"arch": target.arch, "ranks": options.tp, **pages_as_json(pages), "max_kv_len": max_kv_len}

@@ -376,9 +376,9 @@ class KVImporter(_Mover):
         with idle(self._owner, "KV cannot be imported"):
             if self._states.is_empty:
                 self._import_idle(self._all, pages, extent, buffer)
+                self._runtime.table.mark_stored([row], [extent.kv_len])
             else:
                 self._import_with_state(row, pages, extent, buffer)
-        self._runtime.table.mark_stored([row], [extent.kv_len])
 
     def _import_with_state(self, row: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         num_bytes = _num_bytes(stretches(self.source, extent, self._all)) + num_record_bytes(self._states)
@@ -386,7 +386,9 @@ class KVImporter(_Mover):
         record = used[-num_record_bytes(self._states) :]
         folded = read_head(self._states, extent.kv_len, record)
         self._import_idle(self._all, pages, extent, used)
-        slots, headers = self._runtime.table.states.give(np.array([row], np.int32), np.array([extent.kv_len], np.int32))
+        self._runtime.table.mark_stored([row], [extent.kv_len])
+        of_row, kv_len = np.array([row], np.int32), np.array([extent.kv_len], np.int32)
+        slots, headers = self._runtime.table.states.give(self._states, of_row, kv_len)
         headers[:, 2] = folded  # the next step folds the others, which are kept next to the state
         read_state(self._states, int(slots[0]), torch.from_numpy(headers[0]), record)
 
@@ -418,9 +420,11 @@ class KVImporter(_Mover):
         for part in parts:
             self._must_see(part, extent, begins[self._spaces[part.layer]])
         if isinstance(self._owner, AttentionRuntime):
-            _must_be_own(self._owner.table, pages, begins)
+            row = _must_be_own(self._owner.table, pages, begins)
             self._must_go_back(self._owner.table, layers, extent)
         used = self._recoded(self._buffer(buffer, _num_bytes(parts)), parts)
+        if isinstance(self._owner, AttentionRuntime):
+            self._owner.table.states.begin(row)  # its slots may have that of other tokens, which were taken back
 
         def first_of(space: Space, unit: int) -> int:
             return begins[space] // unit
@@ -515,8 +519,8 @@ def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int
     return int(found[0]) if len(found) else None
 
 
-def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> None:
-    """Raises BadBatch unless these are a row's pages, which no other row shares, and nothing is stored in it."""
+def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int:
+    """Returns the row. Raises BadBatch unless these are its pages, no other row shares any, and none holds a token."""
     row = _row_of(table, pages, spaces)
     if row is None:
         raise BadBatch("no row has these pages; import into the pages of a row from admit()")
@@ -531,6 +535,7 @@ def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -
     stored = int(table.tokens.stored_len[row])
     if stored:
         raise BadBatch(f"row {row} has {stored} stored tokens already; import into a row from admit()")
+    return row
 
 
 def _num_bytes(parts: Sequence[Stretch]) -> int:

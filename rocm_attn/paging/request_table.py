@@ -274,6 +274,7 @@ class RequestTable:
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
         if kv_len < self.tokens.stored_len[row]:
             self.generations.change(row)
+        self.states.truncate(row, kv_len)
         self._rows.known_room, self._rows.look_from[row] = NO_ROOM, ALWAYS
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.
@@ -290,6 +291,9 @@ class RequestTable:
         For a caller who filled the pages by other means than steps that store in every layer: with KV that was computed
         elsewhere, or read back from storage.
 
+        A row that gets more stored tokens than it had has no state of recurrent layers any more: it begins at token 0.
+        Tokens of steps whose lengths only the device knows are no more than it had.
+
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.
         """
@@ -301,6 +305,9 @@ class RequestTable:
         short = (kv_len > self._rows.reserved_len[rows]) | (kv_len < 0)
         for row, length in zip(rows[short].tolist(), kv_len[short].tolist(), strict=True):
             self._rows.must_have_room(row, length, f"{length} of them cannot be stored")
+        if not self.states.is_empty:
+            grows = kv_len > self.tokens.stored_len[rows]
+            self.states.fill(rows[grows], kv_len[grows])
         self.tokens.mark(rows, kv_len)
 
     def free(self, row: int) -> None:

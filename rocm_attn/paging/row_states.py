@@ -15,7 +15,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy, StateSource
+from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy, StatePool, StateSource
 
 # A header of the host: start, first, end, as in kernels/states/places.py. These serve no step, and every step.
 _NOTHING = (INT32_MAX, 0, 0)
@@ -50,11 +50,27 @@ class RowStates:
         self._tag_of: dict[int, int] = {}
 
     def begin(self, row: int) -> None:
-        """Gives a row that is admitted a tag that no request has had; it has no state."""
+        """Gives a row a tag that no request has had, so that it has no state."""
         if not self.is_empty:
             self.tags[row] = self._new_tag()
             self._headers[row] = _NOTHING
             self.changed.append(row)
+
+    def fill(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """Notes that rows[i] get tokens up to kv_len[i] from elsewhere: a state there is that of others.
+
+        These were taken back. The host has lost track of tokens that steps have stored, by lengths on the device.
+        """
+        for row, tokens in zip(rows.tolist(), kv_len.tolist(), strict=True):
+            start, first, end = self._headers[row].T
+            if not ((start == _ANYTHING[0]) & (first == _ANYTHING[1]) & (tokens <= end)).any():
+                self.begin(row)
+
+    def truncate(self, row: int, kv_len: int) -> None:
+        """Notes that a row whose track was lost has no tokens from kv_len on."""
+        if not self.is_empty:
+            lost = (self._headers[row, :, :2] == _ANYTHING[:2]).all(1)
+            self._headers[row, lost, 2] = np.minimum(self._headers[row, lost, 2], kv_len)
 
     def fork(self, row: int, child: int, kv_len: int) -> None:
         """Copies the state of a row after kv_len tokens to the row that shares them."""
@@ -121,16 +137,18 @@ class RowStates:
         """Gives all checkpoints back."""
         self.drop(list(self._tag_of))
 
-    def give(self, rows: Int32Array, kv_len: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:
+    def give(self, pool: StatePool, rows: Int32Array, kv_len: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:
         """Notes that a caller writes the states of rows after kv_len[i] tokens, in place of any that they had.
+
+        Pending copies are made first: they may read these slots, which were another request's when it was forked.
 
         Returns int64 [n], the slots to write, and int32 [n, 4], their headers. The rows have been stepped by no step.
         """
         slots = SLOTS_OF_ROW * rows.astype(np.int64)
         self._headers[rows] = _NOTHING
         self._headers[rows, 0] = np.stack([np.full_like(kv_len, -1), kv_len, kv_len], 1)
-        given = set(slots.tolist())
-        self.copies = [copy for copy in self.copies if copy.target not in given]
+        pool.copy(tuple(self.copies))
+        self.copies.clear()
         headers = np.stack([self.tags[rows], *self._headers[rows, 0].T], 1)
         return slots, headers
 

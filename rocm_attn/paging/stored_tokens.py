@@ -168,7 +168,8 @@ class StepStores:
         """
         self._batch, self.refusal, self._in_turn = batch, refusal, in_turn
         self._done = [0] * num_children
-        self._wrote = False
+        # Fill gives slots of recurrent layers to the step, whatever its layers store in them afterwards.
+        self._wrote = bool(self._sides.of_states)
         if self._tokens.changed:
             self._tokens.changed.clear()
 

@@ -213,12 +213,16 @@ class StepGate:
                 last = self._begin_again()
                 if last.batch is not batch:
                     raise WrongState("AGAIN was given with another batch than the last staged step; give that batch")
+                self._lose_track(last)
                 return self._begun(last, (batch,), "")
             self._check_batch(batch)
             refusal = ""
             if batch.before != self._tokens.last:  # else its rows were neither forked nor cut since the last step
                 self._check_stored(batch, batch.start)
                 refusal = self._table.checks.why_no_store(batch)
+                # Such a step may attend, but fill would give it the states that its rows go on from.
+                if refusal and not self._table.states.is_empty:
+                    raise BadBatch(refusal)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
                 return self._publish(batch, plan, refusal, input_plans)
@@ -299,12 +303,17 @@ class StepGate:
         """
         self.holder.begin("a step cannot begin")
         try:
-            self._begin_again()
+            self._lose_track(self._begin_again())
             replay()
             self.end()
         except BaseException:
             self.end()  # an interrupt may have prevented the call above
             raise
+
+    def _lose_track(self, last: RanStep) -> None:
+        """Notes that only the device knows the states of a step's rows: it may have written lengths of its own."""
+        if not self._table.states.is_empty:
+            self._table.states.lose_track(last.batch.rows)
 
     def _begin_again(self) -> RanStep:
         """Returns the step that was staged last, if it may run now. Raises WrongState."""
@@ -312,8 +321,6 @@ class StepGate:
         if last is None:
             raise WrongState("no whole step that can run again was staged last; stage one first")
         self._require_rows(last, "the step cannot run again", last.batch.rows)
-        if not self._table.states.is_empty:
-            self._table.states.lose_track(last.batch.rows)
         self.holder.state = STAGED
         with on_device(self.device):
             self._streams.follow()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
+from rocm_attn.capture.probe_requests import give_states
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.truth.row_needles import RowNeedles
@@ -85,6 +88,7 @@ class LiveTruth:
             done += new
             # Needles pass no recurrent layer, so a step of a model with such layers counts as unfinished.
             table.mark_stored([row], [done])
+            give_states(runtime, np.array([row], np.int32), np.array([done], np.int32))
 
     def _verdict(self, reason: str, *, is_fault: bool) -> TruthVerdict:
         """Returns the verdict of all ranks."""

@@ -14,6 +14,7 @@ examples:
   rocm-attn soak --steps 2000
   rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
   rocm-attn soak --speculative --rounds 10000
+  rocm-attn soak --recurrent --steps 2000
 """
 
 _TUNE_EXAMPLES = """\
@@ -94,5 +95,6 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     json = a.JSON.but(help="print one JSON object with the steps, or with the difference found")
     speculative = a.switch("--speculative", "mostly draft and verify: rounds, chains, trees, and rejected drafts")
+    recurrent = a.switch("--recurrent", "with recurrent layers: checkpoints of prefixes, drafts that are taken back")
     add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
-    add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, json))
+    add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, recurrent, json))

@@ -22,9 +22,11 @@ def run(options: argparse.Namespace) -> None:
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if options.speculative and options.deterministic:
         raise BadSetting("--deterministic has no kernels for trees of drafts, which --speculative needs; leave one out")
+    if options.speculative and options.recurrent:
+        raise BadSetting("--speculative drafts trees, and states of --recurrent go on token after token; leave one out")
     scenario = Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN)
     soak = Soak(
-        scenario.speculative() if options.speculative else scenario,
+        scenario.speculative() if options.speculative else scenario.with_states() if options.recurrent else scenario,
         seed=options.seed,
         device=device,
         provider=options.provider,
@@ -59,4 +61,5 @@ def _command(options: argparse.Namespace, finding: SoakFault, device: torch.devi
         f"--provider {options.provider} --dtype {dtype_name}"
         + (" --deterministic" if options.deterministic else "")
         + (" --speculative" if options.speculative else "")
+        + (" --recurrent" if options.recurrent else "")
     )

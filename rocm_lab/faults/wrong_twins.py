@@ -137,22 +137,18 @@ def states_as_they_come(ops: StepOps) -> StepOps:
     """A step goes on from the last state in its row's slots, of any request and after any token."""
 
     def state_places(step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None:
-        rows, starts = step.row_of_seq.tolist(), (step.kv_len - step.q_len).tolist()
-        new = step.q_len.tolist()
-        for seq, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            if seq >= int(step.counts[0]) or new[seq] == 0:
-                places.source[seq], places.target[seq], places.pending[seq] = LEFT_OUT, 0, 0
-                continue
-            written_at = [int(headers[2 * row + slot, 1]) for slot in range(2)]
-            last = int(written_at[1] > written_at[0])
-            target = 2 * row + (0 if start == 0 else 1 - last)
-            places.source[seq] = BEGINS if start == 0 else 2 * row + last
-            places.target[seq] = target
-            before = min(max(start - int(headers[2 * row + last, 2]), 0), kept)
-            places.pending[seq] = 0 if start == 0 else before
-            first = start if new[seq] <= kept else start + new[seq]
-            header = [int(tags[row, 0]), start, first, start + new[seq]]
-            headers[target] = torch.tensor(header, dtype=torch.int32, device=headers.device)
+        row, start = step.row_of_seq.long(), step.kv_len - step.q_len
+        seq = torch.arange(len(row), device=row.device)
+        is_live, begins = (seq < step.counts[0]) & (step.q_len > 0), start <= 0
+        last = (headers[2 * row + 1, 1] > headers[2 * row, 1]).long()
+        target = torch.where(is_live, 2 * row + torch.where(begins, 0, 1 - last), 0)
+        before = (start - headers[2 * row + last, 2]).clamp(0, kept)
+        places.source.copy_(torch.where(is_live, torch.where(begins, BEGINS, 2 * row + last), LEFT_OUT))
+        places.target.copy_(target)
+        places.pending.copy_(torch.where(is_live & ~begins, before, 0))
+        first = torch.where(step.q_len <= kept, start, step.kv_len)
+        written = torch.stack([tags[row, 0], start, first, step.kv_len], 1)
+        headers[target] = torch.where(is_live[:, None], written, headers[target])
 
     return replace(ops, state_places=state_places)
 

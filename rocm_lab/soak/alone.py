@@ -16,11 +16,13 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import bitwise_equal
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.soak.model import LayerTables, Mismatch, PlayedStep, SequenceTruth, SoakModel, StepOutputs
+from rocm_lab.soak.recurrent import RecurrentTables
 
 
 class SoloCheck(Protocol):
@@ -48,6 +50,7 @@ class ServedAlone:
 
     tables:  per layer, on the device that steps run on
     weights: per layer
+    recurrent: per recurrent layer, on that device too
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ServedAlone:
         problems: Sequence[Problem],
         tables: Sequence[LayerTables],
         weights: Sequence[HeadWeights],
+        recurrent: Sequence[RecurrentTables],
         *,
         device: torch.device,
         provider: str,
@@ -72,11 +76,12 @@ class ServedAlone:
                 provider=provider,
                 deterministic=True,
             ),
+            RecurrentLayers([each.form for each in recurrent]),
             device=device,
         )
         for layer, given in enumerate(weights):
             self._runtime.head_weights.set(layer, given.to(self._runtime.device))
-        self._model = SoakModel(tables, max_kv_len=max_kv_len, max_tokens=max_kv_len)
+        self._model = SoakModel(tables, recurrent, max_kv_len=max_kv_len, max_tokens=max_kv_len)
         self._runner = StepRunner(self._runtime, self._model.forward, None)
 
     def check(self, step: PlayedStep) -> Mismatch | None:
@@ -91,11 +96,9 @@ class ServedAlone:
         self.num_seqs += 1
         first = sum(earlier.q_len for earlier in step.sequences[:seq])
         alone, new = self._serve(sequence), slice(len(sequence.token_ids) - sequence.q_len, None)
-        for layer in range(len(alone.out)):
-            for name, got, want in (
-                ("out", step.outputs.out[layer][first : first + sequence.q_len], alone.out[layer][new]),
-                ("lse", step.outputs.lse[layer][first : first + sequence.q_len], alone.lse[layer][new]),
-            ):
+        for name, tensors, of_alone in (("out", step.outputs.out, alone.out), ("lse", step.outputs.lse, alone.lse)):
+            for layer, (of_step, wanted) in enumerate(zip(tensors, of_alone, strict=True)):
+                got, want = of_step[first : first + sequence.q_len], wanted[new]
                 if not bitwise_equal(got, want):
                     error = float((got.double() - want.double()).abs().max())
                     what = f"{name} differs bitwise from the same request run alone, by up to {error:g}"

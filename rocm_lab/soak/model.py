@@ -1,8 +1,8 @@
 """The model of a soak, and the reference that it is compared with.
 
-SoakModel is two layers of attention whose q, k and v are rows of fixed tables, looked up by token id and position. It
-is a pure function of the step's token ids, so it can be captured, and a request's expected outputs depend only on the
-ids of its tokens. Token id 0, which padding has, looks up NaN.
+SoakModel is two layers of attention, and in some soaks recurrent ones. Their q, k and v are rows of fixed tables,
+looked up by token id and position. It is a pure function of the step's token ids, so it can be captured, and a
+request's expected outputs depend only on the ids of its tokens. Token id 0, which padding has, looks up NaN.
 Checker computes the same with rocm_attn.oracle.reference, from dense K and V.
 """
 
@@ -25,6 +25,7 @@ from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Part
+from rocm_lab.soak.recurrent import RecurrentReference, RecurrentTables
 
 
 def soak_problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> tuple[Problem, Problem]:
@@ -92,8 +93,8 @@ class LayerTables:
 class StepOutputs:
     """The outputs of a step, on any device; T padded tokens.
 
-    out:  per layer, [T, q_heads, v_head_dim]
-    lse:  per layer, float32 [T, q_heads]
+    out:  per layer, [T, q_heads, v_head_dim], recurrent layers last
+    lse:  per layer that attends, float32 [T, q_heads]
     rows: [num_seqs, sum of q_heads * v_head_dim], the layers' outputs at each sequence's last new token
     """
 
@@ -110,15 +111,24 @@ class SoakModel:
     """The forward function of a soak. It leaves the outputs of all tokens in buffers of its own.
 
     tables:     per layer, on the device that steps run on
+    recurrent:  likewise, per recurrent layer
     max_kv_len: positions of the tables
     max_tokens: most padded tokens of a step
     """
 
-    def __init__(self, tables: Sequence[LayerTables], *, max_kv_len: int, max_tokens: int) -> None:
-        self._tables = tables
+    def __init__(
+        self,
+        tables: Sequence[LayerTables],
+        recurrent: Sequence[RecurrentTables],
+        *,
+        max_kv_len: int,
+        max_tokens: int,
+    ) -> None:
+        self._tables, self._recurrent = tables, recurrent
         self._max_kv_len = max_kv_len
         self._out = [rows.q.new_empty(max_tokens, rows.q.shape[1], rows.v.shape[2]) for rows in tables]
         self._lse = [rows.q.new_empty(max_tokens, rows.q.shape[1], dtype=torch.float32) for rows in tables]
+        self._out += [each.x.new_empty(max_tokens, each.form.num_heads, each.form.v_dim) for each in recurrent]
 
     def forward(self, step: Part) -> Tensor:
         """Computes attention of every layer, and returns StepOutputs.rows of the padded sequences."""
@@ -127,6 +137,10 @@ class SoakModel:
         for layer, tables in enumerate(self._tables):
             out, lse = self._out[layer][step.tokens], self._lse[layer][step.tokens]
             step.layers.store_and_attend(layer, tables.q[entry], tables.k[entry], tables.v[entry], out, lse)
+            rows.append(out[step.last_token_of_seq].flatten(1))
+        for layer, each in enumerate(self._recurrent):
+            out = self._out[len(self._tables) + layer][step.tokens]
+            each.run(step, layer, entry, out)
             rows.append(out[step.last_token_of_seq].flatten(1))
         return torch.cat(rows, 1)
 
@@ -232,6 +246,7 @@ class Checker:
 
     tables:     per layer, float64 on the CPU
     weights:    per layer, on the CPU
+    recurrent:  per recurrent layer
     worst:      the largest error so far, as a fraction of the allowed one
     num_tokens: tokens that were compared
     """
@@ -241,6 +256,7 @@ class Checker:
         problems: Sequence[Problem],
         tables: Sequence[LayerTables],
         weights: Sequence[HeadWeights],
+        recurrent: Sequence[RecurrentReference],
         max_kv_len: int,
     ) -> None:
         self.worst = 0.0
@@ -248,6 +264,7 @@ class Checker:
         self._problems = problems
         self._tables = tables
         self._weights = weights
+        self._recurrent = recurrent
         self._max_kv_len = max_kv_len
 
     def check(self, step: PlayedStep) -> Mismatch | None:
@@ -259,7 +276,33 @@ class Checker:
             mismatch = self._check_layer(layer, step, outputs, seen)
             if mismatch is not None:
                 return mismatch
+        for number, reference in enumerate(self._recurrent, len(self._problems)):
+            mismatch = self._check_recurrent(number, reference, step, outputs.out[number])
+            if mismatch is not None:
+                return mismatch
         return _check_rows(step, outputs)
+
+    def _check_recurrent(
+        self, number: int, reference: RecurrentReference, step: PlayedStep, out: Tensor
+    ) -> Mismatch | None:
+        begin = 0
+        for seq, sequence in enumerate(step.sequences):
+            got = out[begin : begin + sequence.q_len]
+            begin += sequence.q_len
+            if not sequence.q_len:
+                continue
+            wanted = reference.outputs(sequence.token_ids, sequence.q_len)
+            # A state is a sum over all tokens, so an output is that of values as large as the largest one.
+            size = max(1.0, float(wanted.abs().max()))
+            part = float(error_parts(got, wanted, BOUNDS[got.dtype].out, size=size).max())
+            if part > 1:
+                error = _largest_error(got, wanted)
+                what = f"out differs from the reference by up to {error:g}, {part:g} times the tolerance"
+                return Mismatch(what, number, seq, error)
+            self.worst = max(self.worst, part)
+        if bool(out[begin:].any()):
+            return Mismatch("out of a padded token is not 0", number, None, math.inf)
+        return None
 
     def _check_layer(
         self, layer: int, step: PlayedStep, outputs: StepOutputs, seen: Sequence[tuple[Tensor, Tensor]]

@@ -95,6 +95,7 @@ class Scenario:
     split_every:          one step in this many runs as two halves, unless it shares prefixes
     alone_every:          in deterministic mode, one step in this many has a sequence that is served alone too
     weights:              how often each action is drawn
+    recurrent:            whether the model has recurrent layers next to those that attend; checkpoints: of their states
     """
 
     page_size: int = 4
@@ -120,6 +121,8 @@ class Scenario:
     split_every: int = 4
     alone_every: int = 3
     weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
+    recurrent: bool = False
+    checkpoints: int = 6
 
     def __post_init__(self) -> None:
         for pages, knob in ((self.num_pages - 1, "num_pages"), (self.swa_pages, "swa_pages")):
@@ -157,6 +160,14 @@ class Scenario:
             Action.MIXED: 2.0,
         }
         return replace(self, weights={**self.weights, **more}, tree_len=9)
+
+    def with_states(self) -> Scenario:
+        """Returns a scenario of a model with recurrent layers, with more drafts of chains that are taken back.
+
+        Their states go on token after token, so that there are no trees and no rounds of drafts.
+        """
+        more = {Action.VERIFY: 6.0, Action.REJECT: 4.0, Action.KEEP: 5.0, Action.TREE: 0.0, Action.DRAFT: 0.0}
+        return replace(self, weights={**self.weights, **more}, recurrent=True)
 
     def without(self, action: Action) -> Scenario:
         """Returns a scenario in which an action is never drawn."""

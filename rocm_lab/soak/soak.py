@@ -29,12 +29,14 @@ from rocm_attn.errors import BadSetting, RocmAttnError, WrongState
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
+from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.soak.alone import NoAloneCheck, ServedAlone, SoloCheck
 from rocm_lab.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
+from rocm_lab.soak.recurrent import RecurrentReference, RecurrentTables, soak_recurrences
 from rocm_lab.soak.rounds import SoakRounds
 from rocm_lab.soak.scenario import ROUNDS, Action, Scenario
 from rocm_lab.soak.world import World
@@ -204,14 +206,22 @@ class Soak:
         self._scenario = scenario
         self._seed = seed
         problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
-        self._runtime = build_runtime(problems, _runtime_options(scenario, provider, deterministic), device=device)
+        forms = soak_recurrences(dtype) if scenario.recurrent else ()
+        # As many as a verify step has, so that any of them may be taken back.
+        layers = RecurrentLayers(forms, kept=scenario.verify_len, checkpoints=scenario.checkpoints if forms else 0)
+        options = _runtime_options(scenario, provider, deterministic)
+        self._runtime = build_runtime(problems, options, layers, device=device)
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
-        self._poison_free_pages()
+        self._poison_free_memory()
         generator = torch.Generator().manual_seed(seed)
         tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
         on_device = [rows.to(device=self._runtime.device) for rows in tables]
-        self._model = SoakModel(on_device, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
+        recurrent = [
+            RecurrentTables.random(form, scenario.vocabulary, scenario.max_kv_len, generator) for form in forms
+        ]
+        states = [each.to(self._runtime.device) for each in recurrent]
+        self._model = SoakModel(on_device, states, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
         self._rounds = SoakRounds(
             on_device,
             vocabulary=scenario.vocabulary,
@@ -223,13 +233,15 @@ class Soak:
         for layer, drawn in enumerate(weights):
             self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
         exact = [rows.to(dtype=torch.float64) for rows in tables]
-        self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
+        references = [RecurrentReference(each, scenario.max_kv_len) for each in recurrent]
+        self._checker = Checker(problems, exact, weights, references, scenario.max_kv_len)
         self._alone: SoloCheck = NoAloneCheck()
         if deterministic:
             self._alone = ServedAlone(
                 problems,
                 on_device,
                 weights,
+                states,
                 device=device,
                 provider=provider,
                 max_kv_len=scenario.max_kv_len,
@@ -361,7 +373,9 @@ class Soak:
                     "reported free"
                 )
                 raise self._failure(number, f"after step {number}", what)
-        self._poison_free_pages()
+        if self._runtime.states.memory[:2].any() or self._runtime.states.headers[:2].any():
+            raise self._failure(number, f"after step {number}", "the state of row 0, which no request has, is not 0")
+        self._poison_free_memory()
 
     def _reopen(self, number: int) -> None:
         self._check()
@@ -382,8 +396,12 @@ class Soak:
         self._reopen(number)
         table = self._runtime.table
         missing = sum(pages.num_usable_pages - pages.num_free_pages for pages in table.spaces)
-        if missing or table.num_free_rows != self._scenario.max_num_rows:
-            what = f"{missing} pages are held and {table.num_free_rows} rows are free when no request is left"
+        states = self._runtime.states.recurrent.checkpoints - table.kept.num_free_states
+        if missing or states or table.num_free_rows != self._scenario.max_num_rows:
+            what = (
+                f"{missing} pages and {states} checkpoints are held, and {table.num_free_rows} rows are free, when no "
+                "request is left"
+            )
             raise self._failure(number, f"after step {number}", what)
 
     def _free_pages(self, table: PageTable) -> list[int]:
@@ -391,8 +409,16 @@ class Soak:
         every = set(range(table.pages.first_page, table.pages.num_pages))
         return sorted(every - self._world.held_pages(table.space))
 
-    def _poison_free_pages(self) -> None:
-        """Fills free pages with NaN, so that reads of tokens that were not stored or have left the window show."""
+    def _poison_free_memory(self) -> None:
+        """Fills free pages with NaN, so that reads of tokens that were not stored or have left the window show.
+
+        So are the states of free rows, which no copy reads after a step.
+        """
+        rows = range(1, self._scenario.max_num_rows + 1)
+        free_rows = [row for row in rows if not self._runtime.table.is_admitted(row)]
+        if not self._runtime.states.is_empty:
+            slots = torch.tensor([2 * row + at for row in free_rows for at in (0, 1)], device=self._runtime.device)
+            self._runtime.states.memory.index_fill_(0, slots.long(), 0xFF)
         for table in self._runtime.table.spaces:
             never = range(RESERVED_PAGE + 1, table.pages.first_page)
             ids = [*never, *self._free_pages(table)]

@@ -38,6 +38,7 @@ class HeldRequest:
     reached:    the largest position at which a step's new tokens began; at most verify_len before it are taken back
     begun_over: kept tokens that it began over. None is taken back, because the window before them may not be kept
     limit:      tokens at which it ends
+    after:      with recurrent layers: tokens after which it has a state, and may go on
     """
 
     row: int
@@ -47,6 +48,7 @@ class HeldRequest:
     limit: int
     reached: int = 0
     begun_over: int = 0
+    after: frozenset[int] = frozenset()
 
     def can_take_back(self, most: int) -> int:
         """Returns how many tokens may be taken back, at most `most` of them from before the last step's tokens."""
@@ -164,6 +166,8 @@ class World:
         self.counts: Counter[Action] = Counter()
         self.history: deque[str] = deque(maxlen=12)
         self._table = table
+        # A step of as many new tokens keeps them all next to the state.
+        self._kept_tokens = scenario.verify_len
         self._random = np.random.default_rng(seed)
         self._preempted: deque[list[int]] = deque(maxlen=scenario.max_num_rows)
         self._changes: Mapping[Action, Callable[[], None]] = {
@@ -199,6 +203,9 @@ class World:
             if len(turn.kept) < turn.q_len:
                 new = request.token_ids[request.num_stored :]
                 request.token_ids[request.num_stored :] = [new[token] for token in turn.kept]
+            begin, end = request.num_stored, request.num_stored + turn.q_len
+            if turn.q_len:
+                request.after = frozenset((begin, *(range(begin, end) if turn.q_len <= self._kept_tokens else ()), end))
             request.num_stored += len(turn.kept)
             if request.num_stored >= request.limit:
                 self._free(request)
@@ -387,7 +394,7 @@ class World:
     def _fork(self, parent: HeldRequest) -> list[HeldRequest]:
         """Forks a request. Returns the child; empty if the parent has the full length of a request."""
         shared = parent.num_stored if self._chance(0.5) else self._below(parent.num_stored + 1)
-        if shared == self.scenario.max_kv_len:
+        if shared == self.scenario.max_kv_len or not self._goes_on(parent, shared):
             return []
         try:
             row = self._table.fork(parent.row, shared)
@@ -400,15 +407,15 @@ class World:
         child = HeldRequest(
             row, parent.token_ids[:shared], shared, shared, limit, reached, min(shared, parent.begun_over)
         )
+        child.after = frozenset([shared])
         self.requests.append(child)
         self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
         return [child]
 
     def _keep(self) -> None:
         """Keeps the first full pages of a request; in the SWA space those that are still in its window."""
-        for request in self._any_request():
-            page_size = self.scenario.page_size
-            end = self._below(request.num_stored // page_size + 1)
+        page_size = self.scenario.page_size
+        for request, end in self._to_keep():
             has_swa = self._table.pages_of(request.row, Space.SWA)[:end] > 0
             first = int(np.argmax(has_swa)) if has_swa.any() else end
             ids = [
@@ -420,21 +427,38 @@ class World:
                 request.num_shared = max(request.num_shared, end * page_size)
                 self._happened(Action.KEEP, f"{end} pages of row {request.row}")
 
+    def _to_keep(self) -> list[tuple[HeldRequest, int]]:
+        """Returns a request and a number of its full pages, with recurrent layers one after which it has a state."""
+        page_size = self.scenario.page_size
+        if not self.scenario.recurrent:
+            return [(request, self._below(request.num_stored // page_size + 1)) for request in self._any_request()]
+        able = [
+            (request, tokens // page_size)
+            for request in self.requests
+            for tokens in sorted(request.after)
+            if 0 < tokens <= request.num_stored and tokens % page_size == 0
+        ]
+        return [able[self._below(len(able))]] if able else []
+
     def _begin_over(self) -> None:
         """Begins a request over the first kept pages of a request, or over other kept pages with the same tokens."""
         if not self.kept or not self._table.num_free_rows:
             return
         kept, page_size = self.kept[self._below(len(self.kept))], self.scenario.page_size
         end = self._between(1, len(kept.ids))
+        if self.scenario.recurrent:
+            ends = np.flatnonzero(self._table.kept.have_states(kept.ids))
+            end = int(ends[self._below(len(ends))]) + 1 if len(ends) else end
         back = self._below(page_size) if self._chance(0.3) else 0
         kv_len = min(end * page_size - back, self.scenario.max_kv_len - 1)
         ids = [self._any_like(kept, page_no) for page_no in range(-(-kv_len // page_size))]
         try:
             row = self._table.kept.admit_over(ids, kv_len)
-        except BadBatch:  # its window is not kept; a refusal must change nothing
+        except BadBatch:  # its window or its state is not kept; a refusal must change nothing
             return
         limit = self._between(kv_len + 1, self.scenario.max_kv_len)
-        self.requests.append(HeldRequest(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, kv_len, kv_len))
+        token_ids, after = kept.token_ids[:kv_len], frozenset([kv_len])
+        self.requests.append(HeldRequest(row, token_ids, kv_len, kv_len, limit, kv_len, kv_len, after))
         self._happened(Action.BEGIN, f"row {row} over {kv_len} kept tokens")
 
     def _any_like(self, kept: KeptTokens, page_no: int) -> int:
@@ -472,14 +496,24 @@ class World:
 
     def _reject(self) -> None:
         most = self.scenario.verify_len
-        able = [request for request in self.requests if request.can_take_back(most) > 0]
+        able = [request for request in self.requests if self._to_take_back(request, most)]
         if able:
             request = able[self._below(len(able))]
-            taken = self._between(1, min(most, request.can_take_back(most)))
+            counts = self._to_take_back(request, most)
+            taken = counts[self._below(len(counts))]
             request.take_back(taken)
             self._happened(Action.REJECT, f"{taken} tokens of row {request.row}")
             if self._chance(0.3):
                 self._truncate(request)
+
+    def _to_take_back(self, request: HeldRequest, most: int) -> list[int]:
+        """Returns how many tokens may be taken back, up to `most`."""
+        counts = range(1, min(most, request.can_take_back(most)) + 1)
+        return [count for count in counts if self._goes_on(request, request.num_stored - count)]
+
+    def _goes_on(self, request: HeldRequest, num_tokens: int) -> bool:
+        """True if a step, or a fork, may go on after these tokens of a request."""
+        return not self.scenario.recurrent or num_tokens == 0 or num_tokens in request.after
 
     def _truncate(self, request: HeldRequest) -> None:
         """Drops the pages after the stored tokens, and the shares of other rows in them."""

@@ -69,6 +69,17 @@ def of_the_request_before(world: Hybrid) -> tuple[Told, int]:
     return uninitialised(world)
 
 
+def of_tokens_taken_back(world: Hybrid) -> tuple[Told, int]:
+    """A row goes back, and its pages are filled from elsewhere: its state is that of as many other tokens."""
+    one = world.admit()
+    world.run([one], [world.ids(6)])
+    world.back(one, 0)
+    one.ids = world.ids(6)
+    world.runtime.table.reserve(one.row, 7)
+    world.runtime.table.mark_stored([one.row], [6])
+    return one, 7
+
+
 def in_wrong_units(world: Hybrid) -> tuple[Told, int]:
     """vllm#55600, vllm#53142: a checkpoint is looked up in blocks of another size, and is that of fewer tokens."""
     kept, one = world.runtime.table.kept, world.admit()
@@ -80,7 +91,14 @@ def in_wrong_units(world: Hybrid) -> tuple[Told, int]:
     return late, 2 * PAGE_SIZE + 1
 
 
-CASES = [rejected_drafts, counts_of_another_row, uninitialised, of_the_request_before, in_wrong_units]
+CASES = [
+    rejected_drafts,
+    counts_of_another_row,
+    uninitialised,
+    of_the_request_before,
+    of_tokens_taken_back,
+    in_wrong_units,
+]
 
 
 @both_ways

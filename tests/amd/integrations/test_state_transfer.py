@@ -120,6 +120,44 @@ def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_s
     target.runtime.check_device()
 
 
+def test_a_fork_goes_on_when_tokens_come_into_the_row_of_its_parent(device: torch.device) -> None:
+    """The state of the fork is copied with the next step, and the parent's slots go to another request before that."""
+    world = Hybrid(device, "torch")
+    parent, other = world.admit(), world.admit()
+    world.step([parent, other], [world.ids(6), world.ids(4)])
+    sent = Sent(world, other, 4)
+    child = Told(world.runtime.table.fork(parent.row, 6), list(parent.ids))
+    world.runtime.table.free(parent.row)
+    importer = KVImporter(world.runtime, KVPassport.from_json(sent.text))
+    moved = Told(importer.admit(sent.extent), list(other.ids))
+    assert moved.row == parent.row
+    importer.import_row(moved.row, sent.extent, sent.buffer)
+    world.step([child, moved], [world.ids(1), world.ids(1)])
+    world.runtime.check_device()
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["the host", "only the device"])
+def test_a_row_that_pages_come_into_has_no_state(on_host: bool, device: torch.device) -> None:
+    """Its slots have that of as many tokens, which were taken back, and the host may not know of how many."""
+    world = Hybrid(device, "torch")
+    one, other = world.admit(), world.admit()
+    world.step([one, other], [world.ids(5), world.ids(6)])
+    batch = world.batch([one], [world.ids(1)])
+    lengths = torch.tensor(batch.kv_len, device=device)
+    world.runner.run(batch if on_host else replace(batch, inputs=DeviceInputs(kv_len=lengths, ahead=0)))
+    exporter = KVExporter(world.runtime)
+    pages = exporter.pages_of(other.row, 6)
+    extent = exporter.extent(pages, 6)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export(pages, extent, buffer)
+    importer = KVImporter(world.runtime, exporter.passport)
+    world.runtime.table.mark_stored([one.row], [0])
+    importer.import_pages(importer.pages_of(one.row, 6), extent, buffer)
+    world.runtime.table.mark_stored([one.row], [6])
+    with pytest.raises(BadBatch, match="after 6 tokens of row 1, whose state is there for no token"):
+        world.run([Told(one.row, list(other.ids))], [world.ids(1)])
+
+
 @each_provider
 def test_tokens_without_a_state_are_not_sent(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)

@@ -277,7 +277,7 @@ class EngineScene(Calls):
         for number, (layer, out) in enumerate(zip(self.oracle.layers, outs, strict=True)):
             given, at = out.double().cpu().numpy(), 0
             for seq in seqs:
-                answer = self.oracle.attend(layer, seq.row, seq.tokens())
+                answer = self.oracle.answer(layer, seq.row, seq.tokens())
                 off = np.abs(given[at : at + len(seq.ids)] - answer.out)[answer.known]
                 if not (off <= answer.out_bound[answer.known]).all():
                     raise Finding(f"{what}: layer {number} of row {seq.row} is off by {off.max():.2g}")

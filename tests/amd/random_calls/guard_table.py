@@ -35,13 +35,14 @@ from tests.amd.random_calls.pairs import is_found
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
 SHORTEST_SOAK = 25
+# Safeguard -> the option of the soak in which there is something for it to do.
+SOAKS = {"cut_points": ["--deterministic"], "state_lineage": ["--recurrent"]}
 _T = TypeVar("_T")
 
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
 # Why no run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
 UNSEEN = {
     **dict.fromkeys(("fresh_selection", "selection_place"), _SELECTS),
-    "state_lineage": "no runtime of these runs has recurrent layers: tests/amd/guards/test_states.py",
     "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
@@ -113,11 +114,13 @@ def found_by_soak(guard: str, steps: int, device: str) -> int | None:
     Raises RuntimeError for a soak that ends as none should.
     """
     environment = {**os.environ, DEBUG: "1", DISABLE_GUARDS: guard}
-    length, deterministic = SHORTEST_SOAK, ["--deterministic"] if guard == "cut_points" else []
+    length = SHORTEST_SOAK
     while True:
         length = min(length, steps)
         soak = [sys.executable, "-m", "rocm_attn.cli", "soak", "--steps", str(length), "--device", device]
-        done = subprocess.run([*soak, *deterministic], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*soak, *SOAKS.get(guard, ())], env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode == 1:
             return length
         if done.returncode:

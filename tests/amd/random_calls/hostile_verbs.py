@@ -40,7 +40,7 @@ class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def going_on(scene: Scene, most: int = 3) -> list[Seq]:
     """New tokens of some rows that surely go on, with room for them."""
-    rows = [row for row in scene.some(3) if row not in scene.unsure]
+    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
     seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(1, most))) for row in rows]
     reserve_for(scene, seqs)
     return [seq for seq in seqs if scene.room(seq.row) >= seq.end]
@@ -64,6 +64,7 @@ def step_with_mask(scene: Scene) -> None:
     bits = torch.from_numpy(np.concatenate([cells, np.full(rng.choice((0, 3)), 255, np.uint8)])).to(scene.device)
     mask = StepMask(bits, scene.ints([position for seq in seqs for position in seq.positions]))
     judged_step(scene, rng.choice((by_hand, by_runner)), "a step with a mask", seqs, scene.batch(seqs, mask=mask))
+    scene.verified = None  # a move would be one of this step, which may be right
 
 
 def step_sharing_prefixes(scene: Scene) -> None:
@@ -136,8 +137,7 @@ def memory_runs_out(scene: Scene) -> None:
         scene.say(f"refused: {refusal}")
         return
     for seq in seqs:
-        scene.oracle.kv[seq.row] = scene.oracle.kv[seq.row][: seq.begin]
-        scene.unsure.add(seq.row)
+        scene.broke_off(seq)
 
 
 def stray_write(scene: Scene) -> None:

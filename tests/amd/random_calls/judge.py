@@ -29,15 +29,16 @@ def judge(scene: Scene, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape) -
         return wrong
     place_of_token = wrong
     last = np.cumsum([0, *(len(seq.ids) for seq in seqs)])
-    for number, (tables, layer) in enumerate(zip(scene.model.layers, scene.oracle.layers, strict=True)):
-        out, lse = _host(tables.out[: shape.num_tokens]), _host(tables.lse[: shape.num_tokens])
-        failure = _pads(tables, out, lse, place_of_token)
+    for number, (tables, layer) in enumerate(zip(scene.model.outputs, scene.oracle.layers, strict=True)):
+        out = _host(tables.out[: shape.num_tokens])
+        lse = _host(tables.lse[: shape.num_tokens]) if isinstance(tables, LayerTables) and tables.wants_lse else None
+        failure = _pads(out, lse, place_of_token)
         for seq, begin, end in zip(seqs, last[:-1], last[1:], strict=True):
             if failure or begin == end:
                 continue
             at = place_of_token[begin:end]
-            answer = scene.oracle.attend(layer, seq.row, seq.tokens())
-            failure = _values(answer, out[at], lse[at] if tables.problem.wants_lse else None)
+            answer = scene.oracle.answer(layer, seq.row, seq.tokens())
+            failure = _values(answer, out[at], None if lse is None else lse[at])
             failure = failure and f"row {seq.row}: {failure}"
             scene.counts["compared"] += int(end - begin)
         if failure:
@@ -76,12 +77,12 @@ def _places(scene: Scene, seqs: Sequence[Seq], shape: PaddedShape) -> Ints | str
     return at
 
 
-def _pads(tables: LayerTables, out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64], real: Ints) -> str:
+def _pads(out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64] | None, real: Ints) -> str:
     pads = np.ones(len(out), np.bool_)
     pads[real] = False
     if (out[pads] != 0).any():
         return "a padded token's output is not zero"
-    if tables.problem.wants_lse and (lse[pads] != -np.inf).any():
+    if lse is not None and (lse[pads] != -np.inf).any():
         return "a padded token's LSE is not -inf"
     return ""
 
@@ -112,7 +113,7 @@ def _returned(scene: Scene, seqs: Sequence[Seq], rows: Tensor, place_of_token: I
     if not with_tokens:
         return ""
     places = torch.from_numpy(place_of_token[ends[with_tokens] - 1]).to(rows.device)
-    wanted = torch.cat([layer.out[places].flatten(1).float() for layer in scene.model.layers], 1)
+    wanted = torch.cat([layer.out[places].flatten(1).float() for layer in scene.model.outputs], 1)
     if not torch.equal(rows[with_tokens].nan_to_num(), wanted.nan_to_num()):
         return "the rows that came back are not those of the sequences' last tokens"
     return ""

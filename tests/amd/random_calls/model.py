@@ -1,4 +1,4 @@
-"""A model of attention layers alone: what a token asks and stores is looked up by its id and its position.
+"""A model of attention layers, and of recurrent ones: what a token asks and stores is looked up by its id and position.
 
 Everything that a layer gives, and what the step says of its tokens, is also written to fixed memory, pads included:
 the tester looks at every row of it after the step, whether it ran eagerly or as a graph.
@@ -7,7 +7,7 @@ the tester looks at every row of it after the step, whether it ran eagerly or as
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Part
-from tests.amd.random_calls.oracle import Layer
+from tests.amd.random_calls.oracle import Layer, OracleLayer
+from tests.amd.random_calls.recurrences import RecurrentTables
 
 PAD_ID = 0  # its hidden state is NaN: a pad's may be
 VOCABULARY = 12  # ids 1 up to, but not including, this one are tokens; graphs are checked on them
@@ -69,6 +71,11 @@ class LayerTables:
         out = torch.zeros(MAX_TOKENS, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype, device=device)
         lse = torch.zeros(MAX_TOKENS, problem.num_q_heads, device=device)
         return cls(problem, q.to(device), k, v, out, lse)
+
+    @property
+    def wants_lse(self) -> bool:
+        """True if the layer gives the LSE too."""
+        return self.problem.wants_lse
 
     def of(self, entry: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of tokens that take these entries."""
@@ -128,34 +135,56 @@ def attend_turned(calls: Any, number: int, layer: LayerTables, entry: Tensor, *,
     return out, lse
 
 
+class HalfWay(Exception):
+    """A forward was to raise half way."""
+
+
 class Model:
     """Layers over one another's heads: none reads another's output.
 
+    layers:    those that attend; recurrent: those that keep a state
+    breaks_before: the recurrent layer before which forward() raises HalfWay; -1: none
     token_ids, positions, last_token_of_seq: int32 [MAX_TOKENS], as the step gave them
     """
 
-    def __init__(self, problems: list[Problem], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, problems: list[Problem], seed: int, device: torch.device, recurrent: Sequence[Recurrence] = ()
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
+        self.breaks_before = -1
         self.layers = [LayerTables.random(problem, generator, device) for problem in problems]
+        self.breaks_before = -1
+        entries = (VOCABULARY + 1) * PLACES
+        self.recurrent = [RecurrentTables.random(form, entries, PLACES, MAX_TOKENS, generator) for form in recurrent]
+        for tables in self.recurrent:
+            tables.x[NOT_FINITE_ID * PLACES :, -1] = float("inf")
+        self.recurrent = [tables.to(device) for tables in self.recurrent]
         self.token_ids, self.positions, self.last_token_of_seq = torch.zeros(
             3, MAX_TOKENS, dtype=torch.int32, device=device
         )
 
-    def renew_weights(self, rng: random.Random, take: Callable[[int, HeadWeights], None]) -> list[Layer]:
+    @property
+    def outputs(self) -> list[LayerTables | RecurrentTables]:
+        """All layers, in the order of what a forward returns."""
+        return [*self.layers, *self.recurrent]
+
+    def renew_weights(self, rng: random.Random, take: Callable[[int, HeadWeights], None]) -> list[OracleLayer]:
         """Gives every layer that has sinks or slopes new ones, others none. Returns the layers for the oracle."""
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        layers = []
+        layers: list[OracleLayer] = []
         for number, layer in enumerate(self.layers):
             weights = HeadWeights.random(layer.problem, generator)
             take(number, weights.to(layer.q.device))
             layers.append(layer.for_oracle(weights))
-        return layers
+        return [*layers, *(each.for_oracle() for each in self.recurrent)]
 
     def forget(self) -> None:
         """Put what no step writes in the place of everything that was written."""
         for layer in self.layers:
             layer.out.fill_(float("nan"))
             layer.lse.fill_(float("nan"))
+        for each in self.recurrent:
+            each.out.fill_(float("nan"))
         for tensor in (self.token_ids, self.positions, self.last_token_of_seq):
             tensor.fill_(-9)
 
@@ -168,7 +197,16 @@ class Model:
             out, lse = layer.room(q)
             step.layers.store_and_attend(number, q, k, v, out, lse)
             rows.append(layer.keep(step, out, lse))
-        return torch.cat(rows, 1)
+        return torch.cat([*rows, *self.recur(step, entry)], 1)
+
+    def recur(self, step: Part, entry: Tensor) -> list[Tensor]:
+        """What each recurrent layer gives the last token of each sequence."""
+        rows = []
+        for number, each in enumerate(self.recurrent):
+            if number == self.breaks_before:
+                raise HalfWay
+            rows.append(each.run(step, number, entry))
+        return rows
 
     def forward_apart(self, steps: list[Part]) -> list[Tensor]:
         """The same for steps that run at once: layer by layer in turn, and every layer stores before it attends."""
@@ -183,6 +221,9 @@ class Model:
                 out, lse = layer.room(q)
                 step.layers.attend(number, q, out, lse)
                 kept.append(layer.keep(step, out, lse))
+        for number, each in enumerate(self.recurrent):
+            for step, entry, kept in zip(steps, entries, rows, strict=True):
+                kept.append(each.run(step, number, entry))
         return [torch.cat(kept, 1) for kept in rows]
 
     def _begin(self, step: Part) -> Tensor:

@@ -15,12 +15,16 @@ from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 
 @dataclass(slots=True)
 class Sent:
-    """An export: a buffer, and the entries that its tokens look up. by_layers: each layer has a stretch of its own"""
+    """An export: a buffer, and the entries that its tokens look up. by_layers: each layer has a stretch of its own
+
+    has_state: whether the states of recurrent layers are in it, if there are any
+    """
 
     extent: KVExtent
     buffer: Tensor
     stored: list[int]
     by_layers: bool = False
+    has_state: bool = True
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""The oracle: dense attention in float64, written from the formula. It knows no page, no batch and no torch.
+"""The oracle: dense attention in float64, written from the formula. It knows no page, no batch and no torch. The layers
+of recurrences.py are its layers too.
 
 A token with query q sees some of the keys k_j of its sequence. In each query head, over its group's KV head:
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +48,26 @@ class Layer:
     sinks: Floats
     slopes: Floats
     rounding: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The heads and dim of an output."""
+        return self.queries.shape[1], self.values.shape[2]
+
+    def answer(self, stored: Sequence[int], tokens: Tokens) -> Answer:
+        """Returns the layer's results for new tokens. stored: what each token looks up, the new ones included"""
+        kv = np.array(stored, np.int64)
+        q = self.queries[np.array(tokens.looked_up, np.int64)]
+        group = q.shape[1] // self.keys.shape[1]
+        k, v = (np.repeat(table[kv], group, axis=1) for table in (self.keys, self.values))
+        sees = visible(self, tokens)
+        bad_keys = ~(np.isfinite(k).all((1, 2)) & np.isfinite(v).all((1, 2)))
+        known: Bools = np.logical_not((sees & (kv == UNKNOWN)).any(1))
+        sound: Bools = np.logical_not((sees & bad_keys).any(1))
+        # Keys that no token sees may hold anything, and a token that sees such a key is not compared.
+        unusable = bad_keys | (kv == UNKNOWN)
+        k[unusable], v[unusable] = 0, 0
+        return Answer(*_attention(self, q, k, v, sees, tokens.kv_len - len(q)), known, sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +103,22 @@ class Answer:
     sound: Bools
 
 
+class OracleLayer(Protocol):
+    """A layer as the oracle knows it. shape: heads and dim of an output; slopes: of ALiBi, 0 where there are none"""
+
+    slopes: Floats
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def answer(self, stored: Sequence[int], tokens: Tokens) -> Answer: ...
+
+
 @dataclass(slots=True)
 class Oracle:
     """The requests, and what lies in the KV of each: request -> for each place, what its token looked up."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[OracleLayer]
     kv: dict[int, list[int]] = field(default_factory=dict)
 
     def admit(self, request: int) -> None:
@@ -119,20 +152,9 @@ class Oracle:
         """The request keeps its first tokens alone."""
         del self.kv[request][num_tokens:]
 
-    def attend(self, layer: Layer, request: int, tokens: Tokens) -> Answer:
-        """Returns the layer's results for the new tokens, which are stored already."""
-        kv = np.array(self.kv[request][: tokens.kv_len], np.int64)
-        q = layer.queries[np.array(tokens.looked_up, np.int64)]
-        group = q.shape[1] // layer.keys.shape[1]
-        k, v = (np.repeat(table[kv], group, axis=1) for table in (layer.keys, layer.values))
-        sees = visible(layer, tokens)
-        bad_keys = ~(np.isfinite(k).all((1, 2)) & np.isfinite(v).all((1, 2)))
-        known: Bools = np.logical_not((sees & (kv == UNKNOWN)).any(1))
-        sound: Bools = np.logical_not((sees & bad_keys).any(1))
-        # Keys that no token sees may hold anything, and a token that sees such a key is not compared.
-        unusable = bad_keys | (kv == UNKNOWN)
-        k[unusable], v[unusable] = 0, 0
-        return Answer(*_attention(layer, q, k, v, sees, tokens.kv_len - len(q)), known, sound)
+    def answer(self, layer: OracleLayer, request: int, tokens: Tokens) -> Answer:
+        """Returns a layer's results for the new tokens, which are stored already."""
+        return layer.answer(self.kv[request][: tokens.kv_len], tokens)
 
 
 def visible(layer: Layer, tokens: Tokens) -> Bools:

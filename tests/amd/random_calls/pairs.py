@@ -17,13 +17,12 @@ from tests.amd.random_calls.engine_scene import ENGINE_KINDS, EngineScene
 from tests.amd.random_calls.engine_verbs import ENGINE_VERBS, engine_clear, engine_prefill, engine_settle
 from tests.amd.random_calls.finding import Outcome, finding_of
 from tests.amd.random_calls.scene import Scene
-from tests.amd.random_calls.setting import KINDS
-from tests.amd.random_calls.verbs import VERBS, clear, prefill, settle
+from tests.amd.random_calls.setting import KINDS, STATES_IN_GRAPHS, WITH_STATES
+from tests.amd.random_calls.verbs import STATE_VERBS, VERBS, clear, prefill, settle
 
 LAST_CALLS = 10
-# Every run has one part of the pairs, in which each call comes first and second; the night has the others.
-PARTS = 20
 SEQUENCES_OF_A_SEED = 12
+SEED_OF_STATES = 7
 # A new scene then undoes what verbs leave for good, such as a seal.
 SEQUENCES_OF_A_SCENE = 60
 Sequence_ = tuple[str, ...]
@@ -35,6 +34,7 @@ class Side:
 
     make:  (kind, seed, device, guards) -> the scene
     homes: verb -> the kind in which it does most
+    parts: of the pairs. Every run has one part, in which each call comes first and second; the night has the others
     """
 
     kinds: tuple[str, ...]
@@ -44,6 +44,7 @@ class Side:
     clear: Callable[[Any], None]
     prefill: Callable[[Any], None]
     settle: Callable[[Any], None]
+    parts: int = 20
 
     def pairs(self) -> dict[str, list[Sequence_]]:
         """Kind -> its share of every ordered pair of verbs, each verb with itself too."""
@@ -53,10 +54,10 @@ class Side:
             found[self.homes.get(other[1], self.homes.get(one[1], kind))].append((one[1], other[1]))
         return found
 
-    def part(self, kind: str, number: int, of: int) -> list[Sequence_]:
-        """Part `number` of a kind's pairs. Each verb comes first and second in each part, unless 3 divides `of`."""
+    def part(self, kind: str, number: int) -> list[Sequence_]:
+        """Part `number` of a kind's pairs. Each verb comes first and second in each part, unless 3 divides `parts`."""
         at = {verb: place for place, verb in enumerate(self.verbs)}
-        return [(one, other) for one, other in self.pairs()[kind] if (3 * at[one] + at[other]) % of == number]
+        return [(one, other) for one, other in self.pairs()[kind] if (3 * at[one] + at[other]) % self.parts == number]
 
     def triples(self, seed: int) -> list[Sequence_]:
         """Three to five verbs at random."""
@@ -72,6 +73,7 @@ _HOMES = {
     "memory_runs_out": "drawn",
 }
 SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
+STATES = Side(WITH_STATES, {"captures": STATES_IN_GRAPHS}, STATE_VERBS, Scene, clear, prefill, settle, parts=29)
 ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
 
 
@@ -114,7 +116,7 @@ def findings_of(
 
 
 def run_triples(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
-    """The sequences of a seed: every third one's are an engine's."""
+    """The sequences of a seed: every third one's are an engine's, and every tenth one's reach recurrent states."""
     counts = {"sequences": 0}
     return Outcome(tuple(findings_of(*_of_seed(seed), seed, device, guards, counts)), counts)
 
@@ -126,6 +128,8 @@ def is_found(seed: int, device: torch.device, guards: Guards) -> bool:
 
 def _of_seed(seed: int) -> tuple[Side, str, list[Sequence_]]:
     side, number = (ENGINE, seed // 3) if seed % 3 == 2 else (SERVER, seed - seed // 3)
+    if seed % 10 == SEED_OF_STATES:
+        side, number = STATES, seed // 10
     return side, side.kinds[number % len(side.kinds)], side.triples(seed)
 
 

@@ -30,6 +30,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.step import Series, Step
 from tests.amd.random_calls.calls import Calls
 from tests.amd.random_calls.finding import Finding
+from tests.amd.random_calls.going_on import GoingOn
 from tests.amd.random_calls.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
 from tests.amd.random_calls.movers import Movers, Sent
 from tests.amd.random_calls.oracle import UNKNOWN, Oracle
@@ -50,10 +51,17 @@ class Begun:
 
 @dataclass(slots=True)
 class Kept:
-    """A kept page: where it was in its sequence, and what its tokens look up."""
+    """A kept page: where it was in its sequence, and what its tokens look up.
+
+    before:   what the tokens before them look up
+    state:    whether the state after its last token is kept: the runtime says so; and whether only the device knows
+    """
 
     page_no: int
     stored: list[int]
+    before: list[int] = field(default_factory=list)
+    has_state: bool = False
+    only_device_knows: bool = False
 
 
 class Scene(Calls):
@@ -69,7 +77,10 @@ class Scene(Calls):
         self.kind, self.device = kind, device
         setting, self.runtime = self._served(guards)
         self.options, problems = setting.options, setting.problems
-        self.model = Model(problems, seed, device)
+        recurrent = setting.recurrent
+        self.going_on = GoingOn(recurrent.kept if recurrent.layers else 0)
+        self.spacing = recurrent.spacing or self.runtime.table.page_size
+        self.model = Model(problems, seed, device, recurrent.layers)
         make_exact(self.model)
         self.oracle = Oracle([])
         recorder = recorder_for(device) if setting.has_graphs else None
@@ -98,9 +109,9 @@ class Scene(Calls):
         for _ in range(50 if self.kind == DRAWN else 0):
             setting = setting_of(self.kind, self.rng, self.device)
             with suppress(Unsupported):
-                return setting, build_runtime(setting.problems, setting.options, device=self.device, guards=guards)
+                return setting, _built(setting, self.device, guards)
         setting = setting_of(self.kind, self.rng, self.device)
-        return setting, build_runtime(setting.problems, setting.options, device=self.device, guards=guards)
+        return setting, _built(setting, self.device, guards)
 
     def renew_movers(self) -> None:
         """Makes the exporter and the importer, with the present scales."""
@@ -135,9 +146,17 @@ class Scene(Calls):
 
     def some(self, most: int = MAX_SEQS) -> list[int]:
         """Some live rows that have room for a token, in any order."""
-        live = [row for row in self.rows if self.length(row) < MAX_KV_LEN - 6]
+        live = [row for row in self.rows if self.length(row) < MAX_KV_LEN - 6 and not self.only_device_knows(row)]
         self.rng.shuffle(live)
         return live[: self.rng.randint(1, most)]
+
+    def only_device_knows(self, row: int) -> bool:
+        """True if the device may refuse a step after a row's tokens that the host takes."""
+        return self.going_on.only_device_knows(row, self.length(row))
+
+    def surely_goes_on(self, row: int) -> bool:
+        """True if a step after a row's tokens must be taken."""
+        return row not in self.unsure and self.going_on.surely(row, self.length(row))
 
     def ids(self, count: int) -> list[int]:
         """Token ids."""
@@ -162,6 +181,7 @@ class Scene(Calls):
             tuple(table.room(rows).tolist()),
             tuple(table.tokens.stored_len[rows].tolist()) if len(rows) else (),
             tuple(table.kept.ids().tolist()),
+            (table.kept.num_free_states, tuple(table.kept.have_states(table.kept.ids()).tolist())),
             self.runtime.seals.number,
         )
 
@@ -179,6 +199,7 @@ class Scene(Calls):
         self.changed(row)
         self.unsure.discard(row)
         self.oracle.begin(row, list(stored))
+        self.going_on.begin(row)
         self.freed = [each for each in self.freed if each != row]
 
     def gone(self, row: int) -> None:
@@ -227,9 +248,11 @@ class Scene(Calls):
             if changes is not None and changes[seq.row] != self.changes[seq.row]:
                 self.forget_from(seq)
                 self.unsure.add(seq.row)
+                self.going_on.broke_off(seq.row, 0)
                 continue
             self.cut(seq.row, seq.begin)
             self.oracle.store(seq.row, seq.begin, seq.stored)
+            self.going_on.stepped(seq.row, seq.begin, seq.end)
 
     def stored_in_layer(self, begun: Begun, layer: int) -> None:
         """A layer of an open step has stored: until all have, the tokens that were stored before it may be gone."""
@@ -243,6 +266,12 @@ class Scene(Calls):
         kv = self.oracle.kv[seq.row]
         kv[seq.begin :] = [UNKNOWN] * len(kv[seq.begin :])
 
+    def broke_off(self, seq: Seq) -> None:
+        """A step of a row has not come to its end: what it was to store again is gone."""
+        self.cut(seq.row, seq.begin)
+        self.unsure.add(seq.row)
+        self.going_on.broke_off(seq.row, seq.begin)
+
     def staged(self, batch: StepBatch, seqs: Sequence[Seq]) -> None:
         """A whole step was staged, which may run again."""
         self.last = batch, list(seqs), {seq.row: self.changes[seq.row] for seq in seqs}
@@ -251,11 +280,11 @@ class Scene(Calls):
         """The rows that a step returned are those of each sequence's last token."""
         given, at = rows.double().cpu().numpy(), 0
         for number, layer in enumerate(self.oracle.layers):
-            width = layer.queries.shape[1] * layer.values.shape[2]
+            width = layer.shape[0] * layer.shape[1]
             for place, seq in enumerate(seqs):
                 if not seq.ids:
                     continue
-                answer = self.oracle.attend(layer, seq.row, seq.tokens())
+                answer = self.oracle.answer(layer, seq.row, seq.tokens())
                 out = given[place, at : at + width].reshape(answer.out.shape[1:])
                 off = np.abs(out - answer.out[-1])
                 if answer.known[-1] and not (off <= answer.out_bound[-1]).all():
@@ -289,7 +318,7 @@ class Scene(Calls):
         """A draft step gave what its first branch sees: the prefix, its ancestors and itself."""
         if drafts.branches > 1 and any(layer.slopes.any() for layer in self.oracle.layers):
             return  # ALiBi counts places, and the drafts of other branches lie between those of this one
-        width = sum(layer.queries.shape[1] * layer.values.shape[2] for layer in self.oracle.layers)
+        width = sum(layer.shape[0] * layer.shape[1] for layer in self.oracle.layers)
         rows = rows[: len(seqs), -width:] if rows.shape[1] == width else rows[: len(seqs), step * width :]
         looked = []
         for seq in seqs:
@@ -333,6 +362,13 @@ class Scene(Calls):
             if not bool(same.all()):
                 where = [f"{at[place][3]}" for place in torch.nonzero(~same).flatten().tolist()[:4]]
                 raise Finding(f"after {what}: layer {number} holds something else in {', '.join(where)}")
+
+
+def _built(setting: Setting, device: torch.device, guards: Guards | None) -> AttentionRuntime:
+    """A runtime whose states that no step has written are NaN."""
+    runtime = build_runtime(setting.problems, setting.options, setting.recurrent, device=device, guards=guards)
+    runtime.states.memory[2:].fill_(0xFF)
+    return runtime
 
 
 def draft_id(step: int, branch: Any) -> Any:

@@ -43,8 +43,10 @@ def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Se
     if not seqs or chance < 0.75:
         pass
     elif chance < 0.8:
+        # Before a state that only the device misses, it begins anew.
         back = rng.choice(seqs)
         back.begin = max(0, back.begin - rng.randint(1, 5))
+        back.begin *= not scene.going_on.only_device_knows(back.row, back.begin)
         back.positions = list(range(back.begin, back.end))
         scene.unsure.add(back.row)  # perhaps before what its window, or another row, needs
     elif chance < 0.85:
@@ -54,7 +56,7 @@ def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Se
         strange = rng.choice([*scene.freed, 0, -1, MAX_ROWS + 1])
         seqs[-1] = Seq(strange, rng.choice((0, 3)), scene.ids(1))
         wrong = f"row {strange} is no request's"
-    else:
+    elif seqs[-1].row not in scene.going_on.untracked:
         gap = Seq(seqs[-1].row, seqs[-1].begin + rng.randint(1, 4), scene.ids(1))
         seqs[-1], wrong = gap, "" if gap.row in scene.unsure else "tokens before it were never stored"
     if rng.random() < 0.95:
@@ -184,6 +186,7 @@ def step_compiled(scene: Scene) -> None:
                     calls.store(number, k, v)
                     calls.attend(number, q, out, lse)
                 rows.append(layer.keep(step.parts[0], out, lse))
+            rows += scene.model.recur(step.parts[0], entry)
         return torch.cat(rows, 1)[: batch.num_seqs]
 
     plain_step(scene, run, "a step by compiled layers")
@@ -238,7 +241,7 @@ def step_of_a_thread(scene: Scene) -> None:
 
 def lengths_on_device(scene: Scene) -> None:
     """Lengths that the device alone knows: right ones, or some that leave a gap or go beyond the bounds."""
-    rows = [row for row in scene.some(2) if row not in scene.unsure]
+    rows = [row for row in scene.some(2) if scene.surely_goes_on(row)]
     seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
     if not seqs:
         return
@@ -264,6 +267,8 @@ def lengths_on_device(scene: Scene) -> None:
     else:
         scene.stored(seqs)
         scene.compare_rows("lengths on the device", seqs, given)
+    scene.going_on.lose_track(rows)
+    if not bad:
         for row in rows:
             scene.unsure.add(row)  # the bound counts as stored
 
@@ -380,6 +385,7 @@ def _again(scene: Scene, run: Callable[[StepBatch], Tensor], what: str) -> None:
         counted = {seq.row: scene.length(seq.row) for seq in seqs}
         scene.stored(seqs)
         scene.compare_rows(what, seqs, given)
+        scene.going_on.lose_track(seq.row for seq in seqs)
         for row in {seq.row for seq in seqs if counted[seq.row] < seq.end}:
             scene.cut(row, counted[row])  # what was taken back may count again, or not
             scene.unsure.add(row)
@@ -409,6 +415,8 @@ def _open(scene: Scene, run: Callable[[StepBatch], Step], what: str) -> None:
         scene.open = Begun(given, seqs, dict(scene.lives), dict(scene.changes))
         scene.staged(batch, seqs)
         scene.verified = None
+        for seq in seqs:  # until it has come to its end
+            scene.going_on.broke_off(seq.row, seq.begin)
 
 
 def fill(scene: Scene) -> None:
@@ -433,6 +441,17 @@ def store_one(scene: Scene) -> None:
         calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
         if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
             scene.stored_in_layer(scene.open, number)
+        return None
+    for number, each in enumerate(scene.model.recurrent):
+        key = len(scene.model.layers) + number
+        if (0, key) in scene.open.done:
+            continue
+        part = scene.open.step.parts[0]
+        if (
+            scene.call(f"recurrent layer {number}", partial(each.run, part, number, scene.model.entries(part)))
+            is not REFUSED
+        ):
+            scene.stored_in_layer(scene.open, key)
         return None
     return None
 
@@ -479,21 +498,20 @@ def close_of(scene: Scene) -> None:
     begun = scene.open
     assert begun is not None
     scene.open, scene.over = None, begun.step
-    every = {(0, number) for number in range(len(scene.model.layers))}
-    if begun.done == every:
+    every = {(0, number) for number in range(len(scene.model.outputs))}
+    if begun.done >= every:
         scene.stored(begun.seqs, begun.changes, begun.lives)
-    elif begun.done:
+    elif begun.done or scene.model.recurrent:
         for seq in begun.seqs:
-            if begun.lives[seq.row] == scene.lives[seq.row] and seq.row in scene.oracle.kv:
-                scene.cut(seq.row, seq.begin)
-                scene.unsure.add(seq.row)
+            if seq.ids and begun.lives[seq.row] == scene.lives[seq.row] and seq.row in scene.oracle.kv:
+                scene.broke_off(seq)
 
 
 def close(scene: Scene) -> None:
     """The open step stores what it has not, and ends."""
     if scene.open is not None:
         fill(scene)
-        for _ in scene.model.layers:
+        for _ in scene.model.outputs:
             store_one(scene)
         end(scene)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from rocm_attn.paging.state_slots import require_state_slots
 from tests.amd.random_calls.calls import REFUSED
 from tests.amd.random_calls.finding import Finding
 from tests.amd.random_calls.movers import Sent
+from tests.amd.random_calls.oracle import Bools
 from tests.amd.random_calls.scene import Kept, Scene
 from tests.amd.random_calls.setting import MAX_KV_LEN, MAX_ROWS
 
@@ -88,6 +90,7 @@ def fork(scene: Scene) -> None:
         return
     kept = scene.oracle.kv[row][:kv_len]
     scene.admitted(child, kept)
+    scene.going_on.fork(row, child, kv_len)
     if kv_len > length or row in scene.unsure:
         scene.unsure |= {row, child}
 
@@ -108,6 +111,7 @@ def mark_stored(scene: Scene) -> None:
     kv_len = scene.rng.choice((length, max(0, length - 2), scene.room(row) + 1, -1, 2**32))
     rows = [row] * scene.rng.choice((1, 1, 1, 2))
     bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.room(row) or len(rows) > 1
+    has_more = not bad and kv_len > scene.runtime.table.tokens.stored_len[row]
     given = scene.call(
         f"mark_stored({rows}, {kv_len})",
         lambda: scene.runtime.table.mark_stored(rows, [kv_len] * len(rows)),
@@ -117,6 +121,8 @@ def mark_stored(scene: Scene) -> None:
         if kv_len < length:
             scene.unsure.add(row)  # perhaps below what others share
         scene.cut(row, kv_len)
+        if has_more:
+            scene.going_on.begin(row)
 
 
 def keep(scene: Scene) -> None:
@@ -127,6 +133,9 @@ def keep(scene: Scene) -> None:
     bad = row not in scene.oracle.kv or last > full
     bad = bad and row not in scene.unsure and first < last
     table = scene.runtime.table.kept
+    free, due = table.num_free_states, np.zeros(0, np.bool_)
+    if row in scene.oracle.kv:
+        due = table.states_due([row] * (last - first), list(range(first, last)))
     if rng.random() < 0.5:
         ids = scene.call(f"keep {first}:{last} of row {row}", lambda: table.keep(row, first, last), wrong="bad" * bad)
     else:
@@ -138,16 +147,37 @@ def keep(scene: Scene) -> None:
         )
     if ids is REFUSED or row not in scene.oracle.kv:
         return
-    for page_no, id_ in enumerate(ids.tolist(), first):
+    have = table.have_states(ids)
+    _judge_checkpoints(scene, row, first, due, have, free)
+    for page_no, id_, has_state in zip(range(first, last), ids.tolist(), have.tolist(), strict=True):
         stored = scene.oracle.page(row, page_no, scene.page_size)
-        scene.kept[id_] = Kept(page_no, stored)
+        begin = page_no * scene.page_size
+        only_device_knows = scene.going_on.only_device_knows(row, begin + scene.page_size)
+        scene.kept[id_] = Kept(page_no, stored, scene.oracle.kv[row][:begin], has_state, only_device_knows)
+
+
+def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Bools, free: int) -> None:
+    """A page is kept with a state where it is due, as long as one is free; it is due where the row must go on."""
+    if not scene.model.recurrent:
+        if not have.all():
+            raise Finding("a page is kept without a state, and no layer is recurrent")
+        return
+    wanted = due & (np.cumsum(due) <= free)
+    if have.tolist() != wanted.tolist():
+        raise Finding(f"states of row {row} were due {due.tolist()} with {free} free, and are kept {have.tolist()}")
+    for place, is_due in enumerate(due.tolist()):
+        end = (first + place + 1) * scene.page_size
+        if not is_due and end % scene.spacing == 0 and scene.going_on.surely(row, end):
+            raise Finding(f"row {row} must go on after {end} tokens, and no state is due there")
 
 
 def admit_over(scene: Scene) -> None:
     """A row over kept pages, or over such as were dropped, or in another order."""
     ids: list[int] = []
-    while found := [id_ for id_, kept in scene.kept.items() if kept.page_no == len(ids)]:
+    entries: list[int] = []
+    while found := [id_ for id_, kept in scene.kept.items() if _continues(scene, kept, len(ids), entries)]:
         ids.append(scene.rng.choice(found))
+        entries += scene.kept[ids[-1]].stored
     wrong = ""
     if scene.rng.random() < 0.2 and len(ids) > 1:
         ids, wrong = ids[::-1], "the pages are in another order"
@@ -156,12 +186,24 @@ def admit_over(scene: Scene) -> None:
     if not ids:
         return keep(scene)
     kv_len = len(ids) * scene.page_size - scene.rng.choice((0, 0, 1))
+    last = scene.kept.get(ids[-1])
+    if last is not None and scene.model.recurrent and not (last.has_state and kv_len % scene.page_size == 0):
+        wrong = wrong or "no state is kept with these tokens"
     row = scene.call(
         f"admit_over {kv_len} kept tokens", lambda: scene.runtime.table.kept.admit_over(ids, kv_len), wrong=wrong
     )
     if row is not REFUSED:
+        assert last is not None
         scene.admitted(row, [entry for id_ in ids for entry in scene.kept[id_].stored][:kv_len])
+        scene.going_on.begin(row, *[kv_len] * (not last.only_device_knows))
+        if last.only_device_knows:
+            scene.going_on.lose_track([row])
     return None
+
+
+def _continues(scene: Scene, kept: Kept, page_no: int, entries: list[int]) -> bool:
+    """True if a kept page may follow others; a state is that of the tokens with which its page was kept."""
+    return kept.page_no == page_no and (not scene.model.recurrent or kept.before == entries)
 
 
 def drop(scene: Scene) -> None:
@@ -251,7 +293,8 @@ def _export(scene: Scene, way: str) -> None:
     if given is not REFUSED and kv_len <= length:
         stored = scene.oracle.kv[row][:kv_len]
         extent, buffer = given
-        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers"))
+        has_state = not scene.model.recurrent or way == "row"
+        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers", has_state=has_state))
 
 
 def import_row(scene: Scene) -> None:
@@ -272,10 +315,11 @@ def import_row(scene: Scene) -> None:
     given = scene.call(
         f"import into row {target}",
         lambda: scene.movers.importer.import_row(target, sent.extent, sent.buffer),
-        wrong="it is no request's" if target not in scene.oracle.kv else "",
+        wrong="it is no request's" if target not in scene.oracle.kv else "no state was sent" * (not sent.has_state),
     )
     if given is not REFUSED:
         scene.oracle.begin(target, list(sent.stored))
+        scene.going_on.begin(target, sent.extent.kv_len)
         if target == row:
             scene.unsure.discard(row)
         else:

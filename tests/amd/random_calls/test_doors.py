@@ -15,8 +15,9 @@ from tests.amd.random_calls import doors
 from tests.amd.random_calls.engine_scene import EngineScene
 from tests.amd.random_calls.engine_step_verbs import capture, recorded_fill, seal
 from tests.amd.random_calls.engine_verbs import engine_prefill
-from tests.amd.random_calls.pairs import ENGINE, PARTS, SERVER, drive
+from tests.amd.random_calls.pairs import ENGINE, SERVER, STATES, drive
 from tests.amd.random_calls.scene import Scene
+from tests.amd.random_calls.setting import STATES_IN_GRAPHS
 from tests.amd.random_calls.step_verbs import step_whole
 from tests.amd.random_calls.verbs import prefill
 
@@ -27,12 +28,13 @@ FIRST = {SERVER.kinds: "export_pages", ENGINE.kinds: "seal"}
 _GATE = "steps, runners and tables call it; each verb goes through it"
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
 _FOLDS = "no layer of these runs has rows of several tokens: tests/amd/runtime/test_compressed_layers.py"
-_STATES = "no runtime of these runs has recurrent layers: tests/amd/runtime/test_recurrent_layers.py"
 _VALUES = "it touches nothing that a runtime or an engine holds"
 _SERVER = "it is driven by the soak, and by the tests of tests/amd/runner and tests/amd/server"
 NOT_DRIVEN: dict[str, str] = {
     **dict.fromkeys(("StepGate", "RoundTree", "StoredTokens", "BatchChecks", "PageTable", "FaultReports"), _GATE),
-    **dict.fromkeys(("HybridKVPool", "LayerPages", "DeviceStep", "ExternalGate", "AdoptedTables.note_copies"), _GATE),
+    **dict.fromkeys(
+        ("HybridKVPool", "StatePool", "LayerPages", "DeviceStep", "ExternalGate", "AdoptedTables.note_copies"), _GATE
+    ),
     **{
         f"{layers}.{name}": _SELECTS
         for layers in ("StepLayers", "CompiledLayers", "WrappedLayers")
@@ -40,8 +42,6 @@ NOT_DRIVEN: dict[str, str] = {
     },
     "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
-    **dict.fromkeys(("StepStates.convolve", "StepStates.recur"), _STATES),
-    **{f"KeptPages.{name}": _STATES for name in ("have_states", "states_due", "num_free_states", "drop_states")},
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
     **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states"), _VALUES),
     "load_model": _SERVER,
@@ -57,8 +57,8 @@ NOT_DRIVEN: dict[str, str] = {
 
 def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray]]:
     """Returns objects that callers hold, of every kind, and the tensors and arrays that only the gate may reach."""
-    plain, latent = Scene("graphs", 1, device, None), Scene("latent", 1, device, None)
-    for scene in (plain, latent):
+    plain, latent, states = (Scene(kind, 1, device, None) for kind in ("graphs", "latent", STATES_IN_GRAPHS))
+    for scene in (plain, latent, states):
         prefill(scene)
     while plain.over is None:
         step_whole(plain)
@@ -77,6 +77,7 @@ def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray
         plain.movers.importer,
         plain.over,
         latent.runtime,
+        states.runtime,
     ]
     held += [
         plain.runtime,
@@ -91,6 +92,7 @@ def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray
     for scene in (plain, latent):
         table = scene.runtime.table
         tensors += [*scene.runtime.seals.tensors().values(), table.full.entries_host, table.tokens.first_writable]
+    tensors += [states.runtime.states.memory, states.runtime.states.headers, states.runtime.states.tags]
     return held, tensors
 
 
@@ -113,11 +115,13 @@ class Driven(NamedTuple):
 
 
 def drive_all(device: torch.device) -> Iterator[str]:
-    """The pairs of every run, and each verb a few times in a row. Yields the findings."""
+    """The pairs of every run, and each verb but those of states a few times in a row. Yields the findings."""
     for side in (SERVER, ENGINE):
         for kind, pairs in side.pairs().items():
             in_a_row = [(FIRST[side.kinds], *[one] * 6) for one, other in pairs if one == other]
-            yield from drive(side, kind, [*side.part(kind, 0, PARTS), *in_a_row], 1, device).findings
+            yield from drive(side, kind, [*side.part(kind, 0), *in_a_row], 1, device).findings
+    for kind in STATES.kinds:
+        yield from drive(STATES, kind, STATES.part(kind, 0), 1, device).findings
 
 
 def why_not_driven(name: str) -> str:

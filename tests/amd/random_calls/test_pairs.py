@@ -6,27 +6,27 @@ import pytest
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.random_calls.pairs import ENGINE, PARTS, SERVER, Side, drive, is_found, run_triples
+from tests.amd.random_calls.pairs import ENGINE, SERVER, STATES, Side, drive, is_found, run_triples
 from tests.amd.random_calls.setting import DRAWN
 
-PAIRS = [*((SERVER, kind) for kind in SERVER.kinds), *((ENGINE, kind) for kind in ENGINE.kinds)]
+SIDES = (SERVER, ENGINE, STATES)
+PAIRS = [(side, kind, part) for side in SIDES for kind in side.kinds for part in range(1, side.parts)]
 
 
 @pytest.mark.nightly  # test_doors.py drives part 0, and watches what it calls
-@pytest.mark.parametrize("part", range(1, PARTS))
-@pytest.mark.parametrize(("side", "kind"), PAIRS, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(("side", "kind", "part"), PAIRS, ids=lambda each: "" if isinstance(each, Side) else str(each))
 def test_every_pair_of_calls_is_refused_reported_or_right(
     side: Side, kind: str, part: int, device: torch.device
 ) -> None:
-    outcome = drive(side, kind, side.part(kind, part, PARTS), 1, device)
+    outcome = drive(side, kind, side.part(kind, part), 1, device)
     assert not outcome.findings, "\n".join(outcome.findings)
 
 
 def test_every_pair_is_driven_and_every_call_comes_first_and_second_in_every_run() -> None:
-    for side in (SERVER, ENGINE):
+    for side in SIDES:
         its = [pair for pairs in side.pairs().values() for pair in pairs]
         assert len({*its}) == len(its) == len(side.verbs) ** 2
-        parts = [[pair for kind in side.kinds for pair in side.part(kind, part, PARTS)] for part in range(PARTS)]
+        parts = [[pair for kind in side.kinds for pair in side.part(kind, part)] for part in range(side.parts)]
         assert sorted(its) == sorted(pair for part in parts for pair in part)
         for place in range(2):
             assert {pair[place] for pair in parts[0]} == {*side.verbs}
@@ -49,6 +49,7 @@ SERVERS = {
     "table_first": 0,
     "batch_check": 1,
     "copy_on_write": 10,
+    "state_lineage": 7,
 }
 ENGINES = {
     **dict.fromkeys(("pads", "store_drops", "full_refresh", "length_bounds", "v_mask", "table_moved", "last_steps"), 2),

@@ -40,7 +40,7 @@ def _give_states(runtime: AttentionRuntime, rows: Int32Array, num_tokens: Int32A
     """Gives recurrent layers states of zeros after a number of tokens of each row."""
     states = runtime.states
     if not states.is_empty:
-        slots, headers = runtime.table.states.give(rows, num_tokens)
+        slots, headers = runtime.table.states.give(runtime.states, rows, num_tokens)
         states.memory[slots] = 0
         states.headers[slots] = torch.from_numpy(headers)
         states.headers[slots + 1] = 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rocm_attn.capture.step_times import NEVER, Matrices, StepBudget, StepTimes
 from rocm_attn.machine.gpus import GPUS, Rates, published_rates
 from rocm_attn.problem import Problem
+from rocm_attn.recurrence import Recurrence
 from rocm_serve import step_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weight_bytes import matrices_of
@@ -43,6 +44,16 @@ def test_a_decode_step_reads_the_weights_once_and_the_keys_of_each_sequence() ->
     assert TIMES.decode(2000, 1000) == pytest.approx(2000 * 2e9 / 1e15 + 2000 * keys)
     slow = replace(TIMES, rates=Rates(1e12, 1e12))
     assert slow.decode(1, 1000) == pytest.approx(2e-3 + 1024 * 1100 / 1e12)
+
+
+def test_a_step_reads_and_writes_the_states_of_each_sequence() -> None:
+    """A state of 2 x 64 x 32 float32, and one token of k, v, decay and beta, each in whole vectors of 256 bytes."""
+    gated = Recurrence(2, 2, 64, 32, torch.bfloat16)
+    times = replace(TIMES, recurrent=[gated, gated])
+    moved = 2 * 2 * (2 * 64 * 32 * 4 + 256 + 256 + 256 + 256)
+    assert times.decode(3, 1000) - TIMES.decode(3, 1000) == pytest.approx(3 * moved / 1e12)
+    assert times.prompt(10) - TIMES.prompt(10) == pytest.approx(moved / 1e12)
+    assert times.prompt_tokens(3e-3, 64, 1000) < TIMES.prompt_tokens(3e-3, 64, 1000)
 
 
 def test_a_prompts_step_multiplies_and_attends_to_half_of_its_keys_on_average() -> None:

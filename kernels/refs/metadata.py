@@ -261,19 +261,19 @@ def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window
     has_seq = seq < num_seqs
     live = (token < step.counts[1]) & has_seq
     seq = seq.clamp(max=num_seqs - 1)
+    row = step.row_of_seq[seq]
     step.seq_of_token.copy_(seq)
-    step.row_of_token.copy_(torch.where(has_seq, step.row_of_seq[seq], 0))
-    kv_index = step.kv_len[seq] - step.q_len[seq] + token - first_token[seq]
+    step.row_of_token.copy_(torch.where(has_seq, row, 0))
+    kv_index = (step.kv_len - step.q_len - first_token)[seq] + token
     position = torch.where(live, kv_index.clamp(min=0), 0)
-    page = torch.where(live & (kv_index >= 0), _pages_at(step, seq, position // page_size, no_page), no_page)
+    page_no, has_key = position // page_size, live & (kv_index >= 0)
+    page = torch.where(has_key, _pages_at(step, row, page_no, no_page), no_page)
     step.position_of_token.copy_(position)
     step.slot_of_token.copy_(torch.where(page < 0, -1, page * page_size + position % page_size))
-    needs_page = live & (kv_index >= 0) if step.terms.short_kv else live
-    is_lost = (needs_page & (page <= no_page)).any()
+    is_lost = ((has_key if step.terms.short_kv else live) & (page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_lost.to(torch.int32) * TOKEN_WITHOUT_PAGE)
-    in_row = live & (kv_index >= 0) & (kv_index // page_size < step.table.shape[1])
-    first_page = _pages_at(step, seq, (position - window_left).clamp(min=0) // page_size, no_page)
-    is_blind = (in_row & (first_page <= no_page)).any()
+    first_page = _pages_at(step, row, (position - window_left).clamp(min=0) // page_size, no_page)
+    is_blind = (has_key & (page_no < step.table.shape[1]) & (first_page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_blind.to(torch.int32) * WINDOW_WITHOUT_PAGE)
 
 
@@ -284,7 +284,7 @@ def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor) -> N
     live = seq < num_seqs
     seq = seq.clamp(max=num_seqs - 1)
     page_no = torch.where(live, entry - first_entry[seq], 0)
-    step.page_list.copy_(torch.where(live, _pages_at(step, seq, page_no, 0), 0))
+    step.page_list.copy_(torch.where(live, _pages_at(step, step.row_of_seq[seq], page_no, 0), 0))
 
 
 def _write_block_table(step: StepTensors, pages: Tensor) -> None:
@@ -307,8 +307,8 @@ def _write_groups(step: StepTensors, page_size: int) -> None:
     step.suffix_page.copy_(shared // page_size)
 
 
-def _pages_at(step: StepTensors, seq: Tensor, page_no: Tensor, past_the_row: int) -> Tensor:
-    """The page in each sequence's row, or past_the_row past the row's end."""
+def _pages_at(step: StepTensors, row: Tensor, page_no: Tensor, past_the_row: int) -> Tensor:
+    """The page in each row, or past_the_row past the row's end."""
     width = step.table.shape[1]
-    page = step.table[step.row_of_seq[seq].long(), page_no.clamp(max=width - 1)]
+    page = step.table[row.long(), page_no.clamp(max=width - 1)]
     return torch.where(page_no < width, page, past_the_row)

@@ -61,31 +61,38 @@ def recur(
     pending = _pending(places)
     state = torch.where(_of_seqs(places.source != BEGINS, 4), slots.state[source].float(), 0)
     first_state = state
+    groups = slots.state.shape[1] // slots.k.shape[2]
+    # Rows of the kept tokens of all sequences, then of the new tokens, and a last one of zeros.
+    first_new = places.num_seqs * most_kept
+    q, k, v, decay, beta = (
+        torch.cat([kept[source].flatten(0, 1), given, given.new_zeros(1, *given.shape[1:])]).float()
+        for given, kept in (
+            (tokens.q, torch.zeros_like(slots.k)),
+            (tokens.k, slots.k),
+            (tokens.v, slots.v),
+            (tokens.decay, slots.decay),
+            (tokens.beta, slots.beta),
+        )
+    )
+    q, k = (_normal(rows, recurrence).repeat_interleave(groups, 1) for rows in (q, k))
+    factor = (decay if slots.has_channels else decay[..., None]).exp()[..., None]
+    # [steps, S]: the row that a step of the loop takes of each sequence, and the token whose result it makes.
+    step = torch.arange(most_kept + places.max_q_len, device=q.device)[:, None]
+    new = step - pending
+    is_old, is_new = new < 0, (new >= 0) & (new < q_len) & (places.source >= BEGINS)
+    at = torch.where(is_new, places.q_indptr[:-1].long() + new, places.num_tokens)
+    kept_row = torch.arange(places.num_seqs, device=q.device) * most_kept + step
+    row = torch.where(is_old, kept_row, first_new + at)
     # The last row takes the results of steps of the loop that are no token's.
     results = torch.zeros(places.num_tokens + 1, *tokens.out.shape[1:], device=tokens.out.device)
-    groups = slots.state.shape[1] // slots.k.shape[2]
-    for step in range(most_kept + places.max_q_len):
-        first_state = torch.where(_of_seqs(pending == step, 4), state, first_state)
-        new = step - pending
-        is_old, is_new = new < 0, (new >= 0) & (new < q_len) & (places.source >= BEGINS)
-        at = (places.q_indptr[:-1].long() + new).clamp(0, max(places.num_tokens - 1, 0))
-        q, k, v, decay, beta = (
-            _taken(given, kept, at, source, step, is_old, is_new)
-            for given, kept in (
-                (tokens.q, None),
-                (tokens.k, slots.k),
-                (tokens.v, slots.v),
-                (tokens.decay, slots.decay),
-                (tokens.beta, slots.beta),
-            )
-        )
-        q, k = (_normal(rows, recurrence).repeat_interleave(groups, 1) for rows in (q, k))
-        decayed = state * (decay if slots.has_channels else decay[..., None]).exp()[..., None]
-        predicted = (k[..., None] * decayed).sum(2) if recurrence.delta else torch.zeros_like(v)
-        change = beta[..., None] * (v - predicted)
-        state = torch.where(_of_seqs(is_old | is_new, 4), decayed + k[..., None] * change[..., None, :], state)
-        out = recurrence.scale * (q[..., None] * state).sum(2)
-        results[torch.where(is_new, at, places.num_tokens)] = out
+    steps = zip(row, at, _of_seqs(is_old | is_new, 5), _of_seqs(new == 0, 5), strict=True)
+    for of_seq, token, is_taken, is_first in steps:
+        first_state = torch.where(is_first, state, first_state)
+        decayed, column = state * factor[of_seq], k[of_seq][..., None]
+        change = v[of_seq] - (column * decayed).sum(2) if recurrence.delta else v[of_seq]
+        change = beta[of_seq][..., None] * change
+        state = torch.where(is_taken, decayed + column * change[..., None, :], state)
+        results[token] = recurrence.scale * (q[of_seq][..., None] * state).sum(2)
     tokens.out.copy_(results[:-1])
     kept_state = torch.where(_of_seqs(is_kept, 4), first_state, state)
     _write(slots.state, places, kept_state.to(slots.state.dtype), torch.ones_like(is_kept))
@@ -103,8 +110,8 @@ def recur(
 
 
 def _of_seqs(values: Tensor, dims: int) -> Tensor:
-    """Values of sequences, with as many dimensions as their states."""
-    return values.view(-1, *(1,) * (dims - 1))
+    """Values of sequences, with so many dimensions."""
+    return values.view(*values.shape, *(1,) * (dims - values.dim()))
 
 
 def _lengths(places: StatePlaces, most_kept: int) -> tuple[Tensor, Tensor]:
@@ -135,17 +142,6 @@ def _stream_rows(x: Tensor, inputs: Tensor, places: StatePlaces, seq: Tensor, ro
         (places.source[seq] >= 0)[..., None], inputs[places.source.clamp(min=0).long()[seq], old], 0
     )
     return torch.where((row >= 0)[..., None], x[at] if len(x) else torch.zeros_like(from_slot), from_slot)
-
-
-def _taken(
-    given: Tensor, kept: Tensor | None, at: Tensor, source: Tensor, step: int, is_old: Tensor, is_new: Tensor
-) -> Tensor:
-    """The rows of one token of each sequence in float32: a kept one, a new one, or 0."""
-    rows = given[at].float() if len(given) else torch.zeros(len(at), *given.shape[1:], device=given.device)
-    rows = torch.where(_of_seqs(is_new, rows.dim()), rows, 0)
-    if kept is not None and step < kept.shape[1]:
-        rows = torch.where(_of_seqs(is_old, rows.dim()), kept[source, step].float(), rows)
-    return rows
 
 
 def _normal(rows: Tensor, recurrence: RecurrenceRule) -> Tensor:

@@ -99,9 +99,10 @@ class NodeCounter:
     ) -> None:
         self._problems, self._kinds = problems, list(dict.fromkeys(problems))
         self._recurrent = recurrent.layers
-        # The pool changes no number of launches, so it has room for the largest step alone.
+        # Pools change no number of launches, so they have room for the largest step alone.
         few = replace(options, num_pages=_FEWEST_PAGES)
-        self._runtime = runtime_of_kinds(problems, target, few, recurrent, torch.device("cpu"))
+        states = replace(recurrent, layers=tuple(dict.fromkeys(recurrent.layers)), checkpoints=0)
+        self._runtime = runtime_of_kinds(problems, target, few, states, torch.device("cpu"))
         self._staged = _dropped if target.is_gpu else nullcontext
         self._recorder = FakeRecorder(_observe_dropped if target.is_gpu else observe_launches)
         self._inputs = ZeroInputs(torch.device("cpu"))

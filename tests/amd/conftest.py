@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.amd.fast import leave_to_the_night, of_shard
-from tests.amd.interpreted import interpret_faster
 
 # Tests do not depend on tuning results measured on this machine.
 os.environ["ROCM_ATTN_TUNING"] = "off"
@@ -20,9 +19,6 @@ torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-
 # On a GPU some operations have no deterministic form (cumsum); pyproject.toml names that warning as an exception.
 # Not use_deterministic_algorithms(), which imports torch's compiler: more than a second of every process.
 torch.set_deterministic_debug_mode("warn" if torch.cuda.is_available() else "error")
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    interpret_faster()
 
 # The time of an example shows how busy the machine is, not whether the example is right.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

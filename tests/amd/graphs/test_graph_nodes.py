@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.capture import graph_nodes
+from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graph_nodes import NodeCounter, count_nodes
 from rocm_attn.capture.graphs import recorder_for
@@ -110,7 +111,9 @@ def test_the_nodes_that_are_predicted_are_those_of_the_graphs_that_are_made(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", KeptGraph)
     tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), layers=2, **mode)
     model, recorder = OnlyAttention(tiny), Counting(recorder_for(device))
-    runner = StepRunner(tiny.runtime, model.forward, recorder, draft=model.draft if "drafts" in mode else None)
+    runner = StepRunner(
+        tiny.runtime, model.forward, recorder, draft=model.draft if "drafts" in mode else None, check=NO_CHECK
+    )
     report = runner.capture_all()
     assert not report.skipped
     assert not report.graphs_off
@@ -146,7 +149,7 @@ def test_so_are_those_of_recurrent_layers(provider: str, device: torch.device, m
     inputs.of_convolution(GATED_DELTA, LARGEST)
     for form in recurrent.layers:
         inputs.of_recurrence(form, LARGEST)
-    report = StepRunner(runtime, forward, recorder).capture_all()
+    report = StepRunner(runtime, forward, recorder, check=NO_CHECK).capture_all()
     assert not report.skipped
     assert not report.graphs_off
     made = {bucket.key.shape: nodes for bucket, nodes in zip(report.buckets, recorder.nodes, strict=True)}

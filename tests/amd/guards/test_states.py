@@ -16,7 +16,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import BadBatch, DeviceFault, WrongState
 from rocm_attn.guards.registry import Guards
 from tests.amd.guards.ways import both_ways
-from tests.amd.worlds.hybrid import KEPT, PAGE_SIZE, Hybrid, Told
+from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, PAGE_SIZE, Hybrid, Told
 from tests.amd.worlds.world import ALL_ON
 
 # A request that goes on, and its next tokens, as an engine has them on the device.
@@ -105,7 +105,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_state_that_is_not_the_one_before_the_step_is_refused(case: Case, graphs: bool, device: torch.device) -> None:
     def outputs(guards: Guards) -> tuple[Hybrid, torch.Tensor, list[Told]]:
-        world = Hybrid(device, "torch", graphs=graphs, guards=guards)
+        world = Hybrid(device, "torch", graphs=graphs, guards=guards, layers=(GATED_DELTA,))
         world.runtime.states.memory[2:].fill_(0x3C)  # numbers, as memory that was used before has
         good = world.admit()
         world.run([good], [world.ids(5)])

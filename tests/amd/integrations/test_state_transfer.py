@@ -84,7 +84,7 @@ def forked(world: Hybrid) -> Told:
     return one
 
 
-@pytest.mark.fast(8, interpreted=1)
+@pytest.mark.fast(5, interpreted=1)
 @pytest.mark.parametrize("life", [whole, drafts, none_accepted, forked], ids=lambda life: life.__name__)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider

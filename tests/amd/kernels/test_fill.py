@@ -211,10 +211,10 @@ def test_fill_leaves_the_other_bits_of_the_error_word(fill: Fill, kernel_device:
 @pytest.mark.fast(1)
 @both
 def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.device) -> None:
-    seqs = [(140_000, 32_768)]
+    seqs = [(1_100_000, 4096)]
     case = Case(seqs, (1, 1), 2, 1, 1, 128, random_pages(seqs, 1, 5), wanted=(*REQUIRED, "mask_indptr"))
     step = fill_once(fill, case, kernel_device)
-    cells = (140_000 - (140_000 - 32_768) // 2) * 32_768
+    cells = (1_100_000 - (1_100_000 - 4096) // 2) * 4096
     assert cells > 2**31
     assert step.mask_indptr.tolist() == [0, cells, cells + 1]
 

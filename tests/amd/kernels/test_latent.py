@@ -44,7 +44,7 @@ KV_LEN = [33, 0, 1, 16, 70, 15]
 DECODES = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN), heads=(4, 1), dims=(48, 32), latent=True)
 # One to eight new tokens, none, and a sequence without keys.
 DRAFTS = replace(DECODES, kv_len=[40, 9, 70, 5, 33, 12, 0], q_len=[3, 1, 8, 2, 0, 5, 0])
-CHUNKS = replace(DECODES, kv_len=[40, 9, 70, 33, 12, 0], q_len=[13, 1, 18, 0, 12, 0], tail=5)
+CHUNKS = replace(DECODES, kv_len=[40, 9, 36, 33, 6, 0], q_len=[5, 1, 9, 0, 6, 0], tail=5)
 
 GEOMETRIES = {
     "256+32": replace(DECODES, dims=(288, 256), heads=(16, 1), page_size=64),
@@ -195,7 +195,7 @@ def test_rows_that_are_cut_alike_may_have_padding_after_them(kernel_device: torc
 
 def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device) -> None:
     """Decode of one token, of two to four, and extend of more serve one step."""
-    case = replace(CHUNKS, kv_len=[40, 9, 20, 5, 33, 12], q_len=[13, 1, 4, 2, 0, 5], dtype=torch.float16)
+    case = replace(CHUNKS, kv_len=[40, 9, 20, 5, 33, 12], q_len=[6, 1, 4, 2, 0, 5], dtype=torch.float16)
     tensors = build(case, kernel_device)
     steps: tuple[tuple[Callable[[], None], list[int]], ...] = (
         (lambda: run_latent_extend(tensors, min_q_len=5), [0, 5]),
@@ -245,7 +245,7 @@ def test_pages_beyond_two_to_the_31_elements_are_read(kernel_device: torch.devic
 
 
 DETERMINISTIC = {
-    "plain": replace(DECODES, kv_len=[130, 64, 65, 1], q_len=[9, 3, 1, 1]),
+    "plain": replace(DECODES, kv_len=[130, 65, 1], q_len=[5, 2, 1]),
     "window": replace(DECODES, kv_len=[200, 67], q_len=[20, 4], window_left=40, sinks=True, heads=(12, 1)),
     "many_heads": replace(DECODES, kv_len=[100, 66], q_len=[4, 1], heads=(71, 1), dims=(32, 32), soft_cap=3.0),
     "not_causal": replace(DECODES, kv_len=[130, 70], q_len=[1, 1], causal=False),

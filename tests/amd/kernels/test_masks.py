@@ -25,8 +25,8 @@ from tests.amd.kernels.attention_cases import (
 )
 
 MASKED = Case(
-    kv_len=[45, 0, 17, 1, 12, 64],
-    q_len=[13, 0, 17, 1, 0, 3],
+    kv_len=[37, 0, 17, 1, 12, 40],
+    q_len=[5, 0, 17, 1, 0, 3],
     dims=(32, 32),
     page_size=4,
     tail=3,
@@ -57,7 +57,7 @@ EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", EXTENDS)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @in_each_way("feature", FEATURES, EXTENDS)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -76,7 +76,7 @@ def test_lengths_around_words_and_tiles_are_right(
     seed: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     """Every sequence's first cell is at another bit of a word."""
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65]
+    lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65]
     new = [min(length, 1 + (seq * 7 + seed) % 19) for seq, length in enumerate(lengths)]
     case = Case(lengths, new, heads=(1, 1), dims=(16, 16), page_size=5, masked=True)
     tensors = build(case, kernel_device, seed)
@@ -131,7 +131,7 @@ def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.devi
 @run_extends
 def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """This holds with a sink too: without keys there is no output to reduce."""
-    tensors = build(replace(MASKED, sinks=True), kernel_device)
+    tensors = build(replace(MASKED, heads=(2, 1), sinks=True), kernel_device)
     assert tensors.mask is not None
     tensors.mask.words.zero_()
     run(tensors)
@@ -143,14 +143,14 @@ def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], ker
 @run_extends
 def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """One bit less changes the output of its token, and of no other."""
-    tensors = build(Case([40], [3], dims=(32, 32), page_size=4, masked=True), kernel_device)
+    tensors = build(Case([40], [3], heads=(2, 1), dims=(16, 16), page_size=4, masked=True), kernel_device)
     assert tensors.mask is not None
     pages = tensors.k_pages.nan_to_num(1.0), tensors.v_pages.nan_to_num(1.0)
     words = torch.full_like(tensors.mask.words, -1)
     tensors = replace(tensors, k_pages=pages[0], v_pages=pages[1], mask=replace(tensors.mask, words=words))
     run(tensors)
     before = tensors.out.clone()
-    for token, key in [(0, 0), (0, 39), (1, 0), (1, 31), (2, 5), (2, 39)]:
+    for token, key in [(0, 0), (1, 31), (2, 5), (2, 39)]:
         words.fill_(-1)
         cell = token * 40 + key
         words[cell // 32] = ~(1 << cell % 32) if cell % 32 != 31 else 2**31 - 1

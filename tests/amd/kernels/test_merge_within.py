@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Case, DecodeTiles, int]] = {
     ),
     "one_group": (replace(LONG, kv_len=[224]), TILES, 8),
     "a_group_and_a_part": (replace(LONG, kv_len=[256]), TILES, 9),
-    "two_levels": (replace(LONG, kv_len=[240], sinks=True, dims=(16, 40)), TILES, 17),
+    "two_levels": (replace(LONG, kv_len=[160], sinks=True, dims=(16, 40)), TILES, 11),
     "two_levels_and_a_part": (replace(LONG, kv_len=[1040]), TILES, 65),
     "rows_of_levels": (replace(LONG, kv_len=[70, 290, 8], q_len=[1] * 3, heads=(4, 2)), TILES, 31),
 }

@@ -201,7 +201,7 @@ def test_every_cut_of_the_merge_is_right(
     """Two KV heads have dim 32; one sequence is so long that many programs share it."""
     shape = merge_shape(num_seqs * 2, num_programs, 2, 32, early=False)
     assert (shape.by_row, shape.parts) == (is_by_row, parts)
-    longest = min(16 * num_programs, 700)
+    longest = min(8 * num_programs, 700)
     case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
     tensors = build(case, kernel_device)
     run_decode(tensors, num_programs=num_programs)
@@ -230,7 +230,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "rounds", "is_by_row"),
     [
-        ([320, 90], 20, 1, True),
+        ([160, 45], 20, 1, True),
         ([320] * 2, 17, 1, True),
         ([320, 90], 24, 3, True),
         ([320] * 2, 4, 1, False),

@@ -163,18 +163,18 @@ def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_de
 @pytest.mark.parametrize(
     ("lengths", "programs", "alike_keys", "size"),
     [
-        ([80, 80, 80], 19, 8, 44),
-        ([80, 61, 30], 19, 8, 44),
-        ([80, 80, 80], 19, 99, 42),
+        ([80, 80], 9, 8, 44),
+        ([80, 61], 9, 8, 44),
+        ([80, 80], 9, 99, 40),
         # So many parts that the merge goes by row.
-        ([300], 40, 8, 24),
+        ([300], 40, 8, 21),
     ],
     ids=["alike", "of other lengths", "too dear", "many parts"],
 )
 def test_rows_may_be_cut_alike(
     lengths: list[int], programs: int, alike_keys: int, size: int, kernel_device: torch.device
 ) -> None:
-    case = Case(kv_len=lengths, q_len=[2] * len(lengths), heads=(6, 3), dims=(16, 16))
+    case = Case(kv_len=lengths, q_len=[2] * len(lengths), heads=(4, 2), dims=(16, 16))
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(16, 16, 4, 1, one_launch=True)
     sharing = ALL_SHARED._replace(programs=programs, row_keys=8, split_keys=30, least_keys=20, alike_keys=alike_keys)
@@ -197,10 +197,10 @@ def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
     layer: dict[str, Any], one_launch: bool, kernel_device: torch.device
 ) -> None:
     """The first part includes that cost in addition to its keys, and then counts as several parts."""
-    case = Case(kv_len=[130, 8], q_len=[3, 5], tail=3, heads=(2, 2), dims=(16, 16), **layer)
+    case = Case(kv_len=[100, 8], q_len=[3, 5], tail=3, heads=(2, 2), dims=(16, 16), **layer)
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(16, 16, 4, 1, one_launch=one_launch)
-    sharing = ALL_SHARED._replace(programs=40, row_keys=24, split_keys=2000, least_keys=1, alike_keys=1)
+    sharing = ALL_SHARED._replace(programs=24, row_keys=24, split_keys=2000, least_keys=1, alike_keys=1)
     words = extend_schedule(case.kv_len, case.q_len, extend_cut(tensors, tiles, sharing), tensors.q.shape[0])
     parts, size = words[SHARE_PARTS.value - SHARE_WORDS], words[SHARE_SIZE.value - SHARE_WORDS]
     assert parts > 2

@@ -96,7 +96,7 @@ def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
 @pytest.mark.fast
 @both
 @pytest.mark.parametrize("nodes_before", [0, 2])
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_a_draft_sees_the_prefix_its_ancestors_and_itself(
     place: Place, nodes_before: int, data: st.DataObject, kernel_device: torch.device

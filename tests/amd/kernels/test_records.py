@@ -153,7 +153,7 @@ def test_rope_and_store_writes_the_records_of_its_twin(
         launch_rope_store(Projected(q, k, k, q), TokenPlaces(positions, slots, counts), QkvWork(None), pages)
 
 
-@pytest.mark.fast(4, interpreted=3)
+@pytest.mark.fast(4, interpreted=2)
 @every_encoding
 @pytest.mark.parametrize("programs", [1, 40])
 @pytest.mark.parametrize("width", [50, 20])

@@ -43,7 +43,7 @@ def tiles_at(device: torch.device, case: Case) -> SegmentTiles:
 
 
 CASES = {
-    "plain": Case([130, 64, 65, 1], [20, 3, 1, 1]),
+    "plain": Case([130, 64, 65, 1], [9, 3, 1, 1], heads=(2, 1)),
     "odd": Case([90, 129], [17, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True),
     "wide": Case([66], [2], heads=(1, 1), dims=(512, 384)),
     "mha": Case([70, 128], [6, 64], heads=(2, 2), dims=(16, 16), page_size=1),
@@ -87,7 +87,7 @@ def test_where_an_extend_keeps_what_lies_left_of_a_segment_changes_no_bit(
 
 
 def test_tiles_of_short_steps_change_no_bit(kernel_device: torch.device) -> None:
-    long, short = (build(Case([130, 65], [5, 20], dtype=torch.float16), kernel_device) for _ in range(2))
+    long, short = (build(Case([130, 65], [5, 9], dtype=torch.float16), kernel_device) for _ in range(2))
     tiles = tiles_at(kernel_device, long.case)
     run_extend(long, tiles=tiles)
     assert tiles.short

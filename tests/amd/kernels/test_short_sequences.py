@@ -44,9 +44,9 @@ def layers() -> list[Problem]:
 def test_a_sequence_with_more_tokens_than_its_steps_shape_says_is_served_right(
     is_masked: bool, kernel_device: torch.device
 ) -> None:
-    world = World.build(layers(), kernel_device, "triton", num_pages=128)
+    world = World.build(layers()[: 2 + is_masked], kernel_device, "triton", num_pages=128)
     requests = [world.admit() for _ in ONE_LONG]
-    world.step(requests, [9, 5, 3])
+    world.step(requests, [5, 4, 3])
     visible = None
     if is_masked:
         sizes = [(new, request.kv_len + new) for request, new in zip(requests, ONE_LONG, strict=True)]

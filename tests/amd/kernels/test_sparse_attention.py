@@ -56,6 +56,7 @@ def test_the_twin_is_right(case: SelectedCase, kernel_device: torch.device) -> N
     problem.assert_served()
 
 
+@pytest.mark.fast(4)
 @every_case
 def test_the_twin_is_right_however_little_memory_it_may_hold(
     case: SelectedCase, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +90,7 @@ def attended(problem: SelectedProblem, programs: int) -> None:
     problem.assert_served()
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(3, interpreted=2)
 @every_case
 def test_every_token_sees_its_selection(case: SelectedCase, kernel_device: torch.device) -> None:
     attended(build_selected(case, kernel_device), programs=1)

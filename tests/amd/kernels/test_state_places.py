@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_STATE
@@ -68,6 +68,7 @@ def _words(slot: Slot) -> list[int]:
     return [slot.tag, slot.start, slot.first, slot.end]
 
 
+@settings(max_examples=40)
 @given(
     tags=st.lists(st.integers(0, 3), min_size=NUM_ROWS, max_size=NUM_ROWS),
     headers=st.lists(slots, min_size=2 * NUM_ROWS + 1, max_size=2 * NUM_ROWS + 1),  # and one of a checkpoint

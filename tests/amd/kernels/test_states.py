@@ -25,10 +25,10 @@ both = pytest.mark.parametrize("recur", [launch_recur, twins.recur], ids=["kerne
 
 # Prompts that begin, drafts of which some are rejected, a sequence without new tokens, pads and refused sequences.
 STORY = (
-    (New(0, 5), New(1, 2), New(None, 3), New(2, 70)),
+    (New(0, 5), New(1, 2), New(None, 3), New(2, 17)),
     (New(0, 3, 2), New(1, 1), New(None, 0), New(2, 3, 1)),
     (New(0, 1), New(1, 3, 0), New(2, 0), New(3, 1)),
-    (New(1, 1), New(0, 2, 1), New(None, 40), New(2, 66), New(3, 17)),
+    (New(1, 1), New(0, 2, 1), New(None, 9), New(2, 66), New(3, 4)),
     (New(2, 1), New(3, 2), New(0, 1)),
 )
 
@@ -38,6 +38,7 @@ def drawn(layer: Layer, num_seqs: int, num_tokens: int, dtype: torch.dtype = tor
     return [Drawn.of(layer, num_tokens, dtype, generator) for _ in range(num_seqs)]
 
 
+@pytest.mark.fast(4, interpreted=4)
 @both
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_and_states_equal_the_recurrence(recur: Launch, layer: Layer, kernel_device: torch.device) -> None:
@@ -53,11 +54,11 @@ def test_slots_may_keep_no_tokens(recur: Launch, kernel_device: torch.device) ->
 
 @both
 def test_rejected_tokens_leave_no_trace(recur: Launch, kernel_device: torch.device) -> None:
-    """After any number of accepted tokens the next ones give the bits that plain decoding gives them."""
+    """After none, some or all of the drafts the next ones give the bits that plain decoding gives them."""
     tokens = drawn(CHANNELS, 1, 8)
     run = StateRun.of(recur, CHANNELS, tokens, MOST_KEPT, kernel_device)
     plain = steps_of(run, *((New(0, 1),) for _ in range(8)))[0]
-    for accepted in range(MOST_KEPT + 1):
+    for accepted in (0, 1, MOST_KEPT):
         run = StateRun.of(recur, CHANNELS, tokens, MOST_KEPT, kernel_device)
         outs = steps_of(run, (New(0, 2),), (New(0, MOST_KEPT, accepted),), (New(0, 2),), (New(0, 1),))[0]
         assert torch.equal(outs, plain[: len(outs)])
@@ -81,7 +82,7 @@ def test_bits_of_deterministic_mode_depend_on_the_sequence_alone(recur: Launch, 
 def test_prompts_cut_anywhere_give_the_state_of_whole_ones(layer: Layer, kernel_device: torch.device) -> None:
     tokens = drawn(layer, 1, 150)
     run = StateRun.of(launch_recur, layer, tokens, MOST_KEPT, kernel_device)
-    assert_states(run, steps_of(run, (New(0, 20),), (New(0, 2),), (New(0, 64),), (New(0, 64),)))
+    assert_states(run, steps_of(run, (New(0, 20),), (New(0, 2),), (New(0, 70),)))
 
 
 @pytest.mark.parametrize("layer", [DELTA, replace(CHANNELS, normalises=False)], ids=["delta", "channels"])
@@ -141,7 +142,7 @@ CONVOLUTION_STORY = (
 def test_convolutions_equal_those_of_whole_sequences(
     convolve: Launch, width: int, has_bias: bool, silu: bool, kernel_device: torch.device
 ) -> None:
-    generator, channels = torch.Generator().manual_seed(0), 300
+    generator, channels = torch.Generator().manual_seed(0), 130
     rows = [torch.randn(50, channels, generator=generator) for _ in range(4)]
     weight = torch.randn(channels, width, generator=generator) / 2
     bias = torch.randn(channels, generator=generator) if has_bias else None

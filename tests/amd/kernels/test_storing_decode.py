@@ -18,7 +18,7 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, garbage, tiles_for
 
-KV_LEN = [33, 0, 1, 16, 70, 15]
+KV_LEN = [33, 0, 1, 16, 40, 15]
 RAGGED = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN))
 CASES = {
     "mha": replace(RAGGED, heads=(2, 2)),
@@ -124,7 +124,7 @@ def test_in_every_cut(tiles: DecodeTiles, programs: int, kernel_device: torch.de
 
 def test_tokens_and_slots_of_no_one_are_dropped(kernel_device: torch.device) -> None:
     """The last two tokens are pads; another token's slot is in page 0, which belongs to no sequence."""
-    tensors = build(replace(RAGGED, heads=(4, 2)), kernel_device)
+    tensors = build(replace(RAGGED, heads=(2, 1)), kernel_device)
     new = _new_rows(tensors)
     new.slot_of_token[3] = 7
     new.counts[1] = len(KV_LEN) - 2

@@ -133,7 +133,7 @@ def test_each_step_tells_what_plain_python_tells(
 ) -> None:
     """Rows continue, go back or are replaced, with new tokens or none, over a table whose entries change."""
     choice, reported = random.Random(page_size), []
-    for _ in range(3):
+    for _ in range(2):
         both = Both(watch_pages, page_size, null_page, kernel_device)
         pages = choice.sample(range(-1, ROWS * WIDTH - 1), ROWS * WIDTH)
         table = [pages[row * WIDTH : row * WIDTH + WIDTH] for row in range(ROWS)]

@@ -21,6 +21,7 @@ class MeteredMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._total, self._peak = total, 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most = 0  # the bytes of _storages, of which some may have died since they were counted
 
     def __torch_dispatch__(
         self,
@@ -33,8 +34,11 @@ class MeteredMemory(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
+                _, before = self._storages.get(storage.data_ptr(), (None, 0))
                 self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
-        self._peak = max(self._peak, self.held())
+                self._most += storage.nbytes() - before
+        if self._most > self._peak:  # else it is no new peak, and to count would take most of a test's time
+            self._peak = max(self._peak, self.held())
         return out
 
     def total(self) -> int:
@@ -46,7 +50,8 @@ class MeteredMemory(TorchDispatchMode):
     def held(self) -> int:
         living = ((at, kept) for at, kept in self._storages.items() if not kept[0].expired())  # type: ignore[no-untyped-call]
         self._storages = dict(living)
-        return sum(num_bytes for _, num_bytes in self._storages.values())
+        self._most = sum(num_bytes for _, num_bytes in self._storages.values())
+        return self._most
 
     def most_held(self) -> int:
         return self._peak

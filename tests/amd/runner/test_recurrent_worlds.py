@@ -84,7 +84,7 @@ def counts(worlds: Sequence[RecurrentWorld], device: torch.device | None = None)
 
 
 def test_every_text_is_that_of_the_reference() -> None:
-    found = counts([RecurrentWorld.of(seed, 10) for seed in (0, 2, 5, 9, 10, 11)])
+    found = counts([RecurrentWorld.of(seed, 10) for seed in (0, 2, 5, 9, 10)])
     assert min(found.values()) > 0, f"the worlds do not show what they are for: {found}"
 
 

@@ -12,7 +12,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, DeviceFault, WrongState
 from rocm_attn.step.step import Part, Step
-from tests.amd.worlds.hybrid import KEPT, Hybrid
+from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, Hybrid
 from tests.amd.worlds.problems import providers, small_problem
 from tests.amd.worlds.world import Request, World, padded_to, page_zero_is_zero
 
@@ -147,7 +147,7 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provider: str, device: torch.device) -> None:
     """Prompts, mixed steps, decodes and verify steps with drafts taken back, split and whole ones in turn."""
-    world = Hybrid(device, provider, graphs=graphs)
+    world = Hybrid(device, provider, graphs=graphs, layers=(GATED_DELTA,))
     requests = [world.admit() for _ in range(4)]
     world.step(requests, [world.ids(count) for count in (7, 2, 5, 3)], halves=2)
     world.step(requests, [world.ids(count) for count in (1, 6, 1, 2)], halves=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault
-from rocm_attn.external import ExternalOptions
+from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import (
     GroupLayer,
     GroupOptions,
@@ -21,6 +21,7 @@ from rocm_attn.integrations.vllm.group import (
     KVGroup,
     StepOfGroup,
     forget_empty_parts,
+    try_nothing,
 )
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
@@ -55,8 +56,16 @@ class Layer:
 class Rank:
     """A rank's part of every sequence: its rows `rank`, `rank + ranks`, ..., in blocks of its own."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, provider: str, top: int = 0) -> None:
-        """Builds the rank. top: keys selected per token; 0: it attends to all"""
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        provider: str,
+        top: int = 0,
+        tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing,
+    ) -> None:
+        """Builds the rank. top: keys selected per token; 0: it attends to all; tried: see GroupOptions"""
         self.rank, self.ranks, self.device = rank, ranks, device
         self.layer = Layer(device)
         cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
@@ -65,7 +74,7 @@ class Rank:
         if top:
             problem = replace(problem, indexer=Indexer(4, 32, Indexing(scale=1.0, top=top)))
         external = ExternalOptions(provider=provider, page_strides=True, short_kv=ranks > 1)
-        options = GroupOptions(external, has_slots=ranks == 1)
+        options = GroupOptions(external, has_slots=ranks == 1, tried=tried)
         self.group = KVGroup({"layer": GroupLayer(self.layer, problem)}, GroupSizes(SEQS, 32, MAX_LEN), device, options)
         blocks = np.random.default_rng(rank).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8)
         self.table = torch.from_numpy(blocks.astype(np.int32)).to(device)

@@ -14,14 +14,23 @@ from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.adopted import Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
 from rocm_attn.truth.row_needles import RowNeedles
 from rocm_attn.truth.verdict import TruthVerdict
 
 
+def as_they_are(layers: LayerCalls, slots: Tensor) -> LayerCalls:
+    """Makes all calls of a step."""
+    return layers
+
+
 @torch.inference_mode(False)  # engines build their layers in either mode
 def probe_adopted(
-    attention: ExternalAttention, lend: Callable[[int], None], choosers: Choosers = BY_INDEXERS
+    attention: ExternalAttention,
+    lend: Callable[[int], object],
+    choosers: Choosers = BY_INDEXERS,
+    calls: Callable[[LayerCalls, Tensor], LayerCalls] = as_they_are,
 ) -> TruthVerdict:
     """Runs the steps of one sequence, and returns the verdict of this rank.
 
@@ -29,6 +38,7 @@ def probe_adopted(
     on this rank.
     lend:     binds pages to every layer, as many as it is given, in the form of the engine's own
     choosers: of the layers with an indexer
+    calls:    the calls of a step, the slots of its tokens -> the calls that are made, if an engine makes some itself
     """
     (core,) = attention.cores.values()
     bounds, device, problems = attention.bounds, attention.device, core.kinds.problems
@@ -64,9 +74,10 @@ def probe_adopted(
                     max_kv_len=done + new,
                 )
             )
-            attention.fill(slots[done : done + new])
+            here = slots[done : done + new]
+            attention.fill(here)
             for number, layer in layers.items():
-                layer.run(attention.layers, number, new)
+                layer.run(calls(attention.layers, here), number, new)
             needles.judge(layers, "decode" if new == 1 else "prompt")
             done += new
         attention.check_device()
@@ -76,10 +87,14 @@ def probe_adopted(
 
 
 def log_truth(
-    log: logging.Logger, attention: ExternalAttention, lend: Callable[[int], None], choosers: Choosers = BY_INDEXERS
+    log: logging.Logger,
+    attention: ExternalAttention,
+    lend: Callable[[int], object],
+    choosers: Choosers = BY_INDEXERS,
+    calls: Callable[[LayerCalls, Tensor], LayerCalls] = as_they_are,
 ) -> None:
     """Logs the finding of probe_adopted, as an error if a layer is wrong."""
-    verdict = probe_adopted(attention, lend, choosers)
+    verdict = probe_adopted(attention, lend, choosers, calls)
     level = logging.ERROR if verdict.word == "wrong" else logging.INFO
     log.log(level, "needles through %d layers: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
 

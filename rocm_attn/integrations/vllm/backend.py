@@ -8,7 +8,7 @@ dense pages are not chosen.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,21 +30,23 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rocm_attn.errors import Unsupported, WrongState
-from rocm_attn.external import ExternalOptions
+from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.truth.adopted import log_truth
-from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
 
 try:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 except ImportError:  # before 0.29
     KVCacheLayout = None
+
+
+LOG_TRUTH = partial(log_truth, VLLM.log)
 
 
 class RocmAttnBackend(AttentionBackend):
@@ -221,16 +223,16 @@ def new_group(
     vllm_config: VllmConfig,
     device: torch.device,
     shards: int = 1,
-    choosers: Choosers = BY_INDEXERS,
+    tried: Callable[[ExternalAttention, Lend], None] = LOG_TRUTH,
 ) -> KVGroup:
-    """Makes the group of a builder's layers, with options from the environment. Needles go through them once.
+    """Makes the group of a builder's layers, with options from the environment.
 
-    shards:   ranks that share sequences; if there are several, no needle goes through
-    choosers: of the layers with an indexer
+    shards: ranks that share sequences
+    tried:  see GroupOptions; not called if ranks share sequences, because needles need whole ones
     """
     options = _options(vllm_config, shards)
     if shards == 1:
-        options = replace(options, tried=partial(log_truth, VLLM.log, choosers=choosers))
+        options = replace(options, tried=tried)
     return KVGroup(layers, _sizes(vllm_config), device, options)
 
 

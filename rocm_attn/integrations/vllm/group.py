@@ -69,7 +69,10 @@ def say_nothing(selections: Sequence[Selection]) -> None:
     """Logs nothing about the kernels."""
 
 
-def try_nothing(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+Lend = Callable[[int], Mapping[str, Tensor]]
+
+
+def try_nothing(attention: ExternalAttention, lend: Lend) -> None:
     """Tries no step before vLLM's first one."""
 
 
@@ -93,7 +96,7 @@ class GroupOptions:
     has_slots: bool = True
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
-    tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing
+    tried: Callable[[ExternalAttention, Lend], None] = try_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +303,10 @@ class KVGroup:
                     pages = no_keys.to(self._device).expand(attention.bounds.num_pages, -1, -1)
                     attention.pages.bind_index(self._index[name], pages)
 
-            def lend(num: int) -> None:
-                self._use_all(attention, {name: torch.zeros_like(cache[:num]) for name, cache in caches.items()})
+            def lend(count: int) -> Mapping[str, Tensor]:
+                lent = {name: torch.zeros_like(cache[:count]) for name, cache in caches.items()}
+                self._use_all(attention, lent)
+                return lent
 
             self._options.tried(attention, lend)
             attention.tables.use(_all_rows(block_table, sizes.num_seqs))

@@ -30,6 +30,7 @@ from rocm_attn.integrations.vllm.backend import (
     require_parallel,
 )
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, give_chosen
+from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import LATENT_CACHE_DTYPES, RECORDS, CacheTerms
 from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, require_plain, terms_of
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
@@ -123,7 +124,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
             },
             vllm_config,
             device,
-            choosers=ByEngines(give_chosen),
+            tried=LatentProbe([*layers.values()], VLLM.log, ByEngines(give_chosen)),
         )
 
     def build(

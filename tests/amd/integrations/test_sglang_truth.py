@@ -52,7 +52,7 @@ def sparse_engine(provider: str = "torch", device: torch.device = CPU) -> Sparse
 
 
 def records_engine(provider: str = "torch", device: torch.device = CPU) -> SparseEngine:
-    rows = {"qk_head_dim": 576, "v_head_dim": 512, "scaling": 0.05}
+    rows: dict[str, Any] = {"qk_head_dim": 576, "v_head_dim": 512, "scaling": 0.05}
     return SparseRecords(provider, device, indexer=Indexer(dim=128, top=32), **rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from rocm_attn.integrations.vllm.group import (
     GroupOptions,
     GroupSizes,
     KVGroup,
+    Lend,
     StepOfGroup,
     forget_empty_parts,
     try_nothing,
@@ -37,6 +39,14 @@ SCALE = 0.2
 TOLERANCE = 3e-5
 
 
+def store_rows(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, kv_cache_dtype: str, k_scale: Tensor
+) -> None:
+    """Stores as vLLM's concat_and_cache_mla does in a cache that is not FP8."""
+    assert kv_cache_dtype == "auto"
+    kv_cache.view(-1, LATENT)[slots] = torch.cat([kv_c, k_pe.squeeze(1)], 1)
+
+
 @pytest.fixture(autouse=True)
 def inference_mode() -> Iterator[None]:
     """Runs tests in inference mode, in which vLLM allocates and runs."""
@@ -45,9 +55,12 @@ def inference_mode() -> Iterator[None]:
 
 
 class Layer:
-    """vLLM's MLA layer."""
+    """vLLM's MLA layer. impl: stores its rows"""
+
+    kv_cache_dtype = "auto"
 
     def __init__(self, device: torch.device) -> None:
+        self.impl: Any = SimpleNamespace(do_kv_cache_update=store_rows)
         self.kv_cache = torch.full((NUM_BLOCKS, BLOCK, LATENT), float("nan"), device=device)
         self.kv_cache[0] = 0
         self._k_scale = self._v_scale = torch.ones((), device=device)
@@ -63,7 +76,7 @@ class Rank:
         device: torch.device,
         provider: str,
         top: int = 0,
-        tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing,
+        tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
     ) -> None:
         """Builds the rank. top: keys selected per token; 0: it attends to all; tried: see GroupOptions"""
         self.rank, self.ranks, self.device = rank, ranks, device

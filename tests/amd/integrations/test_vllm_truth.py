@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.external import ExternalAttention
-from rocm_attn.integrations.vllm.group import give_chosen
+from rocm_attn.integrations.vllm.group import Lend, give_chosen
+from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs
 from rocm_attn.truth.adopted import probe_adopted
 from rocm_attn.truth.choosers import BY_INDEXERS, ByEngines
 from rocm_attn.truth.verdict import TruthVerdict
-from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of
+from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of, store_rows
 from tests.amd.integrations.vllm_runner import HEADS, TERMS, Runner
 from tests.amd.planted import (
     Plant,
@@ -27,6 +30,7 @@ from tests.amd.planted import (
 )
 
 CPU = torch.device("cpu")
+LOST = "ERROR: needles through 1 layers: wrong; the truth probe found 1 of 1 layers wrong; layer 0: key "
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +44,7 @@ def found(terms: list[Any], groups: Sequence[int] = (), *, compares: bool = True
     """The verdicts of a runner's groups. Its steps come afterwards. compares: whether these must equal the oracle's"""
     verdicts: list[TruthVerdict] = []
 
-    def tried(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+    def tried(attention: ExternalAttention, lend: Lend) -> None:
         before = [layer.kv_cache.clone() for layer in runner.layers]
         verdicts.append(probe_adopted(attention, lend))
         for cache, layer in zip(before, runner.layers, strict=True):
@@ -91,44 +95,67 @@ def test_what_one_layer_reads_wrongly_is_found(
     assert "key " in verdict.sentence
 
 
-def latent_of(top: int = 0) -> TruthVerdict:
-    """The verdict on an MLA layer. top: keys that vLLM's indexer selects for a token; 0: it attends to all"""
-    verdicts: list[TruthVerdict] = []
+def latent_of(top: int = 0, store: Callable[..., None] = store_rows) -> str:
+    """The line about an MLA layer, and its level. top: keys that vLLM's indexer selects for a token; 0: all
+
+    store: of vLLM's rows
+    """
+    log, lines = logging.Logger("vllm.rocm_attn"), Lines()
+    log.addHandler(lines)
     choosers = ByEngines(give_chosen) if top else BY_INDEXERS
-
-    def tried(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
-        verdicts.append(probe_adopted(attention, lend, choosers))
-
-    rank = Rank(0, 1, CPU, "torch", top, tried=tried)
-    before = rank.layer.kv_cache.clone()
-    for seq, rows in enumerate(rows_of([5])):
-        rank.slots[seq] = rank.store(seq, rows)[-1]
+    rank = Rank(
+        0, 1, CPU, "torch", top, tried=lambda attention, lend: LatentProbe([rank.layer], log, choosers)(attention, lend)
+    )
+    rank.layer.impl.do_kv_cache_update = store
+    (rows,) = rows_of([5])
+    rank.slots[0] = rank.store(0, rows)[-1]
     stored = rank.layer.kv_cache.clone()
     rank.group.begin(rank.common(1, 1))
-    assert not torch.equal(before.view(torch.uint8), stored.view(torch.uint8))
     assert torch.equal(rank.layer.kv_cache.view(torch.uint8), stored.view(torch.uint8)), "vLLM's blocks were written"
-    (verdict,) = verdicts
-    return verdict
+    (line,) = lines.written
+    return line
+
+
+class Lines(logging.Handler):
+    """Keeps the lines of a log, each after its level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.written.append(f"{record.levelname}: {record.getMessage()}")
 
 
 @pytest.mark.parametrize("top", [0, 12, 2048], ids=["all keys", "few keys", "more keys than there are"])
 def test_latent_rows_are_found_also_of_keys_that_vllm_selects(top: int) -> None:
-    verdict = latent_of(top)
-    assert (verdict.word, verdict.sentence, verdict.not_checked) == ("right", "", {})
-    assert verdict.num_keys > 500
+    assert latent_of(top) == "INFO: needles through 1 layers: right; "
 
 
 @pytest.mark.parametrize("top", [12, 2048])
 @pytest.mark.parametrize("plant", [attending_to_a_wrong_page(0), losing_a_selected_key], ids=["page", "selection"])
 def test_a_selected_row_that_is_lost_is_found(plant: Plant, top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    verdict = latent_of(top)
-    assert (verdict.word, list(verdict.wrong)) == ("wrong", [0])
+    assert latent_of(top).startswith(LOST)
 
 
 def test_a_latent_row_of_a_wrong_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     reading_a_wrong_page(0)(monkeypatch)
-    assert latent_of().word == "wrong"
+    assert latent_of().startswith(LOST)
+
+
+def by_a_wrong_scale(kv_c: Tensor, *given: Any) -> None:
+    store_rows(kv_c * 2, *given)
+
+
+def to_the_next_slot(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, *given: Any) -> None:
+    store_rows(kv_c, k_pe, kv_cache, slots ^ 1, *given)
+
+
+@pytest.mark.parametrize("store", [by_a_wrong_scale, to_the_next_slot])
+@pytest.mark.parametrize("top", [0, 2048])
+def test_rows_that_vllm_stores_otherwise_than_kernels_read_them_are_found(store: Callable[..., None], top: int) -> None:
+    assert latent_of(top, store).startswith(LOST)
 
 
 def test_a_layer_that_attends_to_what_vllm_did_not_select_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +165,4 @@ def test_a_layer_that_attends_to_what_vllm_did_not_select_is_found(monkeypatch: 
         attend(args._replace(selection=LastTokens(MAX_LEN)), **named)
 
     monkeypatch.setattr(sparse, "selected_attention", of_all)
-    assert "was seen although it is hidden" in latent_of(2048).sentence
+    assert "was seen although it is hidden" in latent_of(2048)

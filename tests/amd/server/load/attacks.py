@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from rocm_serve.server import unused_memory
 from rocm_serve.server.descriptors import raise_limit
 from tests.amd.server.load.mixed import resident_bytes
 from tests.amd.server.load.model_folder import CONTEXT
@@ -30,7 +31,7 @@ NUM_BODIES, BODY_BYTES = 16, 4 << 20
 MOST_RATIO = 3.0
 # A probe of a container's manager waits for about this long at least.
 HEALTH_SECONDS = 0.1
-MOST_GROWTH = 300 << 20
+MOST_GROWTH, MOST_KEPT = 300 << 20, 64 << 20
 MOST_CONNECTIONS, OVER = 64, 1000
 # One line about connections may come every few seconds, and one more when all is over.
 MOST_LINES = 20
@@ -54,7 +55,7 @@ class Attacked:
     """The results.
 
     beside, alone: the medians of the rounds, with the bodies and without them
-    grown:         the most bytes of memory after a round
+    grown, kept:   the most bytes of memory after a round; those that are left once the server gives memory back
     lines:         of the log, about connections over the limit
     """
 
@@ -62,6 +63,7 @@ class Attacked:
     alone: Waits
     statuses: dict[int, int]
     grown: float
+    kept: float
     refused: float
     lines: int
 
@@ -79,6 +81,7 @@ class Attacked:
             ),
             f"/health took {beside.health:.3f} s, and may take {most_health:.3f} s": beside.health < most_health,
             f"the memory grew by {self.grown / 2**20:.0f} MiB": self.grown < MOST_GROWTH,
+            f"{self.kept / 2**20:.0f} MiB of it were not given back": self.kept < MOST_KEPT,
             f"the bodies were answered {self.statuses}": not self.statuses.keys() - {400, 413, 429},
             f"{self.refused:.0f} of {OVER} connections over the limit were refused": self.refused >= OVER,
             f"{self.lines} lines of log are about them": self.lines <= MOST_LINES,
@@ -101,13 +104,15 @@ def attack(model: Path, *flags: str, rounds: int) -> Attacked:
             seconds = time.monotonic() - begun
             grown.append(resident_bytes(server.pid) - before)
             alone.append(_waits_during(server, partial(time.sleep, seconds)))
+        time.sleep(2 * unused_memory.SECONDS)
+        kept = resident_bytes(server.pid) - before
     with served(model, "--max-connections", str(MOST_CONNECTIONS), *flags) as server:
         num_lines = len(server.log)
         with _many_open(server.port):
             refused = server.counts()["http_refused_total:reason=connections"]
         lines = len(server.log) - num_lines
     by_status = {status: found.count(status) for status in sorted(set(found))}
-    return Attacked(median(beside), median(alone), by_status, max(grown), refused, lines)
+    return Attacked(median(beside), median(alone), by_status, max(grown), kept, refused, lines)
 
 
 def _large_body() -> bytes:

@@ -93,8 +93,12 @@ def log_truth(
     choosers: Choosers = BY_INDEXERS,
     calls: Callable[[LayerCalls, Tensor], LayerCalls] = as_they_are,
 ) -> None:
-    """Logs the finding of probe_adopted, as an error if a layer is wrong."""
-    verdict = probe_adopted(attention, lend, choosers, calls)
+    """Logs the finding of probe_adopted, as an error if a layer is wrong. Without memory for it, none is looked for."""
+    try:
+        verdict = probe_adopted(attention, lend, choosers, calls)
+    except torch.OutOfMemoryError as error:  # an engine may leave little, and needs none of it itself
+        log.warning("no needles were sent through the layers: %s", error)
+        return
     level = logging.ERROR if verdict.word == "wrong" else logging.INFO
     log.log(level, "needles through %d layers: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
 

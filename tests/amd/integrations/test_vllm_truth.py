@@ -16,7 +16,7 @@ from rocm_attn.integrations.vllm.group import Lend, give_chosen
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs
-from rocm_attn.truth.adopted import probe_adopted
+from rocm_attn.truth.adopted import log_truth, probe_adopted
 from rocm_attn.truth.choosers import BY_INDEXERS, ByEngines
 from rocm_attn.truth.verdict import TruthVerdict
 from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of, store_rows
@@ -130,6 +130,22 @@ class Lines(logging.Handler):
 @pytest.mark.parametrize("top", [0, 12, 2048], ids=["all keys", "few keys", "more keys than there are"])
 def test_latent_rows_are_found_also_of_keys_that_vllm_selects(top: int) -> None:
     assert latent_of(top) == "INFO: needles through 1 layers: right; "
+
+
+def test_an_engine_that_leaves_no_memory_for_needles_serves_without_them() -> None:
+    log, lines = logging.Logger("vllm.rocm_attn"), Lines()
+    log.addHandler(lines)
+
+    def refuse(attention: ExternalAttention, lend: Lend) -> None:
+        def no_memory(count: int) -> None:
+            raise torch.OutOfMemoryError("tried to allocate 2.00 MiB")
+
+        log_truth(log, attention, no_memory)
+
+    runner = Runner([TERMS], [0], device=CPU, provider="torch", tried=refuse)
+    runner.admit()
+    runner.step([9])
+    assert lines.written == ["WARNING: no needles were sent through the layers: tried to allocate 2.00 MiB"]
 
 
 @pytest.mark.parametrize("top", [12, 2048])

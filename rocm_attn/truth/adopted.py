@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
+from rocm_attn.paging.adopted import Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
+from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
 from rocm_attn.truth.row_needles import RowNeedles
 from rocm_attn.truth.verdict import TruthVerdict
 
 
-def probe_adopted(attention: ExternalAttention, lend: Callable[[int], None]) -> TruthVerdict:
+def as_they_are(layers: LayerCalls, slots: Tensor) -> LayerCalls:
+    """Makes all calls of a step."""
+    return layers
+
+
+@torch.inference_mode(False)  # engines build their layers in either mode
+def probe_adopted(
+    attention: ExternalAttention,
+    lend: Callable[[int], object],
+    choosers: Choosers = BY_INDEXERS,
+    calls: Callable[[LayerCalls, Tensor], LayerCalls] = as_they_are,
+) -> TruthVerdict:
     """Runs the steps of one sequence, and returns the verdict of this rank.
 
-    Afterwards the table and the pages are still those of the needles: bind the engine's own. All layers live in one
-    space, attend to all tokens of their rows, and have no indexer.
-    lend: binds pages to every layer, as many as it is given, in the form of the engine's own
+    Afterwards the tables and the pages are still those of the needles: bind the engine's own. All tokens of a row are
+    on this rank.
+    lend:     binds pages to every layer, as many as it is given, in the form of the engine's own
+    choosers: of the layers with an indexer
+    calls:    the calls of a step, the slots of its tokens -> the calls that are made, if an engine makes some itself
     """
     (core,) = attention.cores.values()
     bounds, device, problems = attention.bounds, attention.device, core.kinds.problems
     page_size = problems[0].page_size
     room = min(bounds.kv_len, (bounds.num_pages - 1) * page_size)
-    needles = RowNeedles(problems, core.head_weights.of, attention.pages.layer, device, room)
+    needles = RowNeedles(problems, core.head_weights.of, attention.pages, device, room, choosers)
 
     def verdict(reason: str, *, is_fault: bool = False) -> TruthVerdict:
         return TruthVerdict(needles.wrong, needles.not_checked, reason, is_fault, len(problems), needles.num_keys)
@@ -34,19 +53,14 @@ def probe_adopted(attention: ExternalAttention, lend: Callable[[int], None]) -> 
         return verdict(reason)
     held = num_pages(needles.kv_len, page_size)
     lend(1 + held)
-    # Page 0 belongs to no one, and the pages of the row are in no order.
-    places = 1 + torch.randperm(held, generator=torch.Generator().manual_seed(0)).to(device)
-    table = torch.zeros(1, num_pages(bounds.kv_len, page_size), dtype=torch.int32, device=device)
-    table[0, :held] = places
-    attention.tables.use(table)
+    slots = _use_tables(attention, held)
     steps = needles.steps(bounds.num_tokens)
     layers = needles.layers(max(steps), 0)
     done = 0
     try:
         for new in steps:
-            for layer in layers:
+            for layer in layers.values():
                 layer.prepare([done], [new])
-            positions = torch.arange(done, done + new, device=device)
             attention.begin(
                 ExternalStep(
                     num_seqs=1,
@@ -60,12 +74,64 @@ def probe_adopted(attention: ExternalAttention, lend: Callable[[int], None]) -> 
                     max_kv_len=done + new,
                 )
             )
-            attention.fill(places[positions // page_size] * page_size + positions % page_size)
-            for number, layer in enumerate(layers):
-                layer.run(attention.layers, number, new)
+            here = slots[done : done + new]
+            attention.fill(here)
+            for number, layer in layers.items():
+                layer.run(calls(attention.layers, here), number, new)
             needles.judge(layers, "decode" if new == 1 else "prompt")
             done += new
         attention.check_device()
     except DeviceFault as error:
         return verdict(f"the truth probe met a fault of the device: {error}", is_fault=True)
     return verdict("")
+
+
+def log_truth(
+    log: logging.Logger,
+    attention: ExternalAttention,
+    lend: Callable[[int], object],
+    choosers: Choosers = BY_INDEXERS,
+    calls: Callable[[LayerCalls, Tensor], LayerCalls] = as_they_are,
+) -> None:
+    """Logs the finding of probe_adopted, as an error if a layer is wrong. Without memory for it, none is looked for."""
+    try:
+        verdict = probe_adopted(attention, lend, choosers, calls)
+    except torch.OutOfMemoryError as error:  # an engine may leave little, and needs none of it itself
+        log.warning("no needles were sent through the layers: %s", error)
+        return
+    level = logging.ERROR if verdict.word == "wrong" else logging.INFO
+    log.log(level, "needles through %d layers: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
+
+
+def _use_tables(attention: ExternalAttention, held: int) -> Tensor:
+    """Makes the tables of all spaces hold one row of pages, and returns the slots of its tokens, int64.
+
+    Page 0 belongs to no one, and the pages of the row are in no order. held: the row's pages
+    """
+    tables, device = attention.tables, attention.device
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled() -> Tensor:
+        return 1 + torch.randperm(held, generator=generator).to(device)
+
+    def slots_of(pages: Tensor) -> Tensor:
+        return (pages[:, None] * tables.page_size + torch.arange(tables.page_size, device=device)).flatten()
+
+    def source_of(old: Source) -> TableSource:
+        assert isinstance(old, TableSource)
+        row = slots if old.unit is TableUnit.SLOT else pages
+        room = tables.max_kv_len if old.unit is TableUnit.SLOT else tables.width
+        entries = torch.zeros(1, max(room, len(row)), dtype=torch.int32, device=device)
+        entries[0, : len(row)] = row
+        if old.slot_map is None:
+            return replace(old, entries=entries)
+        # The space's own pages are others than those of the table.
+        slot_map = torch.zeros(1 + int(slots.max()), dtype=old.slot_map.dtype, device=device)
+        slot_map[slots] = slots_of(shuffled())
+        return replace(old, entries=entries, slot_map=slot_map)
+
+    pages = shuffled()
+    slots = slots_of(pages)
+    for table in tables.spaces:
+        tables.use(source_of(table.source), table.space)
+    return slots

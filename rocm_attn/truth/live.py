@@ -29,7 +29,7 @@ class LiveTruth:
     def __init__(self, runtime: AttentionRuntime, make_room: Callable[[int, int], bool], chunk: int) -> None:
         self._runtime, self._make_room, self._chunk = runtime, make_room, chunk
         self._needles = RowNeedles(
-            runtime.kinds.problems, runtime.head_weights.of, runtime.pool.layer, runtime.device, runtime.max_kv_len
+            runtime.kinds.problems, runtime.head_weights.of, runtime.pool, runtime.device, runtime.max_kv_len
         )
 
     def run(self, seed: int) -> TruthVerdict:
@@ -76,13 +76,13 @@ class LiveTruth:
         layers = needles.layers(max(runtime.plan(batch).shape.num_tokens for batch in batches), seed)
         done = 0
         for new, batch in zip(steps, batches, strict=True):
-            for layer in layers:
+            for layer in layers.values():
                 layer.prepare([done], [new])
             table.evict([row], [done])
             table.reserve(row, done + new)
             with runtime.step(batch) as step:
                 part = step.parts[0]
-                for number, layer in enumerate(layers):
+                for number, layer in layers.items():
                     layer.run(part.layers, number, part.token_ids.shape[0])
             needles.judge(layers, "decode" if new == 1 else "prompt")
             done += new

@@ -11,15 +11,8 @@ from torch.nn.functional import pad
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.truth.needles import (
-    Haystack,
-    IndexHaystack,
-    NeedleQueries,
-    Pointed,
-    Sizes,
-    check_indexer,
-    sharpness_of,
-)
+from rocm_attn.truth.choosers import ByIndexer, Chooser, NewChooser
+from rocm_attn.truth.needles import Haystack, NeedleQueries, Sizes, sharpness_of
 
 # A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
 _NOT_ITS_VALUE = 0.5
@@ -79,10 +72,11 @@ def tolerance(problem: Problem) -> float:
 class NeedleLayer:
     """One layer's needles, and tensors at fixed addresses for the inputs and outputs of a step.
 
-    kv_len:     tokens of each sequence at the end
-    num_tokens: padded tokens of the largest step
-    earlier:    the layer before it whose selection it may share
-    sizes:      of its keys and values; 1 if they are not given
+    kv_len:      tokens of each sequence at the end
+    num_tokens:  padded tokens of the largest step
+    earlier:     the layer before it whose selection it may share
+    sizes:       of its keys and values; 1 if they are not given
+    new_chooser: makes what chooses the layer's keys, if its problem has an Indexer
     Raises BadProblem.
     """
 
@@ -94,6 +88,7 @@ class NeedleLayer:
         generator: torch.Generator,
         earlier: NeedleLayer | None,
         sizes: Sizes | None = None,
+        new_chooser: NewChooser = ByIndexer,
     ) -> None:
         self.problem = problem
         self._generator = generator
@@ -101,8 +96,7 @@ class NeedleLayer:
         self._tolerance = tolerance(problem)
         self._haystacks = [Haystack.random(problem, length, generator, sizes) for length in kv_len]
         self._requested: list[NeedleQueries] = []
-        self._pointed: list[Pointed] = []
-        self._source = earlier
+        self._chooser, self._source = Chooser(), earlier
         device = generator.device
 
         def rows(*shape: int, dtype: torch.dtype = problem.dtype) -> Tensor:
@@ -116,15 +110,8 @@ class NeedleLayer:
         columns = problem.fold_columns * (1 + problem.row.overlaps)
         self._values, self._gates = (rows(columns, dtype=torch.float32) for _ in range(2))
         self._folded = rows(problem.fold_columns, dtype=torch.float32)
-        self._index: list[IndexHaystack] = []
         if isinstance(problem.indexer, Indexer):
-            indexer, self._source = problem.indexer, self
-            check_indexer(indexer, max(kv_len))
-            self._index = [IndexHaystack.random(problem, indexer, length, generator) for length in kv_len]
-            self._index_k = rows(indexer.head_dim)
-            self._index_q = rows(indexer.num_heads, indexer.head_dim)
-            self._index_weights = rows(indexer.num_heads, dtype=torch.float32)
-            self._index_weights += 0.75 + 0.5 * torch.rand(indexer.num_heads, generator=generator, device=device)
+            self._chooser, self._source = new_chooser(problem, problem.indexer, kv_len, num_tokens, generator), self
 
     @property
     def source(self) -> NeedleLayer | None:
@@ -136,11 +123,12 @@ class NeedleLayer:
         # Padding is NaN, so that any use of it shows.
         for rows in (self._q, self._k, self._v, self._out, self._values, self._gates):
             rows.fill_(float("nan"))
-        self._requested, self._pointed = [], []
+        self._requested = []
+        self._chooser.pointed.clear()
         at = 0
         for seq, (first, new) in enumerate(zip(done, q_len, strict=True)):
             here, there = slice(at, at + new), slice(first, first + new)
-            self._point(seq, here, there)
+            self._chooser.point(seq, here, there)
             requested, haystack = self._ask(seq, there), self._haystacks[seq]
             self._q[here] = haystack.queries(requested, self.problem, self._sharpness)
             self._k[here] = haystack.k[there]
@@ -151,18 +139,10 @@ class NeedleLayer:
             self._requested.append(requested)
             at += new
 
-    def _point(self, seq: int, here: slice, there: slice) -> None:
-        if isinstance(self.problem.indexer, Indexer):
-            indexer, index = self.problem.indexer, self._index[seq]
-            pointed = Pointed.of(self.problem, indexer, there.start, there.stop, self._generator)
-            self._pointed.append(pointed)
-            self._index_k[here] = index.stored(there, indexer.indexing)
-            self._index_q[here] = index.queries(pointed, self.problem, indexer)
-
     def _scatter(self, seq: int, here: slice, there: slice) -> None:
         """Sets values and gates of which fold() makes the needles of rows: one token of each row has all the weight."""
-        row, index = self.problem.row, self._index[seq] if self._index else None
-        needles = [self._haystacks[seq].k[:, 0], *([index.k] if index is not None and row.also else [])]
+        row = self.problem.row
+        needles = [self._haystacks[seq].k[:, 0], *(self._chooser.also(seq) if row.also else ())]
         token = torch.arange(there.start, there.stop, device=self._k.device)
         end = token // row.tokens * row.tokens + row.tokens - 1
         has_weight = token % row.tokens == end // row.tokens % row.tokens
@@ -178,25 +158,23 @@ class NeedleLayer:
         if isinstance(self.problem.indexer, AllKeys):
             return NeedleQueries.of(self.problem, there.start, there.stop, self._generator)
         assert self._source is not None
-        return NeedleQueries.of_selection(self.problem, self._source._pointed[seq], there.start, there.stop)
+        pointed = self._source._chooser.pointed[seq]
+        return NeedleQueries.of_selection(self.problem, pointed, there.start, there.stop)
 
     def run(self, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
         """Stores, selects and attends. Returns the outputs, [num_tokens, q_heads, v_head_dim]. May be captured."""
         q, k, v, out = (rows[:num_tokens] for rows in (self._q, self._k, self._v, self._out))
-        index_k = self._index_k[:num_tokens] if isinstance(self.problem.indexer, Indexer) else None
         if self.problem.fold_columns:
             folded, dim = self._folded[:num_tokens], self.problem.head_dim
             layers.fold(number, self._values[:num_tokens], self._gates[:num_tokens], folded)
             k.copy_(folded[:, None, :dim])
-            if index_k is not None and self.problem.row.also:
-                index_k.copy_(folded[:, dim:])
+            if self.problem.row.also:
+                self._chooser.take(folded[:, dim:])
         if isinstance(self.problem.indexer, AllKeys):
             layers.store_and_attend(number, q, k, v, out)
             return out
         layers.store(number, k, v)
-        if index_k is not None:
-            layers.store_index(number, index_k)
-            layers.select(number, self._index_q[:num_tokens], self._index_weights[:num_tokens])
+        self._chooser.choose(layers, number, num_tokens)
         layers.attend_selected(number, q, out)
         return out
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from rocm_attn.errors import BadProblem
-from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.problem import Problem, Scales
+from rocm_attn.problem import EarlierSelection, Indexer, Problem, Scales
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.truth.choosers import BY_INDEXERS, Choosers, PagesOfLayers
 from rocm_attn.truth.needle_layer import NeedleLayer, Tally
 from rocm_attn.truth.needles import Sizes, sharpness_of
 
@@ -26,8 +26,10 @@ class RowNeedles:
     """The needles, and what they found.
 
     problems:   of the layers
-    weights, pages: layer -> its head weights; its pages
+    weights:    layer -> its head weights
+    pages:      of the layers
     max_kv_len: the most tokens of the row
+    choosers:   of the layers with an indexer
 
     prompt_len:  tokens of the row when it decodes
     kv_len:      of the row at its end
@@ -39,11 +41,13 @@ class RowNeedles:
         self,
         problems: Sequence[Problem],
         weights: Callable[[int], HeadWeights],
-        pages: Callable[[int], LayerPages],
+        pages: PagesOfLayers,
         device: torch.device,
         max_kv_len: int,
+        choosers: Choosers = BY_INDEXERS,
     ) -> None:
         self._problems, self._weights, self._pages, self._device = problems, weights, pages, device
+        self._choosers = choosers
         self.prompt_len = self._longest(max_kv_len)
         self.kv_len = self.prompt_len + _DECODE_STEPS
         self.not_checked: dict[int, str] = {}
@@ -73,26 +77,33 @@ class RowNeedles:
             return f"no layer can be checked: {self.not_checked[0]}"
         return ""
 
-    def layers(self, num_tokens: int, seed: int) -> list[NeedleLayer]:
-        """Returns new needles. num_tokens: padded tokens of the largest step"""
-        made: list[NeedleLayer] = []
+    def layers(self, num_tokens: int, seed: int) -> Mapping[int, NeedleLayer]:
+        """Returns new needles of the layers that can be checked. num_tokens: padded tokens of the largest step"""
+        made: dict[int, NeedleLayer] = {}
+        earlier: NeedleLayer | None = None
         for number, problem in enumerate(self._problems):
+            if number in self.not_checked:
+                continue
             generator = torch.Generator(self._device).manual_seed(seed * 1009 + number)
-            earlier = made[-1].source if made else None
-            made.append(NeedleLayer(problem, [self.kv_len], num_tokens, generator, earlier, self._sizes(number)))
+            sizes = self._sizes(number)
+            if isinstance(problem.indexer, Indexer):
+                chooser = self._choosers.of(self._pages, number)
+                layer = NeedleLayer(problem, [self.kv_len], num_tokens, generator, earlier, sizes, chooser)
+            else:
+                layer = NeedleLayer(problem, [self.kv_len], num_tokens, generator, earlier, sizes)
+            made[number], earlier = layer, layer.source
         return made
 
-    def judge(self, layers: Sequence[NeedleLayer], kind: str) -> None:
+    def judge(self, layers: Mapping[int, NeedleLayer], kind: str) -> None:
         """Judges the outputs of a step. kind: of the step, in a word"""
-        for number, layer in enumerate(layers):
-            if number not in self.not_checked:
-                for wrong in layer.judge([self._tallies.setdefault(number, Tally())]):
-                    what = "was not found" if wrong.visible else "was seen although it is hidden"
-                    sentence = (
-                        f"key {wrong.key} {what} by head {wrong.head} in a {kind} step (its value is off by "
-                        f"{wrong.distance:.3g})"
-                    )
-                    self.wrong.setdefault(number, sentence)
+        for number, layer in layers.items():
+            for wrong in layer.judge([self._tallies.setdefault(number, Tally())]):
+                what = "was not found" if wrong.visible else "was seen although it is hidden"
+                sentence = (
+                    f"key {wrong.key} {what} by head {wrong.head} in a {kind} step (its value is off by "
+                    f"{wrong.distance:.3g})"
+                )
+                self.wrong.setdefault(number, sentence)
 
     def _longest(self, max_kv_len: int) -> int:
         """Returns as many tokens as all heads can tell apart, up to LONGEST."""
@@ -105,7 +116,11 @@ class RowNeedles:
         problem, weights = self._problems[layer], self._weights(layer)
         if problem.has_alibi_slopes:
             return "its slopes take the weight from distant keys"
+        if isinstance(problem.indexer, EarlierSelection) and (first := self._source_of(layer)) in self.not_checked:
+            return f"the layer that selects its keys is not checked: {self.not_checked[first]}"
         try:
+            if isinstance(problem.indexer, Indexer):
+                self._choosers.check(problem.indexer, self.kv_len)
             sharpness = sharpness_of(problem, self.kv_len)
         except BadProblem as error:
             return str(error)
@@ -114,9 +129,13 @@ class RowNeedles:
             return "its sinks take the weight from every key"
         return ""
 
+    def _source_of(self, layer: int) -> int:
+        """Returns the nearest layer before a layer that has an indexer."""
+        return max(each for each in range(layer) if isinstance(self._problems[each].indexer, Indexer))
+
     def _sizes(self, layer: int) -> Sizes:
         """Returns the layer's own scales, where K and V have fixed ones: larger elements would not fit their codes."""
-        pages, problem = self._pages(layer), self._problems[layer]
+        pages, problem = self._pages.layer(layer), self._problems[layer]
         ones = Sizes.ones(problem, self._device)
         if pages.format.scales not in (Scales.LAYER, Scales.HEAD) or pages.k_scale is None or pages.v_scale is None:
             return ones

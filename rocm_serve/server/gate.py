@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -120,14 +121,13 @@ class ServerGate:
             raise generations.as_answer(error) from error
         self._require_place()
         waiting = self._begin(scope, salt)
-        job = Job(salt, options.deadline_seconds, waiting.free)
+        job = Job(salt, options.deadline_seconds, partial(self._free, waiting))
         try:
             with generations.jobs.taken(job):
                 body = await self._read(receive, waiting)
                 self._require_place()  # others may have come meanwhile, whose bodies are shorter
                 job.is_read = True
                 replay = _Replay(body, send.client_left, self._parsing)
-                self._unused.note(len(body))
                 del body
                 watcher = asyncio.ensure_future(_watch(receive, job, send.client_left))
                 try:
@@ -137,7 +137,11 @@ class ServerGate:
                     with suppress(asyncio.CancelledError):
                         await watcher
         finally:
-            waiting.free()
+            self._free(waiting)
+
+    def _free(self, waiting: WaitingBody) -> None:
+        """Forgets a body once its request is taken: its tokens, which took most memory, are made by then."""
+        self._unused.note(waiting.free())
 
     def _begin(self, scope: Scope, salt: str) -> WaitingBody:
         try:

@@ -28,7 +28,7 @@ class UnusedMemory:
         self._trim, self._is_due = trim_of_libc(), False
 
     def note(self, num_bytes: int) -> None:
-        """Notes that a body of this length has been read. Call it in the event loop."""
+        """Notes that the memory of a body of this length has been freed. Call it in the event loop."""
         if num_bytes >= _LONG_BODY and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(SECONDS, self._begin)

@@ -68,10 +68,11 @@ class WaitingBody:
             self._waiting.add(self._client, more)
             self._counted += more
 
-    def free(self) -> None:
-        """Forgets all of them: the request has been taken, or was refused."""
+    def free(self) -> int:
+        """Forgets all of them: the request has been taken, or was refused. Returns how many have come."""
         self._waiting.free(self._client, self._counted)
-        self._counted = 0
+        num_come, self._counted, self._num_come = self._num_come, 0, 0
+        return num_come
 
 
 def client_at(host: str) -> str:

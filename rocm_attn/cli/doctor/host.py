@@ -38,7 +38,7 @@ def _caches(machine: Machine) -> Diagnosis:
             "compile as the serving user, or give that user the folder: chown -R USER; or choose other folders with "
             "TRITON_CACHE_DIR and AITER_JIT_DIR",
         )
-    return ok(f"{_named(machine.folders)} are writable")
+    return ok(f"writable: {_named(machine.folders)}")
 
 
 def _cache_filesystem(machine: Machine) -> Diagnosis:

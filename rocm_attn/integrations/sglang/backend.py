@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
 from rocm_attn.integrations.sglang.names import ours
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.problem import KVEncoding
+from rocm_attn.truth.adopted import log_truth
 
 
 class RocmAttnBackend(AttentionHooks, AttentionBackend):
@@ -82,6 +84,7 @@ def serving_of(runner: Any) -> Serving:
         index_encoding=KVEncoding.E4M3FNUZ if is_fp8_fnuz() else KVEncoding.E4M3FN,
         on_fault=fault_policy(os.environ, SGLANG.log),
         agree=alone if is_alone else among(parallel.attn_tp_group.cpu_group),
+        tried=partial(log_truth, SGLANG.log),
     )
 
 

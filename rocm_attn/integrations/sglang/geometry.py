@@ -15,6 +15,7 @@ from rocm_attn.integrations.sglang import indexers
 from rocm_attn.integrations.sglang.seen import (
     IndexerModule,
     KVPoolView,
+    LentPool,
     RadixAttentionView,
     Runner,
     has_records,
@@ -185,6 +186,10 @@ class ModelLayers:
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
         return EngineLayerPages(k, v, coded)
+
+    def lent(self, pool: KVPoolView, num_pages: int) -> KVPoolView:
+        """Returns new memory of zeros in the form of a pool, with this many pages for each layer."""
+        return LentPool(pool, num_pages, self._page_size)
 
     def addresses(self, place: int, pool: KVPoolView) -> tuple[int, int]:
         """Returns the addresses of a layer's K and V in a pool. SGLang waits here if the layer's KV is being loaded."""

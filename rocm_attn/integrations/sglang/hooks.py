@@ -9,6 +9,7 @@ Nothing here imports SGLang. backend.py combines these hooks with SGLang's class
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,10 @@ from rocm_attn.step.external_step import NO_CELLS, BoolCells, ExternalStep, NoCe
 from rocm_attn.step.head_weights import HeadWeights
 
 
+def try_nothing(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+    """Tries no step before SGLang's first one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Settings for serving a runner.
@@ -52,6 +57,8 @@ class Serving:
     agree:         how tensor-parallel ranks agree on kernels
     on_fault:      called with a fault of the device in an earlier step
     guards:        the safeguards; None: all except those that the environment switches off
+    tried:         called before SGLang's first step with the attention, and with a function that binds new pages of
+                   zeros to its layers, as many as it is given
     """
 
     layer_type: type
@@ -63,6 +70,7 @@ class Serving:
     agree: Agree = alone
     on_fault: FaultPolicy = raise_fault
     guards: Guards | None = None
+    tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing
 
 
 class AttentionHooks:
@@ -138,14 +146,17 @@ class AttentionHooks:
         )
         self._is_sealed, self._sealed_tokens, self._table_seen = False, 0, table
         self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device)
-        self._bind(attention)
+        serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
+        for space, source in self._sources().items():
+            attention.tables.use(source, space)
+        self._pool_seen = self.token_to_kv_pool
+        self._bind(attention, self._pool_seen)
         return attention
 
     def _report(self, fault: Any) -> None:
         self.on_fault(fault)
 
-    def _bind(self, attention: ExternalAttention) -> None:
-        pool = self._pool_seen = self.token_to_kv_pool
+    def _bind(self, attention: ExternalAttention, pool: KVPoolView) -> None:
         self._addresses: list[tuple[int, int]] = []
         for place in range(len(self._layers.layers)):
             pages = self._layers.pages(place, pool)
@@ -154,11 +165,10 @@ class AttentionHooks:
         self._index_keys: dict[int, int] = {}
         self._scale_values: dict[int, Tensor] = {}
         for place in self._layers.indexer_modules:
-            self._bind_index(attention, place)
+            self._bind_index(attention, place, pool)
 
-    def _bind_index(self, attention: ExternalAttention, place: int) -> None:
+    def _bind_index(self, attention: ExternalAttention, place: int, pool: KVPoolView) -> None:
         """Binds a layer's index keys at their present address."""
-        pool = self.token_to_kv_pool
         address = self._layers.index_address(place, pool)
         if self._index_keys.get(place) != address:
             scale_value = self._layers.index_scale(place, pool)
@@ -173,7 +183,8 @@ class AttentionHooks:
         """
         self._attention.take_over()
         if self.token_to_kv_pool is not self._pool_seen:
-            self._bind(self._attention)
+            self._pool_seen = self.token_to_kv_pool
+            self._bind(self._attention, self._pool_seen)
         table, mapped = self._table(), slot_map(self.token_to_kv_pool)
         if table is not self._table_seen or mapped is not self._map:
             for space, source in self._sources().items():
@@ -312,7 +323,7 @@ class AttentionHooks:
         Returns the tensor that attention must be called with as topk_indices. The selection itself is in our memory.
         """
         place = self._layers.place_of_indexer(layer_id)
-        self._bind_index(self._attention, place)
+        self._bind_index(self._attention, place, self.token_to_kv_pool)
         tokens = self._tokens
         if projected.q.shape[0] < tokens:
             raise BadTensor(

@@ -128,6 +128,40 @@ class ForwardBatchView(Protocol):
     spec_info: Any
 
 
+class LentPool:
+    """New memory of zeros in the form of a pool, for a few pages. Everything else is the pool's.
+
+    page_size: of the tables; the pool's own index pages have as many keys
+    """
+
+    def __init__(self, pool: KVPoolView, num_pages: int, page_size: int) -> None:
+        self._pool, self._num_pages, self._page_size = pool, num_pages, page_size
+        self._made: dict[tuple[str, int], Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self._like("k", layer_id, self._pool.get_key_buffer(layer_id))
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self._like("v", layer_id, self._pool.get_value_buffer(layer_id))
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> Tensor:
+        rows: Tensor = self._pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # see index_rows
+        return self._zeros("index", layer_id, rows, self._num_pages)
+
+    def _like(self, name: str, layer_id: int, rows: Tensor) -> Tensor:
+        is_paged = rows.dim() == 4
+        return self._zeros(name, layer_id, rows, self._num_pages * (1 if is_paged else self._page_size))
+
+    def _zeros(self, name: str, layer_id: int, rows: Tensor, count: int) -> Tensor:
+        made = self._made.get((name, layer_id))
+        if made is None:
+            made = self._made[name, layer_id] = torch.zeros_like(rows[:count])
+        return made
+
+
 def has_records(pool: KVPoolView) -> bool:
     """True for a pool of DSA whose rows are records (kernels/cache/records.py).
 

@@ -7,7 +7,6 @@ dense pages are not chosen.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,17 +33,20 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
-from rocm_attn.truth.adopted import probe_adopted
+from rocm_attn.truth.adopted import log_truth
 
 try:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 except ImportError:  # before 0.29
     KVCacheLayout = None
+
+
+LOG_TRUTH = partial(log_truth, VLLM.log)
 
 
 class RocmAttnBackend(AttentionBackend):
@@ -134,8 +136,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
                 _require_own_kv(name, layer.impl.terms)
             self.group = _new_shared_group(of_group, vllm_config, device)
         else:
-            options = replace(_options(vllm_config, 1), tried=partial(_log_truth, VLLM.log))
-            self.group = KVGroup(of_group, _sizes(vllm_config), device, options)
+            self.group = new_group(of_group, vllm_config, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -218,10 +219,21 @@ def has_name(name: str) -> bool:
 
 
 def new_group(
-    layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device, shards: int = 1
+    layers: Mapping[str, GroupLayer],
+    vllm_config: VllmConfig,
+    device: torch.device,
+    shards: int = 1,
+    tried: Callable[[ExternalAttention, Lend], None] = LOG_TRUTH,
 ) -> KVGroup:
-    """Makes the group of a builder's layers, with options from the environment. shards: ranks that share sequences"""
-    return KVGroup(layers, _sizes(vllm_config), device, _options(vllm_config, shards))
+    """Makes the group of a builder's layers, with options from the environment.
+
+    shards: ranks that share sequences
+    tried:  see GroupOptions; not called if ranks share sequences, because needles need whole ones
+    """
+    options = _options(vllm_config, shards)
+    if shards == 1:
+        options = replace(options, tried=tried)
+    return KVGroup(layers, _sizes(vllm_config), device, options)
 
 
 def shares_context(vllm_config: VllmConfig, kv_cache_spec: Any) -> bool:
@@ -261,13 +273,6 @@ def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
     is_wide = partial(_captures_prompts, vllm_config.compilation_config)
     return GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
-
-
-def _log_truth(log: logging.Logger, attention: ExternalAttention, lend: Callable[[int], None]) -> None:
-    """Logs the finding of needles through the layers, as an error if one is wrong."""
-    verdict = probe_adopted(attention, lend)
-    level = logging.ERROR if verdict.word == "wrong" else logging.INFO
-    log.log(level, "needles through %d layers: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
 
 
 def _require_own_kv(name: str, terms: LayerTerms) -> None:

@@ -28,6 +28,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+from rocm_attn.step.protocols import LayerCalls
 
 
 class CachedLayer(Protocol):
@@ -68,7 +69,10 @@ def say_nothing(selections: Sequence[Selection]) -> None:
     """Logs nothing about the kernels."""
 
 
-def try_nothing(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+Lend = Callable[[int], Mapping[str, Tensor]]
+
+
+def try_nothing(attention: ExternalAttention, lend: Lend) -> None:
     """Tries no step before vLLM's first one."""
 
 
@@ -92,7 +96,7 @@ class GroupOptions:
     has_slots: bool = True
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
-    tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing
+    tried: Callable[[ExternalAttention, Lend], None] = try_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +222,8 @@ class KVGroup:
         The other arguments are those of attend().
         """
         index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
-        units, counts = in_order(chosen[tokens], step.slots)
-        self.attention.layers.give_selection(index, units, counts)
+        is_pad = None if step.slots is None else step.slots < 0
+        give_chosen(self.attention.layers, index, chosen[tokens], is_pad)
         self.attention.layers.attend_selected(index, q[tokens], out[tokens])
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
@@ -299,8 +303,10 @@ class KVGroup:
                     pages = no_keys.to(self._device).expand(attention.bounds.num_pages, -1, -1)
                     attention.pages.bind_index(self._index[name], pages)
 
-            def lend(num: int) -> None:
-                self._use_all(attention, {name: torch.zeros_like(cache[:num]) for name, cache in caches.items()})
+            def lend(count: int) -> Mapping[str, Tensor]:
+                lent = {name: torch.zeros_like(cache[:count]) for name, cache in caches.items()}
+                self._use_all(attention, lent)
+                return lent
 
             self._options.tried(attention, lend)
             attention.tables.use(_all_rows(block_table, sizes.num_seqs))
@@ -352,16 +358,17 @@ def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
     lse.masked_fill_(is_empty[:, None], float("-inf"))
 
 
-def in_order(chosen: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns selected keys in the form of give_selection(): ascending units, and their number. May be captured.
+def give_chosen(layers: LayerCalls, number: int, chosen: Tensor, is_pad: Tensor | None = None) -> None:
+    """Gives a layer its selected keys in the form of give_selection(): ascending units, and their number.
 
+    May be captured.
     chosen: int32 [T, top], as in attend_chosen()
-    slots:  [T], negative for a padding token, which gets no keys
+    is_pad: bool [T], whether it is a padding token, which gets no keys; not given: none is
     """
-    places = chosen if slots is None else chosen.masked_fill(slots[:, None] < 0, -1)
+    places = chosen if is_pad is None else chosen.masked_fill(is_pad[:, None], -1)
     is_none = places < 0
     units = places.masked_fill(is_none, torch.iinfo(torch.int32).max).sort(dim=1).values
-    return units.unsqueeze(1), (~is_none).sum(dim=1, dtype=torch.int32).unsqueeze(1)
+    layers.give_selection(number, units.unsqueeze(1), (~is_none).sum(dim=1, dtype=torch.int32).unsqueeze(1))
 
 
 def _require_kernels(

@@ -30,6 +30,7 @@ from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
 from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
+from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, PLAIN_DTYPES, CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 
@@ -99,6 +100,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             vllm_config,
             device,
             shards,
+            LatentProbe([*layers.values()], VLLM.log),
         )
         self._captures = False
 

@@ -29,12 +29,14 @@ from rocm_attn.integrations.vllm.backend import (
     new_group,
     require_parallel,
 )
-from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, give_chosen
+from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import LATENT_CACHE_DTYPES, RECORDS, CacheTerms
 from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, require_plain, terms_of
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
+from rocm_attn.truth.choosers import ByEngines
 
 # The only records that vLLM stores: 512 codes, 4 float32 scales, 64 bfloat16.
 _RECORD_BYTES = 656
@@ -122,6 +124,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
             },
             vllm_config,
             device,
+            tried=LatentProbe([*layers.values()], VLLM.log, ByEngines(give_chosen)),
         )
 
     def build(

@@ -81,9 +81,11 @@ def unwritten(num_slots: int, heads: int, dim: int, dtype: torch.dtype, device: 
 class SplitPool:
     """MHATokenToKVPool: [slots, heads, dim] for each layer; slots of page 0 belong to no request."""
 
-    def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device, dim: int = DIM
+    ) -> None:
         def rows() -> Tensor:
-            return unwritten(num_slots, KV_HEADS, DIM, dtype, device)
+            return unwritten(num_slots, KV_HEADS, dim, dtype, device)
 
         self.k, self.v = ({layer: rows() for layer in layers} for _ in range(2))
 
@@ -99,7 +101,9 @@ class LatentPool(SplitPool):
 
     kv_lora_rank, qk_rope_head_dim = LATENT, ROTATED
 
-    def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device, dim: int = DIM
+    ) -> None:
         self.k = {layer: unwritten(num_slots, 1, LATENT + ROTATED, dtype, device) for layer in layers}
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
@@ -111,8 +115,10 @@ class WindowPool:
 
     swa_layer_nums = 1
 
-    def __init__(self, windows: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.pool = SplitPool(range(len(windows)), num_slots, dtype, device)
+    def __init__(
+        self, windows: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device, dim: int
+    ) -> None:
+        self.pool = SplitPool(range(len(windows)), num_slots, dtype, device, dim)
         self.layers_mapping = {layer: (layer, window >= 0) for layer, window in enumerate(windows)}
         # An index of -1 reads the last entry.
         self.full_to_swa_index_mapping = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -150,6 +156,7 @@ class Engine:
     """A model of some layers and its pool, served by AttentionHooks.
 
     windows: of each layer, -1 for none
+    dim:     elements of a head, unless rows are latent
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class Engine:
         device: torch.device,
         *,
         page_size: int = 4,
+        dim: int = DIM,
         windows: Sequence[int] = (-1,),
         with_window_pool: bool = False,
         is_latent: bool = False,
@@ -167,7 +175,7 @@ class Engine:
         with_sinks: bool = False,
         deterministic: bool = False,
         serve: bool = True,
-        **fields: Any,
+        **given: Any,
     ) -> None:
         self.page_size, self.windows, self.is_latent, self.device = page_size, tuple(windows), is_latent, device
         self.random = np.random.default_rng(0)
@@ -177,13 +185,14 @@ class Engine:
         self.table = torch.zeros(NUM_ROWS, ROOM, dtype=torch.int32, device=device)
         pool_type = LatentPool if is_latent else SplitPool
         self.pool: Any = (
-            WindowPool(windows, num_slots, kv_dtype, device)
+            WindowPool(windows, num_slots, kv_dtype, device, dim)
             if with_window_pool
-            else pool_type(range(len(windows)), num_slots, kv_dtype, device)
+            else pool_type(range(len(windows)), num_slots, kv_dtype, device, dim)
         )
         self.num_slots = num_slots
+        fields = {"qk_head_dim": dim, "v_head_dim": dim, **given}
         if is_latent:
-            fields = {"tp_k_head_num": 1, "qk_head_dim": LATENT + ROTATED, "v_head_dim": LATENT, **fields}
+            fields = {"tp_k_head_num": 1, "qk_head_dim": LATENT + ROTATED, "v_head_dim": LATENT, **given}
         self.model = nn.Module()
         self.layers = []
         for layer_id, window in enumerate(windows):

@@ -51,20 +51,20 @@ class Rotary(nn.Module):
 
 
 class Indexer(nn.Module):
-    """An indexer of DSA. is_fused: true if one projection makes keys and gates"""
+    """An indexer of DSA. is_fused: true if one projection makes keys and gates; dim: of its keys; top: selected ones"""
 
     num_init_tokens = num_local_tokens = 0
 
-    def __init__(self, *, is_fused: bool = False) -> None:
+    def __init__(self, *, is_fused: bool = False, dim: int = INDEX_DIM, top: int = TOP) -> None:
         super().__init__()
-        self.n_heads, self.head_dim, self.rope_head_dim, self.index_topk = HEADS, INDEX_DIM, TURNED, TOP
-        self.wq_b = Linear(LORA, HEADS * INDEX_DIM, bias=False)
+        self.n_heads, self.head_dim, self.rope_head_dim, self.index_topk = HEADS, dim, TURNED, top
+        self.wq_b = Linear(LORA, HEADS * dim, bias=False)
         if is_fused:
-            self.wk_weights_proj = Linear(HIDDEN, INDEX_DIM + HEADS, bias=False)
+            self.wk_weights_proj = Linear(HIDDEN, dim + HEADS, bias=False)
         else:
-            self.wk = Linear(HIDDEN, INDEX_DIM, bias=False)
+            self.wk = Linear(HIDDEN, dim, bias=False)
             self.weights_proj = Linear(HIDDEN, HEADS, bias=False).bfloat16()
-        self.k_norm = nn.LayerNorm(INDEX_DIM)
+        self.k_norm = nn.LayerNorm(dim)
         self.rotary_emb = Rotary()
         torch.manual_seed(0)
         for parameter in self.parameters():
@@ -76,17 +76,19 @@ class Indexer(nn.Module):
         """Weights of keys and gates."""
         if hasattr(self, "wk_weights_proj"):
             rows = self.wk_weights_proj.weight
-            return rows[:INDEX_DIM], rows[INDEX_DIM:]
+            return rows[: self.head_dim], rows[self.head_dim :]
         return self.wk.weight, self.weights_proj.weight
 
 
 class SparsePool(LatentPool):
     """DSATokenToKVPool: latent rows, and index pages with the codes of all keys and then all their scales."""
 
-    def __init__(self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device, index_dim: int
+    ) -> None:
         super().__init__(layers, num_slots, torch.float32, device)
         self.index_page_size = page_size
-        width = page_size * (INDEX_DIM + 4)
+        width = page_size * (index_dim + 4)
         self.index = {
             layer: torch.full((num_slots // page_size, width), 0x7F, dtype=torch.uint8, device=device)
             for layer in layers
@@ -101,8 +103,10 @@ class RecordPool(SparsePool):
 
     kv_lora_rank, qk_rope_head_dim, dsa_kv_cache_store_fp8 = 512, 64, True
 
-    def __init__(self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device) -> None:
-        super().__init__(layers, num_slots, page_size, device)
+    def __init__(
+        self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device, index_dim: int
+    ) -> None:
+        super().__init__(layers, num_slots, page_size, device, index_dim)
         rows = torch.full((num_slots, 1, 656), POISON, dtype=torch.uint8)
         rows[:page_size] = 0
         self.k = {layer: rows.to(device, copy=True).view(torch.float8_e4m3fn) for layer in layers}
@@ -114,15 +118,16 @@ class SparseEngine(Engine):
     pool_type: type[SparsePool] = SparsePool
 
     def __init__(
-        self, provider: str, device: torch.device, *, page_size: int = 4, is_fused: bool = False, **fields: Any
+        self, provider: str, device: torch.device, *, page_size: int = 4, indexer: Indexer | None = None, **fields: Any
     ) -> None:
         super().__init__(provider, device, page_size=page_size, windows=(-1, -1), is_latent=True, serve=False, **fields)
-        self.indexer = Indexer(is_fused=is_fused).to(device)
+        self.indexer = (Indexer() if indexer is None else indexer).to(device)
         blocks: list[Any] = [self.model.get_submodule(f"block{layer}") for layer in range(2)]
         for block in blocks:
             block.use_dsa = True
         blocks[0].indexer = self.indexer
-        self.pool = self.runner.token_to_kv_pool = self.pool_type(range(2), self.num_slots, page_size, device)
+        pool = self.pool_type(range(2), self.num_slots, page_size, device, self.indexer.head_dim)
+        self.pool = self.runner.token_to_kv_pool = pool
         self.index_keys: dict[int, Array] = {}
         self.hooks = AttentionHooks(self.runner, self.serving)
 
@@ -203,7 +208,7 @@ class RecordEngine(SparseEngine):
 def test_prompts_in_chunks_decode_and_drafts_attend_to_what_the_indexer_chooses(
     page_size: int, is_fused: bool, provider: str, device: torch.device
 ) -> None:
-    engine = SparseEngine(provider, device, page_size=page_size, is_fused=is_fused)
+    engine = SparseEngine(provider, device, page_size=page_size, indexer=Indexer(is_fused=is_fused))
     one, two, three = (engine.admit() for _ in range(3))
     engine.run_sparse(Mode.EXTEND, [one, two], [9, 3])
     engine.run_sparse(Mode.MIXED, [one, three, two], [6, 7, 1], padded=20)

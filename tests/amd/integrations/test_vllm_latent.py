@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,16 @@ from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault
-from rocm_attn.external import ExternalOptions
+from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import (
     GroupLayer,
     GroupOptions,
     GroupSizes,
     KVGroup,
+    Lend,
     StepOfGroup,
     forget_empty_parts,
+    try_nothing,
 )
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
@@ -36,6 +39,14 @@ SCALE = 0.2
 TOLERANCE = 3e-5
 
 
+def store_rows(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, kv_cache_dtype: str, k_scale: Tensor
+) -> None:
+    """Stores as vLLM's concat_and_cache_mla does in a cache that is not FP8."""
+    assert kv_cache_dtype == "auto"
+    kv_cache.view(-1, LATENT)[slots] = torch.cat([kv_c, k_pe.squeeze(1)], 1)
+
+
 @pytest.fixture(autouse=True)
 def inference_mode() -> Iterator[None]:
     """Runs tests in inference mode, in which vLLM allocates and runs."""
@@ -44,9 +55,12 @@ def inference_mode() -> Iterator[None]:
 
 
 class Layer:
-    """vLLM's MLA layer."""
+    """vLLM's MLA layer. impl: stores its rows"""
+
+    kv_cache_dtype = "auto"
 
     def __init__(self, device: torch.device) -> None:
+        self.impl: Any = SimpleNamespace(do_kv_cache_update=store_rows)
         self.kv_cache = torch.full((NUM_BLOCKS, BLOCK, LATENT), float("nan"), device=device)
         self.kv_cache[0] = 0
         self._k_scale = self._v_scale = torch.ones((), device=device)
@@ -55,8 +69,16 @@ class Layer:
 class Rank:
     """A rank's part of every sequence: its rows `rank`, `rank + ranks`, ..., in blocks of its own."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, provider: str, top: int = 0) -> None:
-        """Builds the rank. top: keys selected per token; 0: it attends to all"""
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        provider: str,
+        top: int = 0,
+        tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
+    ) -> None:
+        """Builds the rank. top: keys selected per token; 0: it attends to all; tried: see GroupOptions"""
         self.rank, self.ranks, self.device = rank, ranks, device
         self.layer = Layer(device)
         cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
@@ -65,7 +87,7 @@ class Rank:
         if top:
             problem = replace(problem, indexer=Indexer(4, 32, Indexing(scale=1.0, top=top)))
         external = ExternalOptions(provider=provider, page_strides=True, short_kv=ranks > 1)
-        options = GroupOptions(external, has_slots=ranks == 1)
+        options = GroupOptions(external, has_slots=ranks == 1, tried=tried)
         self.group = KVGroup({"layer": GroupLayer(self.layer, problem)}, GroupSizes(SEQS, 32, MAX_LEN), device, options)
         blocks = np.random.default_rng(rank).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8)
         self.table = torch.from_numpy(blocks.astype(np.int32)).to(device)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.external import ExternalAttention
-from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.providers.contract import StepBounds
-from rocm_attn.providers.torch_ref import TorchDecode, TorchExtend
-from rocm_attn.truth.adopted import probe_adopted
+from rocm_attn.integrations.vllm.group import Lend, give_chosen
+from rocm_attn.integrations.vllm.latent_probe import LatentProbe
+from rocm_attn.kernels.refs import sparse
+from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs
+from rocm_attn.truth.adopted import log_truth, probe_adopted
+from rocm_attn.truth.choosers import BY_INDEXERS, ByEngines
 from rocm_attn.truth.verdict import TruthVerdict
+from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of, store_rows
 from tests.amd.integrations.vllm_runner import HEADS, TERMS, Runner
+from tests.amd.planted import (
+    Plant,
+    attending_to_a_wrong_page,
+    losing_a_selected_key,
+    reading_a_wrong_page,
+    reading_by_a_wrong_scale,
+)
 
 CPU = torch.device("cpu")
-TWO = [TERMS, TERMS]
+LOST = "ERROR: needles through 1 layers: wrong; the truth probe found 1 of 1 layers wrong; layer 0: key "
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +40,11 @@ def inference_mode() -> Iterator[None]:
         yield
 
 
-def found(terms: list[Any], groups: Sequence[int] = (), **options: Any) -> list[TruthVerdict]:
-    """The verdicts of a runner's groups. Its steps come afterwards, and equal the oracle."""
+def found(terms: list[Any], groups: Sequence[int] = (), *, compares: bool = True, **options: Any) -> list[TruthVerdict]:
+    """The verdicts of a runner's groups. Its steps come afterwards. compares: whether these must equal the oracle's"""
     verdicts: list[TruthVerdict] = []
 
-    def tried(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
+    def tried(attention: ExternalAttention, lend: Lend) -> None:
         before = [layer.kv_cache.clone() for layer in runner.layers]
         verdicts.append(probe_adopted(attention, lend))
         for cache, layer in zip(before, runner.layers, strict=True):
@@ -41,7 +53,7 @@ def found(terms: list[Any], groups: Sequence[int] = (), **options: Any) -> list[
     runner = Runner(terms, groups or [0] * len(terms), device=CPU, provider="torch", tried=tried, **options)
     for _ in range(2):
         runner.admit()
-    runner.step([9, 40])
+    (runner.step if compares else runner.step_unseen)([9, 40])
     return verdicts
 
 
@@ -68,22 +80,105 @@ def test_each_group_of_layers_has_a_verdict_and_layers_that_no_needle_tells_have
     assert (alone.word, alone.num_keys) == ("not checked", 0)
 
 
-@pytest.mark.parametrize("kernel", [TorchDecode, TorchExtend])
-def test_a_kernel_that_reads_a_wrong_page_of_one_layer_is_found(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, places = kernel.attend, list[int]()
-
-    def wrong(self: Any, args: AttendArgs, step: Any, bounds: StepBounds) -> None:
-        if args.pages.k.data_ptr() not in places:
-            places.append(args.pages.k.data_ptr())
-        if args.pages.k.data_ptr() == places[1]:
-            table = args.table.clone()
-            table[:, 0] = table[:, 1]
-            args = args._replace(table=table)
-        attend(self, args, step, bounds)
-
-    places.append(0)
-    monkeypatch.setattr(kernel, "attend", wrong)
-    (verdict,) = found(TWO)
-    assert verdict.word == "wrong"
-    assert list(verdict.wrong) == [0]
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    ("plant", "changes"),
+    [(reading_a_wrong_page, {}), (reading_by_a_wrong_scale, {"kv_cache_dtype": "fp8"})],
+    ids=["page", "scale"],
+)
+def test_what_one_layer_reads_wrongly_is_found(
+    plant: Callable[[int], Plant], changes: dict[str, Any], layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(layer)(monkeypatch)
+    (verdict,) = found([replace(TERMS, **changes)] * 2, compares=False)
+    assert (verdict.word, list(verdict.wrong)) == ("wrong", [layer])
     assert "key " in verdict.sentence
+
+
+def latent_of(top: int = 0, store: Callable[..., None] = store_rows) -> str:
+    """The line about an MLA layer, and its level. top: keys that vLLM's indexer selects for a token; 0: all
+
+    store: of vLLM's rows
+    """
+    log, lines = logging.Logger("vllm.rocm_attn"), Lines()
+    log.addHandler(lines)
+    choosers = ByEngines(give_chosen) if top else BY_INDEXERS
+    rank = Rank(
+        0, 1, CPU, "torch", top, tried=lambda attention, lend: LatentProbe([rank.layer], log, choosers)(attention, lend)
+    )
+    rank.layer.impl.do_kv_cache_update = store
+    (rows,) = rows_of([5])
+    rank.slots[0] = rank.store(0, rows)[-1]
+    stored = rank.layer.kv_cache.clone()
+    rank.group.begin(rank.common(1, 1))
+    assert torch.equal(rank.layer.kv_cache.view(torch.uint8), stored.view(torch.uint8)), "vLLM's blocks were written"
+    (line,) = lines.written
+    return line
+
+
+class Lines(logging.Handler):
+    """Keeps the lines of a log, each after its level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.written.append(f"{record.levelname}: {record.getMessage()}")
+
+
+@pytest.mark.parametrize("top", [0, 12, 2048], ids=["all keys", "few keys", "more keys than there are"])
+def test_latent_rows_are_found_also_of_keys_that_vllm_selects(top: int) -> None:
+    assert latent_of(top) == "INFO: needles through 1 layers: right; "
+
+
+def test_an_engine_that_leaves_no_memory_for_needles_serves_without_them() -> None:
+    log, lines = logging.Logger("vllm.rocm_attn"), Lines()
+    log.addHandler(lines)
+
+    def refuse(attention: ExternalAttention, lend: Lend) -> None:
+        def no_memory(count: int) -> None:
+            raise torch.OutOfMemoryError("tried to allocate 2.00 MiB")
+
+        log_truth(log, attention, no_memory)
+
+    runner = Runner([TERMS], [0], device=CPU, provider="torch", tried=refuse)
+    runner.admit()
+    runner.step([9])
+    assert lines.written == ["WARNING: no needles were sent through the layers: tried to allocate 2.00 MiB"]
+
+
+@pytest.mark.parametrize("top", [12, 2048])
+@pytest.mark.parametrize("plant", [attending_to_a_wrong_page(0), losing_a_selected_key], ids=["page", "selection"])
+def test_a_selected_row_that_is_lost_is_found(plant: Plant, top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert latent_of(top).startswith(LOST)
+
+
+def test_a_latent_row_of_a_wrong_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading_a_wrong_page(0)(monkeypatch)
+    assert latent_of().startswith(LOST)
+
+
+def by_a_wrong_scale(kv_c: Tensor, *given: Any) -> None:
+    store_rows(kv_c * 2, *given)
+
+
+def to_the_next_slot(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, *given: Any) -> None:
+    store_rows(kv_c, k_pe, kv_cache, slots ^ 1, *given)
+
+
+@pytest.mark.parametrize("store", [by_a_wrong_scale, to_the_next_slot])
+@pytest.mark.parametrize("top", [0, 2048])
+def test_rows_that_vllm_stores_otherwise_than_kernels_read_them_are_found(store: Callable[..., None], top: int) -> None:
+    assert latent_of(top, store).startswith(LOST)
+
+
+def test_a_layer_that_attends_to_what_vllm_did_not_select_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = sparse.selected_attention
+
+    def of_all(args: SelectedArgs, **named: Any) -> None:
+        attend(args._replace(selection=LastTokens(MAX_LEN)), **named)
+
+    monkeypatch.setattr(sparse, "selected_attention", of_all)
+    assert "was seen although it is hidden" in latent_of(2048)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, try_nothing
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, try_nothing
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.coded import kept
@@ -74,7 +74,7 @@ class Runner:
         wide: bool = False,
         dtype: torch.dtype = torch.float32,
         external: ExternalOptions | None = None,
-        tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing,
+        tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad = np.random.default_rng(0), NAN

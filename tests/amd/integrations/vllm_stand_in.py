@@ -146,7 +146,10 @@ def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen:
     cache = torch.zeros(NUM_BLOCKS, BLOCK, LATENT + DIM)
     terms = (HEADS, LATENT + DIM, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None)
     made = impl(*terms, kv_lora_rank=LATENT, topk_indices_buffer=chosen)
-    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)
+    one = torch.ones(())
+    return SimpleNamespace(
+        layer_name="layer", impl=made, kv_cache=cache, kv_cache_dtype=kv_cache_dtype, _k_scale=one, _v_scale=one
+    )
 
 
 def step(kv_len: int = 3) -> Any:

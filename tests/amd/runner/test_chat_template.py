@@ -7,6 +7,8 @@ import json
 import pytest
 
 from rocm_attn.errors import BadModel, BadRequest
+from rocm_serve.server.schema import MOST_MESSAGES
+from rocm_serve.text import chat_template
 from rocm_serve.text.chat_template import ChatTemplate, template_of
 
 ASKED = [{"role": "user", "content": "?"}]
@@ -27,6 +29,24 @@ def test_a_template_that_nests_without_end_is_refused(source: str) -> None:
     with pytest.raises(BadModel, match=r"the model's chat template fails .*; pass the prompt unchanged instead") as bad:
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
     assert len(str(bad.value)) < 450
+
+
+# For each message it looks through all later ones, as gpt-oss's template does for calls.
+LOOKING_ON = (
+    "{% for m in messages %}{% set found = namespace(it=false) %}{% for later in messages[loop.index:] %}"
+    "{% if later.role == 'assistant' %}{% set found.it = true %}{% endif %}{% endfor %}{{ m['content'] }}{% endfor %}"
+)
+
+
+def test_a_client_cannot_make_a_models_template_work_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ChatTemplate(LOOKING_ON).render(ASKED * 1000) == "?" * 1000  # half a million reads
+    plain = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m['content'] }}{% endfor %}")
+    assert plain.render(ASKED * MOST_MESSAGES) == "user?" * MOST_MESSAGES
+    monkeypatch.setattr(chat_template, "MOST_READS", 5000)
+    assert ChatTemplate(LOOKING_ON).render(ASKED * 90) == "?" * 90
+    with pytest.raises(BadRequest, match="reads more than 5000 fields for these 200 messages; send fewer messages"):
+        ChatTemplate(LOOKING_ON).render(ASKED * 200)
+    assert plain.render(ASKED * 1000) == "user?" * 1000, "the reads of one conversation count for it alone"
 
 
 def test_a_refusal_is_cut_short() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.problem import KVEncoding
-from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.torch_ref import TorchDecode, TorchExtend
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.truth.verdict import TruthVerdict
@@ -21,6 +20,16 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.request import Request
+from tests.amd.planted import (
+    Plant,
+    attending_to_a_wrong_page,
+    choosing_by_a_wrong_page,
+    losing_a_selected_key,
+    reading,
+    reading_a_wrong_page,
+)
+from tests.amd.runner.families import family_model
+from tests.amd.runner.hf_models import load, save
 from tests.amd.runner.serving import all_pages_are_free, some_requests
 from tests.amd.runner.tiny_model import LAYOUTS, RECURRENCE, Layout, tiny_model
 from tests.amd.runner.wide_model import CONTEXT, HEAD, load_wide, wide_model
@@ -39,43 +48,14 @@ def engine(loaded: LoadedModel, **changes: Any) -> Engine:
     return Engine(loaded, replace(OPTIONS, **changes))
 
 
-def seen_by(kernel: type, change: Callable[[AttendArgs], AttendArgs], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a kernel read other arguments than it is given."""
-    attend = kernel.attend  # type: ignore[attr-defined]
-
-    def wrong(self: Any, args: AttendArgs, step: Any, bounds: StepBounds) -> None:
-        attend(self, change(args), step, bounds)
-
-    monkeypatch.setattr(kernel, "attend", wrong)
-
-
-def in_layer(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArgs]:
-    """Makes one layer take its second page for its first one."""
-
-    def change(args: AttendArgs) -> AttendArgs:
-        if args.pages.k.data_ptr() != served.runtime.pool.layer(layer).k.data_ptr():
-            return args
-        table = args.table.clone()
-        table[:, 0] = table[:, 1]
-        return args._replace(table=table)
-
-    return change
-
-
-def in_last_page(served: Engine, layer: int) -> Callable[[AttendArgs], AttendArgs]:
-    """Makes one layer take its page before the last one for the last one."""
-
-    def change(args: AttendArgs) -> AttendArgs:
-        if args.pages.k.data_ptr() != served.runtime.pool.layer(layer).k.data_ptr():
-            return args
-        table = args.table.clone()
-        for row in table:
-            held = row.nonzero().flatten()
-            if len(held) > 1:
-                row[held[-1]] = row[held[-2]]
-        return args._replace(table=table)
-
-    return change
+def with_a_wrong_last_page(args: AttendArgs) -> AttendArgs:
+    """Makes kernels take the page before the last one of each row for the last one."""
+    table = args.table.clone()
+    for row in table:
+        held = row.nonzero().flatten()
+        if len(held) > 1:
+            row[held[-1]] = row[held[-2]]
+    return args._replace(table=table)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +91,9 @@ def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["before", "beside", "alone"])
-def test_it_runs_in_a_model_with_recurrences_which_no_needle_passes(layout: Layout) -> None:
+def test_it_runs_in_a_model_with_recurrences_which_no_needle_passes(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = layout(wide_model().config, RECURRENCE)
     served = engine(tiny_model(base=base, context_len=CONTEXT), chunk=64)
     requests = some_requests(3, 8)
@@ -121,6 +103,38 @@ def test_it_runs_in_a_model_with_recurrences_which_no_needle_passes(layout: Layo
         served.step()
         assert served.probe_truth(0).word == "right"
     assert [served.completion(number) for number in numbers] == expected
+    reading_a_wrong_page(1)(monkeypatch)
+    assert list(served.probe_truth(1).wrong) == [1]  # of the layers with attention
+
+
+def latent_model(family: str, folder: Path) -> LoadedModel:
+    """A model of DeepSeek's with latent rows of 64 elements, and index rows of 64 where it has an indexer."""
+    indexed = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 64} if family == "deepseek_v32" else {}
+    return load(save(family_model(family, kv_lora_rank=56, **indexed), folder))
+
+
+LATENT: Any = [
+    ("deepseek_v3", reading_a_wrong_page(1), [1]),
+    ("deepseek_v32", attending_to_a_wrong_page(1), [1]),
+    ("deepseek_v32", losing_a_selected_key, [0, 1, 2]),
+    ("deepseek_v32", choosing_by_a_wrong_page, [0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("family", "plant", "wrong"), LATENT)
+def test_latent_rows_and_selected_keys_are_checked_while_they_serve(
+    family: str, plant: Plant, wrong: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = engine(latent_model(family, tmp_path), page_size=16, num_pages=100, max_kv_len=128)
+    served.submit(Request((5, 6, 8), 12))
+    served.step()
+    verdict = served.probe_truth(0)
+    assert (verdict.word, verdict.sentence, verdict.not_checked) == ("right", "", {})
+    plant(monkeypatch)
+    assert sorted(served.probe_truth(1).wrong) == wrong
+    while served.has_work:
+        served.step()
+    assert all_pages_are_free(served)
 
 
 def test_it_runs_beside_as_many_requests_as_there_may_be(loaded: LoadedModel) -> None:
@@ -139,7 +153,7 @@ def test_a_layer_that_reads_a_wrong_page_is_named_and_the_other_is_right(
     layer: int, kernel: type, kind: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = engine(loaded)
-    seen_by(kernel, in_layer(served, layer), monkeypatch)
+    reading_a_wrong_page(layer, [kernel])(monkeypatch)
     verdict = served.probe_truth(0)
     assert (verdict.word, list(verdict.wrong)) == ("wrong", [layer])
     assert f"in a {kind} step" in verdict.wrong[layer]
@@ -154,7 +168,7 @@ def test_a_model_with_windows_is_checked_in_them(monkeypatch: pytest.MonkeyPatch
     served = engine(wide_model(replace(HEAD, window_left=20)), chunk=64, swa_pages=30)
     verdict = served.probe_truth(0)
     assert verdict.word == "right", verdict.sentence
-    seen_by(TorchDecode, in_last_page(served, 1), monkeypatch)
+    reading(1, with_a_wrong_last_page, [TorchDecode])(monkeypatch)
     assert list(served.probe_truth(1).wrong) == [1]
     assert all_pages_are_free(served)
 
@@ -180,7 +194,7 @@ def test_pages_of_eight_bits_are_checked_at_the_models_own_scales(
         served.runtime.set_kv_scales(layer, own)
     verdict = served.probe_truth(0)
     assert verdict.word == "right", verdict.sentence
-    seen_by(TorchDecode, in_layer(served, 1), monkeypatch)
+    reading_a_wrong_page(1)(monkeypatch)
     assert list(served.probe_truth(1).wrong) == [1]
 
 
@@ -216,7 +230,7 @@ def test_a_fault_of_the_device_in_it_is_its_verdict_and_no_request_fails(
         raise DeviceFault("step 2: a page was not there", 2)
 
     with monkeypatch.context() as patch:
-        seen_by(TorchDecode, bad, patch)
+        reading(0, bad)(patch)
         verdict = served.probe_truth(0)
     assert (verdict.word, verdict.is_fault) == ("wrong", True)
     assert "a page was not there" in verdict.sentence

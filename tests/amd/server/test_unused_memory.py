@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
 from rocm_serve.server import unused_memory
 from rocm_serve.server.unused_memory import UnusedMemory, trim_of_libc
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.server.raw import post, requested
 from tests.amd.server.running import running, word_model
@@ -50,6 +52,25 @@ def test_a_long_body_is_noted(trims: list[str]) -> None:
         while not trims:
             server.between_loops(lambda: None)
     assert len(trims) == 1
+
+
+def test_it_is_given_back_after_the_text_was_made_tokens_which_takes_most_of_it(
+    trims: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, early = Tokenizer.encode, list[str]()
+    with running(engine(word_model())) as server:
+
+        def seen(own: Tokenizer, *given: Any) -> list[int]:
+            for _ in range(9):
+                server.between_loops(lambda: None)
+            early.extend(trims)
+            return encode(own, *given)
+
+        monkeypatch.setattr(Tokenizer, "encode", seen)
+        assert post(server, requested(prompt="w1" + " " * MEBIBYTE)).status == 200
+        while not trims:
+            server.between_loops(lambda: None)
+    assert early == []
 
 
 def test_what_libc_has_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:

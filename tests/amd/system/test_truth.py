@@ -318,7 +318,7 @@ def test_a_layer_that_attends_to_all_keys_instead_is_found(
 
     def dense(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
         q, k, v, out = (rows[:num_tokens] for rows in (layer._q, layer._k, layer._v, layer._out))
-        layers.store_index(number, layer._index_k[:num_tokens])
+        layer._chooser.choose(layers, number, num_tokens)
         layers.store_and_attend(number, q, k, v, out)
         return out
 

@@ -1,0 +1,68 @@
+"""LatentProbe: needles through MLA layers, whose latent rows are stored by vLLM's own code. Imports no vLLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rocm_attn.external import ExternalAttention
+from rocm_attn.integrations.vllm.group import CachedLayer
+from rocm_attn.step.protocols import LayerCalls, WrappedLayers
+from rocm_attn.truth.adopted import log_truth
+from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
+
+
+class LatentLayer(CachedLayer, Protocol):
+    """The part that is read of vLLM's MLA layers.
+
+    impl: stores rows by do_kv_cache_update(kv_c, k_pe, kv_cache, slots, kv_cache_dtype, k_scale)
+    """
+
+    impl: Any
+    kv_cache_dtype: str
+
+
+class LatentProbe:
+    """Sends needles through MLA layers and logs the finding: GroupOptions.tried.
+
+    layers: of the group, in order
+    """
+
+    def __init__(self, layers: Sequence[LatentLayer], log: logging.Logger, choosers: Choosers = BY_INDEXERS) -> None:
+        self._layers, self._log, self._choosers = layers, log, choosers
+
+    def __call__(self, attention: ExternalAttention, lend: Callable[[int], Mapping[str, Tensor]]) -> None:
+        lent: list[Tensor] = []
+
+        def keep(count: int) -> None:
+            lent.extend(lend(count).values())
+
+        def stored_by_vllm(layers: LayerCalls, slots: Tensor) -> LayerCalls:
+            return StoredByEngine(layers, self._layers, lent, slots)
+
+        log_truth(self._log, attention, keep, self._choosers, stored_by_vllm)
+
+
+class StoredByEngine(WrappedLayers):
+    """The calls of a step in which vLLM's code stores the rows.
+
+    of_step: the calls that it makes otherwise
+    caches:  of the layers
+    slots:   of the step's tokens
+    """
+
+    def __init__(
+        self, of_step: LayerCalls, layers: Sequence[LatentLayer], caches: Sequence[Tensor], slots: Tensor
+    ) -> None:
+        self._of_step, self._layers, self._caches, self._slots = of_step, layers, caches, slots
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        own, latent = self._layers[layer], v.shape[-1]
+        rows, turned = k[:, 0, :latent].contiguous(), k[:, :, latent:].contiguous()
+        own.impl.do_kv_cache_update(rows, turned, self._caches[layer], self._slots, own.kv_cache_dtype, own._k_scale)
+
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        getattr(self._of_step, name)(layer, *given, **named)

@@ -19,6 +19,7 @@ TAKE_BACKENDS = "ROCM_ATTN_TAKE_BACKENDS"
 TUNING = "ROCM_ATTN_TUNING"
 PROVIDER = "ROCM_ATTN_PROVIDER"
 ON_FAULT = "ROCM_ATTN_ON_FAULT"
+WATCH_STATES = "ROCM_ATTN_WATCH_STATES"
 API_KEYS = "ROCM_ATTN_API_KEYS"
 
 
@@ -57,6 +58,13 @@ VARIABLES = (
         "plug-ins",
         ("raise", "log"),
         "A device fault ends the step that learns of it, or is logged and counted.",
+    ),
+    Variable.of_words(
+        WATCH_STATES,
+        "plug-ins",
+        ("0", "1"),
+        "Each step's recurrent states are checked: whether they hold the tokens of their request "
+        "([in vLLM](vllm.md#recurrent-states)).",
     ),
     Variable(
         TAKE_BACKENDS,

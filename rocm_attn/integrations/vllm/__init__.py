@@ -5,6 +5,9 @@ vLLM calls register() in each of its processes. register() names classes and imp
 
 from __future__ import annotations
 
+import os
+
+from rocm_attn.integrations.engine_settings import watches_states
 from rocm_attn.integrations.plugins import VLLM, load
 
 _PACKAGE = "rocm_attn.integrations.vllm"
@@ -22,6 +25,10 @@ def register() -> None:
 
 
 def _register_names() -> None:
+    if watches_states(os.environ):
+        from rocm_attn.integrations.vllm.state_slots import add_headers
+
+        add_headers()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, GQA_BACKEND)

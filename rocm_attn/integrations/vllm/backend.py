@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
-from rocm_attn.integrations.engine_settings import fault_policy, provider
+from rocm_attn.integrations.engine_settings import fault_policy, provider, watches_states
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
@@ -136,6 +136,10 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         else:
             options = replace(_options(vllm_config, 1), tried=partial(_log_truth, VLLM.log))
             self.group = KVGroup(of_group, _sizes(vllm_config), device, options)
+        if watches_states(os.environ):
+            from rocm_attn.integrations.vllm import state_slots
+
+            state_slots.watch(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:

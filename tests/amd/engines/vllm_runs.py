@@ -29,6 +29,7 @@ _ENTRY_POINTS = (
     "[vllm.general_plugins]\n"
     "rocm_attn = rocm_attn.integrations.vllm:register\n"
     "shared_slots = tests.amd.engines.vllm_cpu_ranks:register\n"
+    "states = tests.amd.engines.vllm_cpu_states:register\n"
 )
 
 

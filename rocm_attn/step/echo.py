@@ -73,8 +73,8 @@ _WHAT = {
     "wrote lengths or rows, or begin the row at a checkpoint or at token 0",
     WRONG_ENGINE_STATE: "a slot that the engine names for a sequence's recurrent state does not hold the tokens before "
     "the new ones (it was never written, is another request's, or has rejected or older tokens), or two sequences have "
-    "it; the layers have read it, so the sequence's text is wrong from here on; look for the code that chose, copied or "
-    "freed the slot",
+    "it; layers have read it, so the sequence's text is wrong from here on; look for the code that chose, copied, "
+    "freed or overwrote the slot",
 }
 
 

@@ -26,7 +26,7 @@ def register() -> None:
 
 def _register_names() -> None:
     if watches_states(os.environ):
-        from rocm_attn.integrations.vllm.state_slots import add_headers
+        from rocm_attn.integrations.vllm.state_hooks import add_headers
 
         add_headers()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -137,9 +137,9 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             options = replace(_options(vllm_config, 1), tried=partial(_log_truth, VLLM.log))
             self.group = KVGroup(of_group, _sizes(vllm_config), device, options)
         if watches_states(os.environ):
-            from rocm_attn.integrations.vllm import state_slots
+            from rocm_attn.integrations.vllm import state_hooks
 
-            state_slots.watch(vllm_config)
+            state_hooks.watch(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:

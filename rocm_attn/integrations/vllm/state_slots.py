@@ -1,128 +1,32 @@
-"""The lineage of vLLM's own recurrent states: the hooks by which StateWatch checks them before a step's layers run.
-
-A layer's state gets a third part, the header that says which tokens are in it. vLLM moves it with the other parts,
-whenever it copies a state to another block, in each of its runners. Nothing is hooked unless it is requested.
-"""
+"""The slots of recurrent states that a step of vLLM uses, as its metadata names them. It imports no vLLM."""
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-from rocm_attn.errors import Unsupported
-from rocm_attn.integrations.vllm.group import KVGroup
-from rocm_attn.integrations.vllm.state_watch import ALL_NEW, HEADER_WORDS, StateSlots, StateWatch
-from rocm_attn.machine.settings import WATCH_STATES
-
-# The kinds of layers whose states get a header, by vLLM's names.
-_KINDS = ("gated_delta_net", "mamba2")
-_HEADER = 2  # its place among the parts of a state
-_HOOKED = "_rocm_attn_hooked"
-_watches: WeakKeyDictionary[KVGroup, StateWatch] = WeakKeyDictionary()
+ALL_NEW = -1
 
 
-def add_headers() -> None:
-    """Adds a header to the states of layers that are made from now on. Call it before vLLM plans its memory."""
-    for kind in _KINDS:
-        for owner, name, part in (
-            (mamba_utils.MambaStateShapeCalculator, f"{kind}_state_shape", (HEADER_WORDS,)),
-            (mamba_utils.MambaStateDtypeCalculator, f"{kind}_state_dtype", torch.int32),
-            (mamba_utils.MambaStateCopyFuncCalculator, f"{kind}_state_copy_func", mamba_utils.get_temporal_copy_spec),
-        ):
-            _hook(owner, name, functools.partial(_with_part, part))
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """The slots of states that a step's sequences use, as the engine names them; 0 belongs to no one. S, W: any
 
-
-def _with_part(part: object, parts: Callable[..., tuple[object, ...]]) -> Any:
-    """Returns a class method that adds a part to those that another one returns."""
-    return classmethod(lambda _, *given, **named: (*parts(*given, **named), part))
-
-
-def watch(vllm_config: VllmConfig) -> None:
-    """Checks the states of all further steps, if the model has any. Call it once the model's layers are known.
-
-    Raises Unsupported for a model or options whose states are not followed.
+    read:    int [S], the state before the first new token; not looked at if the sequence begins
+    written: int [S, W]
+    folded:  int [S, W], new tokens that are in the state written; 0, or more than there are: nothing is written;
+             ALL_NEW: all of them
     """
-    layers = get_layers_from_vllm_config(vllm_config, MambaBase)
-    if not layers:
-        return
-    for name, layer in layers.items():
-        if tuple(layer.get_state_shape())[_HEADER:] != ((HEADER_WORDS,),):
-            raise _refused(f"the states of {name} ({type(layer).__name__}) have no header")
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    for words, is_used in (
-        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
-        ("decode context parallelism", parallel.decode_context_parallel_size > 1),
-        ("micro-batches", getattr(parallel, "use_ubatching", False)),
-        ("KV transfer", vllm_config.kv_transfer_config is not None),
-        ("mamba_cache_mode 'all'", cache.mamba_cache_mode == "all"),
-    ):
-        if is_used:
-            raise _refused(f"vLLM runs with {words}")
-    runners = {
-        "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner", "_model_forward", _in_first_runner),
-        "vllm.v1.worker.gpu.model_states.mamba_hybrid": ("MambaHybridModelState", "prepare_attn", _in_second_runner),
-    }
-    for module, (owner, name, hook) in runners.items():
-        if module in sys.modules:
-            _hook(getattr(sys.modules[module], owner), name, hook)
+
+    read: Tensor
+    written: Tensor
+    folded: Tensor
 
 
-def _in_first_runner(forward: Callable[..., Any]) -> Any:
-    """Checks a step before the model's forward, which a graph may replace."""
-
-    def checked(runner: Any, *given: Any, **named: Any) -> Any:
-        from vllm.forward_context import get_forward_context
-
-        check(get_forward_context().attn_metadata, runner.input_ids.gpu, runner.compilation_config)
-        return forward(runner, *given, **named)
-
-    return checked
-
-
-def _in_second_runner(prepare: Callable[..., Any]) -> Any:
-    """Checks a step once its metadata is there."""
-
-    def checked(state: Any, input_batch: Any, *given: Any, for_capture: bool = False, **named: Any) -> Any:
-        metadata = prepare(state, input_batch, *given, for_capture=for_capture, **named)
-        if not for_capture:
-            check(metadata, input_batch.input_ids, state.vllm_config.compilation_config)
-        return metadata
-
-    return checked
-
-
-def check(metadata: Mapping[str, Any] | None, token_ids: Tensor, compilation: Any) -> None:
-    """Checks the states of a step. metadata: by layer; None if vLLM measures memory. Raises Unsupported."""
-    if metadata is None:
-        return
-    # Layers with one set of slots have one value, and each of them has the same headers.
-    of_states = {id(each): (name, each) for name, each in metadata.items() if _has_states(each)}
-    if not of_states:
-        return
-    group = next((each.group for each in metadata.values() if isinstance(getattr(each, "group", None), KVGroup)), None)
-    if group is None:
-        raise _refused("no attention layer with K and V per head is served by rocm_attn")
-    attention = group.attention
-    step, page_size = attention.gate.begun().step.spaces[0], attention.tables.page_size
-    if group not in _watches:
-        _watches[group] = StateWatch(attention.bounds.num_pages * page_size, attention.device)
-    with torch.inference_mode():
-        tokens = _watches[group].begin(step, page_size, token_ids)
-        for name, each in of_states.values():
-            headers = compilation.static_forward_context[name].kv_cache[_HEADER]
-            _watches[group].check(tokens, headers, slots_of(each, len(tokens.live)))
-
-
-def _has_states(metadata: Any) -> bool:
+def has_states(metadata: Any) -> bool:
     """True for vLLM's metadata of recurrent layers, GDNAttentionMetadata and BaseMambaAttentionMetadata."""
     return hasattr(metadata, "non_spec_state_indices_tensor") or hasattr(metadata, "state_indices_tensor_d")
 
@@ -157,8 +61,12 @@ def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> tuple[Tensor, Tensor
     plain, mask = metadata.non_spec_state_indices_tensor, metadata.spec_sequence_masks
     if mask is None:
         slots = _first(plain[:, None], num_seqs)
-        return slots, torch.ones_like(plain), torch.zeros_like(slots[:, 0], dtype=torch.bool)
-    drafts, of_drafts, accepted = _first(mask, num_seqs), metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
+        return slots, torch.ones_like(slots[:, 0]), torch.zeros_like(slots[:, 0], dtype=torch.bool)
+    drafts, of_drafts, accepted = (
+        _first(mask, num_seqs),
+        metadata.spec_state_indices_tensor,
+        metadata.num_accepted_tokens,
+    )
     place = (drafts.cumsum(0) - 1).clamp(min=0)
     slots = of_drafts[place.clamp(max=len(of_drafts) - 1)]
     if plain is not None and len(plain):
@@ -168,7 +76,7 @@ def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> tuple[Tensor, Tensor
 
 
 def _with_checkpoints(slots: StateSlots, within: Any) -> StateSlots:
-    """Adds the states that are kept from within a chunk of a prompt. within: MambaPrefillCheckpointMetadata of vLLM's"""
+    """Adds the states that are kept from within a chunk of a prompt. within: MambaPrefillCheckpointMetadata"""
     rows = within.request_rows
     kept, folded = (each.new_zeros(len(each), 1) for each in (slots.written, slots.folded))
     kept[rows, 0] = within.state_indices.to(kept.dtype)
@@ -185,16 +93,3 @@ def _first(rows: Tensor, num: int) -> Tensor:
 def _widened(rows: Tensor, width: int) -> Tensor:
     """Rows with zeros after them."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
-
-
-def _hook(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:
-    """Replaces an attribute of a class once in a process."""
-    before = getattr(owner, name)
-    if not getattr(before, _HOOKED, False):
-        after = hook(before)
-        setattr(getattr(after, "__func__", after), _HOOKED, True)
-        setattr(owner, name, after)
-
-
-def _refused(why: str) -> Unsupported:
-    return Unsupported(f"{WATCH_STATES} is 1 and {why}; unset it, or run without that")

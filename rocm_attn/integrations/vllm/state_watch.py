@@ -18,30 +18,15 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.integrations.vllm.state_slots import ALL_NEW, StateSlots
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 # int32 words of a header: low and high half of the hash, number of tokens.
 HEADER_WORDS = 3
-ALL_NEW = -1
 # The multipliers of SplitMix64 (Steele, Lea, Flood 2014), and its increment, as int64.
 _MIX = tuple(each - (1 << 64) if each >> 63 else each for each in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
-
-
-@dataclass(frozen=True, slots=True)
-class StateSlots:
-    """The slots of states that a step's sequences use, as the engine names them; 0 belongs to no one. S, W: any
-
-    read:    int [S], the state before the first new token; not looked at if the sequence begins
-    written: int [S, W]
-    folded:  int [S, W], new tokens that are in the state written; 0, or more than there are: nothing is written;
-             ALL_NEW: all of them
-    """
-
-    read: Tensor
-    written: Tensor
-    folded: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 Gated delta nets in float32, where vLLM's operation takes bfloat16 alone, and what a Mamba2 layer does for states that
 are kept from within a chunk of a prompt. They are written from vLLM's kernels for GPUs
-(third_party/flash_linear_attention/ops/fused_recurrent.py and causal_conv1d_update of layers/mamba/ops/causal_conv1d.py;
-layers/mamba/ops/ssd_combined.py and ssd_checkpoint.py), over vLLM's metadata and its own states.
+(third_party/flash_linear_attention/ops/fused_recurrent.py; causal_conv1d.py, ssd_combined.py and ssd_checkpoint.py of
+layers/mamba/ops), over vLLM's metadata and its own states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+ZERO = "_zero_block_ids"
 _DELTA_NET, _SCAN, _STORE = "cpu_gdn_attention_core", "_mamba_chunk_scan_combined_fwd", "store_prefill_checkpoint"
 _NORM_EPSILON = 1e-6
 
@@ -33,6 +35,28 @@ def register() -> None:
     setattr(gdn_attention, _DELTA_NET, delta_net)
     setattr(ssd_combined, _SCAN, _with_states_of_chunks(getattr(ssd_combined, _SCAN)))
     setattr(ssd_checkpoint, _STORE, store_checkpoint)
+
+
+@cache
+def zero_right_pages() -> Any:
+    """Repairs the pages that vLLM zeroes for new blocks on a CPU, once in a process, and returns its own function.
+
+    It zeroes page b for block b, also where a block has several pages: then those of other blocks, and of states.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    own = getattr(CPUModelRunner, ZERO)
+
+    def zero(runner: Any, block_ids: list[int]) -> None:
+        pages = max(
+            layer.kv_cache.shape[0] // runner.kv_cache_config.num_blocks
+            for layer in runner.compilation_config.static_forward_context.values()
+            if isinstance(getattr(layer, "kv_cache", None), Tensor)
+        )
+        own(runner, [block * pages + page for block in block_ids for page in range(pages)])
+
+    setattr(CPUModelRunner, ZERO, zero)
+    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +82,7 @@ def sequences(metadata: Any) -> Iterator[Sequence]:
         places = metadata.non_spec_token_indx
         slots = metadata.non_spec_state_indices_tensor.tolist()
         has_state = metadata.has_initial_state
-        for seq, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for seq, (first, end) in enumerate(pairwise(starts)):
             tokens = list(range(first, end)) if places is None else places[first:end].tolist()
             if tokens:
                 begins = has_state is not None and not bool(has_state[seq])
@@ -98,10 +122,7 @@ def _convolve(seq: Sequence, x: Tensor, inputs: Tensor, weight: Tensor) -> Tenso
     """Returns the inputs convolved, and keeps those that the next step needs. inputs: [slots, kept ones, channels]"""
     width = weight.shape[1]
     kept = inputs[seq.targets[0]]
-    if seq.source < 0:
-        prior = x.new_zeros(width - 1, x.shape[1])
-    else:
-        prior = kept[seq.before : seq.before + width - 1]
+    prior = kept[seq.before : seq.before + width - 1] if seq.source >= 0 else x.new_zeros(width - 1, x.shape[1])
     rows = torch.cat([prior, x])
     out = functional.conv1d(rows.T[None], weight[:, None], groups=len(weight))[0].T
     if len(seq.targets) > 1 or seq.before:  # drafts, any of which the next step may go on after
@@ -115,8 +136,10 @@ def _recur(layer: Any, seq: Sequence, rows: Tensor, decay: Tensor, beta: Tensor,
     """Returns the outputs, and writes states. states: [slots, heads of v, v_dim, k_dim]"""
     heads, v_dim, k_dim = states.shape[1:]
     key_dim = (rows.shape[1] - heads * v_dim) // 2
-    q, k, v = rows.split([key_dim, key_dim, heads * v_dim], dim=1)
-    q, k = (_normal(each.reshape(len(rows), -1, k_dim)).repeat_interleave(heads * k_dim // key_dim, 1) for each in (q, k))
+    q, k, v = torch.split(rows, [key_dim, key_dim, heads * v_dim], dim=1)
+    q, k = (
+        _normal(each.reshape(len(rows), -1, k_dim)).repeat_interleave(heads * k_dim // key_dim, 1) for each in (q, k)
+    )
     v = v.reshape(len(rows), heads, v_dim)
     state = states.new_zeros(states.shape[1:]) if seq.source < 0 else states[seq.source].clone()
     out = torch.empty_like(v)
@@ -144,7 +167,8 @@ def _with_states_of_chunks(scan: Callable[..., Tensor]) -> Callable[..., Tensor]
     ) -> Tensor:
         if not named["return_intermediate_states"]:
             return scan(x, dt, a, b, c, chunk_size, out, **named)
-        first, states, seq_before = named.pop("initial_states"), [], -1
+        states: list[Tensor] = []
+        first, seq_before = named.pop("initial_states"), -1
         for (begin, end), seq in zip(
             pairwise(named["cu_chunk_seqlens"].tolist()), named["seq_idx"].tolist(), strict=True
         ):

@@ -17,12 +17,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.amd.engines.vllm_cpu_states import zero_right_pages
+from tests.amd.engines.vllm_state_faults import STATE_FAULTS, PlantedInStates
+
 
 @dataclass
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
-    fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step; empty: none
+    fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
+           first step from the fifth on that it fits; empty: none
     """
 
     args: dict[str, Any]
@@ -137,6 +141,9 @@ class Planted:
         """Number of steps between the faulty one and the one that was not begun."""
         return max(self.begun.values()) - _FAULTY_STEP - 1
 
+    def next_round(self) -> None:
+        """Changes nothing: these faults need no earlier request."""
+
     def undo(self) -> None:
         setattr(self._group, _BEGIN, self._begin)
 
@@ -162,6 +169,7 @@ def counted_steps(found: Answer) -> Iterator[None]:
 def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     from rocm_attn.errors import RocmAttnError
 
@@ -171,9 +179,13 @@ def answer(run: Run) -> Answer:
         give_indexer()
     settings = {"dtype": "float32", "enforce_eager": True, **run.args}
     engine = LLM(skip_tokenizer_init=True, disable_log_stats=True, **settings)
+    if current_platform.is_cpu():
+        zero_right_pages()
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()
-    planted = Planted(run.fault) if run.fault else None
+    planted = None
+    if run.fault:
+        planted = PlantedInStates(run.fault) if run.fault in STATE_FAULTS else Planted(run.fault)
     try:
         for prompts in run.rounds:
             requested = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -181,6 +193,9 @@ def answer(run: Run) -> Answer:
                 outputs = engine.generate(requested, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
             found.cached.append([output.num_cached_tokens or 0 for output in outputs])
+            if planted is not None:
+                planted.next_round()
+                found.faulty_step = planted.faulty_step
     except (RuntimeError, RocmAttnError) as error:
         if planted is None:
             raise

@@ -11,7 +11,7 @@ import pytest
 from tests.amd.engines.serving import MOST_STEPS_LATER, Rounds, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
-from tests.amd.engines.vllm_state_faults import FAULTS_OF_SLOTS, LOST_COPY, WRONG_HIT, ZEROED_PAGES
+from tests.amd.engines.vllm_state_faults import FAULTS_OF_SLOTS, LOST_COPY, SWAPPED_COUNTS, WRONG_HIT, ZEROED_PAGES
 from tests.amd.engines.vllm_text import Answer, Run
 
 # vLLM makes blocks of as many tokens as take the bytes of a state.
@@ -99,3 +99,22 @@ def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(vllm: Vl
         assert answer.faulty_step > 0 or fault == ZEROED_PAGES, fault
         assert not answer.said, fault
         assert answer.tokens != own.tokens, fault
+
+
+@pytest.mark.nightly
+def test_preempted_requests_and_verified_drafts_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """On a CPU vLLM has no kernel that keeps states of drafts in the prefix cache, so these runs do without it."""
+    few_blocks = run(vllm, "mamba", two_rounds("mamba"), new_tokens=40, num_gpu_blocks_override=40)
+    repeated: Rounds = [[(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)]]
+    settings: dict[str, Any] = {"new_tokens": 24, "enable_prefix_caching": False}
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    single = run(vllm, "delta_net", repeated, **settings)
+    drafting = run(vllm, "delta_net", repeated, **settings, speculative_config=ngrams)
+    fault = run(vllm, "delta_net", repeated, SWAPPED_COUNTS, **settings, speculative_config=ngrams)
+    stock = vllm.stock([few_blocks, single], tmp_path)
+    preempted, verified, reported = vllm.ours([few_blocks, drafting, fault], tmp_path, watches_states=True)
+    assert preempted.preemptions
+    assert preempted.tokens == stock[0].tokens
+    assert verified.steps < stock[1].steps
+    assert verified.tokens == stock[1].tokens
+    assert_reported(SWAPPED_COUNTS, reported)

@@ -40,6 +40,7 @@ class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt from the prefix cache
 
     steps:       of the engine, in all rounds; fewer if drafts were accepted
+    preemptions: requests that lost their blocks and began again
 
     said:        text of the error raised after a fault
     faulty_step: the number that our attention has given to the faulty step, captures included; -1: it was not begun
@@ -49,6 +50,7 @@ class Answer:
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     steps: int = 0
+    preemptions: int = 0
     said: str = ""
     faulty_step: int = -1
     steps_later: int = -1
@@ -110,7 +112,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 # Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 _FAULTY_STEP = 5
-_BEGIN, _STEP = "begin", "step"
+_BEGIN, _STEP, _PREEMPT = "begin", "step", "_preempt_request"
 
 
 class Planted:
@@ -150,20 +152,27 @@ class Planted:
 
 @contextmanager
 def counted_steps(found: Answer) -> Iterator[None]:
-    """Counts the steps of engines. It keeps no reference to an engine, which would prevent its end."""
+    """Counts the steps and preemptions of engines. It keeps no reference to one, which would prevent its end."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    step = LLMEngine.step
+    step, preempt = LLMEngine.step, getattr(Scheduler, _PREEMPT)
 
     def counted(engine: Any) -> Any:
         found.steps += 1
         return step(engine)
 
+    def preempted(scheduler: Any, *given: Any, **named: Any) -> Any:
+        found.preemptions += 1
+        return preempt(scheduler, *given, **named)
+
     setattr(LLMEngine, _STEP, counted)
+    setattr(Scheduler, _PREEMPT, preempted)
     try:
         yield
     finally:
         setattr(LLMEngine, _STEP, step)
+        setattr(Scheduler, _PREEMPT, preempt)
 
 
 def answer(run: Run) -> Answer:

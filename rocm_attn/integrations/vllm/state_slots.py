@@ -16,12 +16,14 @@ class StateSlots:
     """The slots of states that a step's sequences use, as the engine names them; 0 belongs to no one. S, W: any
 
     read:    int [S], the state before the first new token; not looked at if the sequence begins
+    is_read: bool [S], whether layers read it; they must if the sequence goes on, and must not if it begins
     written: int [S, W]
     folded:  int [S, W], new tokens that are in the state written; 0, or more than there are: nothing is written;
              ALL_NEW: all of them
     """
 
     read: Tensor
+    is_read: Tensor
     written: Tensor
     folded: Tensor
 
@@ -34,45 +36,75 @@ def has_states(metadata: Any) -> bool:
 def slots_of(metadata: Any, num_seqs: int) -> StateSlots:
     """Returns the slots of a step's sequences in the order of the batch. num_seqs: padded"""
     is_mamba = hasattr(metadata, "state_indices_tensor_d")
-    written, accepted, drafts = (_columns_of_mamba if is_mamba else _columns_of_delta_nets)(metadata, num_seqs)
+    found = (_columns_of_mamba if is_mamba else _columns_of_delta_nets)(metadata, num_seqs)
     # A sequence with drafts goes on from the column of the last token that was accepted.
-    column = torch.where(drafts, accepted.long() - 1, 0).clamp(0, written.shape[1] - 1)
-    place = torch.arange(written.shape[1], device=written.device)
-    folded = torch.where(drafts[:, None], place + 1, torch.where(place == 0, ALL_NEW, 0))
-    slots = StateSlots(written.gather(1, column[:, None])[:, 0], written, folded)
+    column = torch.where(found.drafts, found.accepted.long() - 1, 0).clamp(0, found.slots.shape[1] - 1)
+    place = torch.arange(found.slots.shape[1], device=column.device)
+    folded = torch.where(found.drafts[:, None], place + 1, torch.where(place == 0, ALL_NEW, 0))
+    slots = StateSlots(found.slots.gather(1, column[:, None])[:, 0], found.is_read, found.slots, folded)
     within = getattr(metadata, "checkpoint_meta" if is_mamba else "checkpoint", None)
     return slots if within is None else _with_checkpoints(slots, within)
 
 
-def _columns_of_mamba(metadata: Any, num_seqs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns slots [S, W], accepted tokens [S], and which sequences may have drafts. Decodes come before prompts."""
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A batch's lines of the block table, from the column of its last block on.
+
+    slots:    int [S, W]
+    is_read:  bool [S]
+    drafts:   bool [S], whether a state is written for each new token, and the one of the last accepted token is read
+    accepted: int [S], with the token that was not a draft
+    """
+
+    slots: Tensor
+    is_read: Tensor
+    drafts: Tensor
+    accepted: Tensor
+
+
+def _columns_of_mamba(metadata: Any, num_seqs: int) -> _Columns:
+    """Decodes come before prompts."""
     decodes, prompts = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
     parts = [each.reshape(len(each), -1) for each in (decodes, prompts) if each is not None and len(each)]
     width = max(each.shape[1] for each in parts)
     slots = _first(torch.cat([_widened(each, width) for each in parts]), num_seqs)
+    is_decode = torch.arange(num_seqs, device=slots.device) < metadata.num_decodes
+    is_read = is_decode
+    if metadata.has_initial_states_p is not None:
+        before = is_decode[: metadata.num_decodes]
+        is_read = _first(torch.cat([before, metadata.has_initial_states_p.bool()]), num_seqs)
     accepted = metadata.num_accepted_tokens
     if accepted is None:
-        return slots, torch.ones_like(slots[:, 0]), torch.zeros_like(slots[:, 0], dtype=torch.bool)
-    return slots, _first(accepted, num_seqs), torch.arange(num_seqs, device=slots.device) < metadata.num_decodes
+        return _Columns(slots, is_read, torch.zeros_like(is_decode), torch.ones_like(slots[:, 0]))
+    return _Columns(slots, is_read, is_decode, _first(accepted, num_seqs))
 
 
-def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same. Sequences with drafts and others have a tensor each, and a mask says which is which."""
-    plain, mask = metadata.non_spec_state_indices_tensor, metadata.spec_sequence_masks
+def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> _Columns:
+    """Sequences with drafts and others have a tensor each, and a mask says which is which. Decodes are read always."""
+    plain, mask, has_state = (
+        metadata.non_spec_state_indices_tensor,
+        metadata.spec_sequence_masks,
+        metadata.has_initial_state,
+    )
     if mask is None:
         slots = _first(plain[:, None], num_seqs)
-        return slots, torch.ones_like(slots[:, 0]), torch.zeros_like(slots[:, 0], dtype=torch.bool)
+        is_read = torch.arange(num_seqs, device=slots.device) < metadata.num_decodes
+        if has_state is not None:
+            is_read = is_read | _first(has_state.bool(), num_seqs)
+        return _Columns(slots, is_read, torch.zeros_like(is_read), torch.ones_like(slots[:, 0]))
     drafts, of_drafts, accepted = (
         _first(mask, num_seqs),
         metadata.spec_state_indices_tensor,
         metadata.num_accepted_tokens,
     )
     place = (drafts.cumsum(0) - 1).clamp(min=0)
-    slots = of_drafts[place.clamp(max=len(of_drafts) - 1)]
+    slots, is_read = of_drafts[place.clamp(max=len(of_drafts) - 1)], torch.ones_like(drafts)
     if plain is not None and len(plain):
-        others = plain[((~drafts).cumsum(0) - 1).clamp(0, len(plain) - 1)]
-        slots = torch.where(drafts[:, None], slots, _widened(others[:, None], slots.shape[1]))
-    return slots, accepted[place.clamp(max=len(accepted) - 1)], drafts
+        other = ((~drafts).cumsum(0) - 1).clamp(0, len(plain) - 1)
+        slots = torch.where(drafts[:, None], slots, _widened(plain[other][:, None], slots.shape[1]))
+        if has_state is not None:
+            is_read = drafts | has_state.bool()[other.clamp(max=len(has_state) - 1)]
+    return _Columns(slots, is_read, drafts, accepted[place.clamp(max=len(accepted) - 1)])
 
 
 def _with_checkpoints(slots: StateSlots, within: Any) -> StateSlots:
@@ -81,7 +113,9 @@ def _with_checkpoints(slots: StateSlots, within: Any) -> StateSlots:
     kept, folded = (each.new_zeros(len(each), 1) for each in (slots.written, slots.folded))
     kept[rows, 0] = within.state_indices.to(kept.dtype)
     folded[rows, 0] = within.checkpoint_offsets.to(folded.dtype)
-    return StateSlots(slots.read, torch.cat([slots.written, kept], 1), torch.cat([slots.folded, folded], 1))
+    return StateSlots(
+        slots.read, slots.is_read, torch.cat([slots.written, kept], 1), torch.cat([slots.folded, folded], 1)
+    )
 
 
 def _first(rows: Tensor, num: int) -> Tensor:

@@ -96,6 +96,7 @@ class StateWatch:
         read, written = slots.read.long(), slots.written.long()
         found = headers[read.clamp(0, num_slots - 1)]
         wrong = goes_on & ((found != _header(tokens.before, tokens.start)).any(1) | ~_exists(read, num_slots))
+        wrong |= live & (slots.is_read != goes_on)
         folded = torch.where(slots.folded == ALL_NEW, q_len[:, None], slots.folded.long())
         used = live[:, None] & (folded > 0) & (folded <= q_len[:, None])
         wrong |= (used & ~_exists(written, num_slots)).any(1)

@@ -24,13 +24,20 @@ GARBAGE = 7
 
 @dataclass
 class Sequence:
-    """A sequence of a step. request: its number; new: its tokens; read, written, folded: see StateSlots"""
+    """A sequence of a step.
+
+    request: its number
+    new:     its tokens
+    read, written, folded: see StateSlots
+    misread: whether layers read a state where it begins, or none where it goes on
+    """
 
     request: int
     new: list[int]
     read: int
     written: list[int]
     folded: list[int]
+    misread: bool = False
 
 
 @dataclass
@@ -58,6 +65,9 @@ class World:
         slots = StateSlots(
             torch.tensor([seq.read for seq in seqs] + [1] * num_pads, dtype=torch.int32),
             torch.tensor(
+                [(start > 0) != seq.misread for seq, start in zip(seqs, starts, strict=True)] + [True] * num_pads
+            ),
+            torch.tensor(
                 [seq.written + [0] * (width - len(seq.written)) for seq in seqs] + [[1] * width] * num_pads,
                 dtype=torch.int32,
             ),
@@ -81,7 +91,7 @@ class World:
                 for slot, folded in zip(seq.written, seq.folded, strict=True)
                 if folded == ALL_NEW or 0 < folded <= end
             ]
-            wrong = any(not 0 < slot < NUM_SLOTS for slot, _ in writes)
+            wrong = seq.misread or any(not 0 < slot < NUM_SLOTS for slot, _ in writes)
             if before:
                 users.setdefault(seq.read, set()).add(place)
                 wrong |= not 0 < seq.read < NUM_SLOTS or self.held.get(seq.read) != before
@@ -187,6 +197,13 @@ def test_an_error_bit_is_set_for_each_kind_of_wrong_slot() -> None:
         assert world.run([Sequence(0, [1], read, [written], [ALL_NEW]), *others]), (read, written)
 
 
+def test_a_state_that_layers_read_where_a_sequence_begins_is_wrong_and_so_is_one_that_they_do_not_read() -> None:
+    world = World()
+    assert world.run([Sequence(0, [1, 0], 3, [3], [ALL_NEW], misread=True)])
+    assert not world.run([Sequence(1, [1, 0], 4, [4], [ALL_NEW])])
+    assert world.run([Sequence(1, [1, 0], 4, [4], [ALL_NEW], misread=True)])
+
+
 def test_a_header_moves_with_its_state_and_what_follows_a_wrong_state_is_wrong_too() -> None:
     world = World()
     assert not world.run([Sequence(0, [1, 0], 0, [1], [ALL_NEW])])
@@ -211,10 +228,15 @@ def ints(*values: object) -> torch.Tensor:
 
 def test_slots_of_mamba_layers_are_those_of_decodes_and_then_of_prompts() -> None:
     plain = SimpleNamespace(
-        state_indices_tensor_d=ints([3], [4]), state_indices_tensor_p=ints(7), num_accepted_tokens=None, num_decodes=2
+        state_indices_tensor_d=ints([3], [4]),
+        state_indices_tensor_p=ints(7),
+        num_accepted_tokens=None,
+        num_decodes=2,
+        has_initial_states_p=torch.tensor([False]),
     )
     found = slots_of(plain, 4)
     assert found.read.tolist() == [3, 4, 7, 0]
+    assert found.is_read.tolist() == [True, True, False, False]
     assert found.written.tolist() == [[3], [4], [7], [0]]
     assert found.folded.tolist() == [[ALL_NEW]] * 4
     drafting = SimpleNamespace(
@@ -222,28 +244,37 @@ def test_slots_of_mamba_layers_are_those_of_decodes_and_then_of_prompts() -> Non
         state_indices_tensor_p=ints(7),
         num_accepted_tokens=ints(2, 1),
         num_decodes=2,
+        has_initial_states_p=torch.tensor([True]),
         checkpoint_meta=SimpleNamespace(
             request_rows=torch.tensor([2]), state_indices=ints(8), checkpoint_offsets=ints(16)
         ),
     )
     found = slots_of(drafting, 3)
     assert found.read.tolist() == [4, 5, 7]
+    assert found.is_read.all()
     assert found.written.tolist() == [[3, 4, 0], [5, 6, 0], [7, 0, 8]]
     assert found.folded.tolist() == [[1, 2, 0], [1, 2, 0], [ALL_NEW, 0, 16]]
 
 
 def test_slots_of_delta_nets_are_put_back_into_the_order_of_the_batch() -> None:
     plain = SimpleNamespace(
-        non_spec_state_indices_tensor=ints(3, 4), spec_sequence_masks=None, spec_state_indices_tensor=None
+        non_spec_state_indices_tensor=ints(3, 4),
+        spec_sequence_masks=None,
+        spec_state_indices_tensor=None,
+        num_decodes=1,
+        has_initial_state=torch.tensor([True, False]),
     )
     assert slots_of(plain, 3).written.tolist() == [[3], [4], [0]]
+    assert slots_of(plain, 3).is_read.tolist() == [True, False, False]
     mixed = SimpleNamespace(
         non_spec_state_indices_tensor=ints(3, 4),
         spec_sequence_masks=torch.tensor([False, True, False, True]),
         spec_state_indices_tensor=ints([5, 6], [7, 8]),
         num_accepted_tokens=ints(2, 1),
+        has_initial_state=torch.tensor([False, True]),
     )
     found = slots_of(mixed, 5)
+    assert found.is_read.tolist()[:4] == [False, True, True, True]
     assert found.read.tolist()[:4] == [3, 6, 4, 7]
     assert found.written.tolist()[:4] == [[3, 0], [5, 6], [4, 0], [7, 8]]
     assert found.folded.tolist()[:4] == [[ALL_NEW, 0], [1, 2], [ALL_NEW, 0], [1, 2]]
@@ -252,5 +283,6 @@ def test_slots_of_delta_nets_are_put_back_into_the_order_of_the_batch() -> None:
         spec_sequence_masks=torch.tensor([True, True, False]),
         spec_state_indices_tensor=ints([5, 6], [7, 8], [0, 0]),
         num_accepted_tokens=ints(2, 1, 1),
+        has_initial_state=None,
     )
     assert slots_of(alone, 3).read.tolist()[:2] == [6, 7]

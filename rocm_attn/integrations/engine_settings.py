@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.external import FaultPolicy, LogAndCount, raise_fault
-from rocm_attn.machine.settings import ON_FAULT, PROVIDER, VARIABLES, WATCH_STATES
+from rocm_attn.machine.settings import ON_FAULT, PROVIDER, VARIABLES
 
 _WORDS = {variable.name: variable.words for variable in VARIABLES}
 
@@ -20,11 +20,6 @@ def provider(environment: Mapping[str, str]) -> str:
 def fault_policy(environment: Mapping[str, str], log: logging.Logger) -> FaultPolicy:
     """Returns the policy for faults. log: the engine's logger, whose output it shows. Raises BadSetting."""
     return LogAndCount(log) if _one_of(environment, ON_FAULT) == "log" else raise_fault
-
-
-def watches_states(environment: Mapping[str, str]) -> bool:
-    """True if the engine's own recurrent states are to be checked. Raises BadSetting."""
-    return _one_of(environment, WATCH_STATES) == "1"
 
 
 def _one_of(environment: Mapping[str, str], variable: str) -> str:

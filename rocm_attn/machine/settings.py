@@ -118,6 +118,7 @@ class Settings:
     disable_plugins: names of the plug-ins to switch off, as written
     take_backends:   names of engines' own backends that ours serves, as written
     tuning:          the file of measured tiles, or "off"; empty: the one in the cache
+    watch_states:    True if an engine's own recurrent states are to be checked
     """
 
     debug: bool = False
@@ -125,6 +126,7 @@ class Settings:
     disable_plugins: tuple[str, ...] = ()
     take_backends: tuple[str, ...] = ()
     tuning: str = ""
+    watch_states: bool = False
 
     def __post_init__(self) -> None:
         if self.disable_guards and not self.debug:
@@ -146,16 +148,22 @@ def whole_number(name: str, value: object) -> int:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """The settings in an environment. Raises BadSetting."""
-    debug = environment.get(DEBUG, "").strip()
-    if debug not in _SWITCH:
-        raise BadSetting(f"{DEBUG} is {debug!r}; it must be 0 or 1")
     return Settings(
-        debug=_SWITCH[debug],
+        debug=_switched(environment, DEBUG),
         disable_guards=_listed(environment, DISABLE_GUARDS),
         disable_plugins=_listed(environment, DISABLE_PLUGINS),
         take_backends=_listed(environment, TAKE_BACKENDS),
         tuning=environment.get(TUNING, "").strip(),
+        watch_states=_switched(environment, WATCH_STATES),
     )
+
+
+def _switched(environment: Mapping[str, str], variable: str) -> bool:
+    """True if a variable is 1. Raises BadSetting."""
+    value = environment.get(variable, "").strip()
+    if value not in _SWITCH:
+        raise BadSetting(f"{variable} is {value!r}; it must be 0 or 1")
+    return _SWITCH[value]
 
 
 def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:

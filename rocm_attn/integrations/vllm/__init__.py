@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-from rocm_attn.integrations.engine_settings import watches_states
 from rocm_attn.integrations.plugins import VLLM, load
+from rocm_attn.machine.settings import read_settings
 
 _PACKAGE = "rocm_attn.integrations.vllm"
 GQA_BACKEND = f"{_PACKAGE}.backend.RocmAttnBackend"
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _register_names() -> None:
-    if watches_states(os.environ):
+    if read_settings(os.environ).watch_states:
         from rocm_attn.integrations.vllm.state_hooks import add_headers
 
         add_headers()

@@ -32,13 +32,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
-from rocm_attn.integrations.engine_settings import fault_policy, provider, watches_states
+from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
+from rocm_attn.machine.settings import read_settings
 from rocm_attn.truth.adopted import probe_adopted
 
 try:
@@ -136,7 +137,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         else:
             options = replace(_options(vllm_config, 1), tried=partial(_log_truth, VLLM.log))
             self.group = KVGroup(of_group, _sizes(vllm_config), device, options)
-        if watches_states(os.environ):
+        if read_settings(os.environ).watch_states:
             from rocm_attn.integrations.vllm import state_hooks
 
             state_hooks.watch(vllm_config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from rocm_attn.errors import DeviceFault, Unsupported
 from rocm_attn.integrations.vllm.state_watch import HEADER_WORDS
+from rocm_attn.machine.settings import WATCH_STATES
 from tests.amd.integrations.vllm_runner import MAX_TOKENS, TERMS, Runner
 
 HOOKS = "rocm_attn.integrations.vllm.state_hooks"
@@ -121,6 +123,23 @@ def test_states_of_two_kinds_get_one_header_that_is_copied_like_the_state(vllm: 
         assert shape == ((3, 8), (2, 4), *[(HEADER_WORDS,)] * more)
         assert dtypes == (torch.float32, torch.float32, *[torch.int32] * more)
         assert copies == ("conv", "temporal", *["temporal"] * more)
+
+
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_nothing_is_hooked_or_imported_unless_the_check_is_asked_for(
+    value: str, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = ModuleType("vllm.v1.attention.backends.registry")
+    names = Enum("AttentionBackendEnum", ["CUSTOM"])
+    vars(registry).update(AttentionBackendEnum=names, register_backend=lambda *_: None)
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setenv(WATCH_STATES, value)
+    before = vars(vllm.utils.MambaStateShapeCalculator)["mamba2_state_shape"]
+    sys.modules.pop(HOOKS)
+    importlib.import_module("rocm_attn.integrations.vllm")._register_names()
+    is_on = value == "1"
+    assert (HOOKS in sys.modules) == is_on
+    assert (vars(vllm.utils.MambaStateShapeCalculator)["mamba2_state_shape"] is not before) == is_on
 
 
 @pytest.mark.parametrize(

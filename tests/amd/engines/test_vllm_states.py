@@ -14,8 +14,8 @@ from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
 from tests.amd.engines.vllm_state_faults import FAULTS_OF_SLOTS, LOST_COPY, SWAPPED_COUNTS, WRONG_HIT, ZEROED_PAGES
 from tests.amd.engines.vllm_text import Answer, Run
 
-# vLLM makes blocks of as many tokens as take the bytes of a state.
-_BLOCK = {"mamba": 64, "delta_net": 544}
+# vLLM makes blocks of as many tokens as take the bytes of a state: 64 and 544.
+_MODELS = ("mamba", "delta_net")
 _WRONG_STATE = "a slot that the engine names for a sequence's recurrent state does not hold"
 
 
@@ -28,9 +28,9 @@ def run(vllm: VllmVenv, name: str, rounds: Rounds, fault: str = "", new_tokens: 
     settings = {
         "model": str(vllm_model(name, vllm.folder)),
         "block_size": 32,
-        "max_model_len": 832 if name == "delta_net" else 256,
+        "max_model_len": 256 if name == "mamba" else 832,
         "max_num_seqs": 16,
-        "max_num_batched_tokens": _BLOCK[name] + 40,
+        "max_num_batched_tokens": 104 if name == "mamba" else 584,
         "enable_chunked_prefill": True,
         **args,
     }
@@ -79,7 +79,7 @@ def assert_equal(ours: Sequence[Answer], stock: Sequence[Answer]) -> None:
 
 def test_hybrid_models_give_vllms_own_tokens_and_faults_of_states_are_reported(vllm: VllmVenv, tmp_path: Path) -> None:
     """Delta nets and Mamba2, whose blocks have 544 and 64 tokens; all runs share one vLLM process."""
-    requested = [run(vllm, name, two_rounds(name)) for name in _BLOCK]
+    requested = [run(vllm, name, two_rounds(name)) for name in _MODELS]
     stock = vllm.stock(requested, tmp_path)
     faults = [of_fault(vllm, fault) for fault in _FAULTS]
     answers = vllm.ours([*requested, *faults], tmp_path, watches_states=True)
@@ -90,7 +90,7 @@ def test_hybrid_models_give_vllms_own_tokens_and_faults_of_states_are_reported(v
 
 @pytest.mark.nightly
 def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(vllm: VllmVenv, tmp_path: Path) -> None:
-    requested = [run(vllm, name, two_rounds(name)) for name in _BLOCK]
+    requested = [run(vllm, name, two_rounds(name)) for name in _MODELS]
     faults = [of_fault(vllm, fault) for fault in _FAULTS]
     right: list[Run] = []
     for each in faults:
@@ -106,23 +106,29 @@ def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(vllm: Vl
 
 
 @pytest.mark.nightly
-def test_preempted_requests_and_verified_drafts_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
-    """On a CPU vLLM has no kernel that keeps states of drafts in the prefix cache, so these runs do without it."""
-    few_blocks = run(vllm, "mamba", two_rounds("mamba"), new_tokens=40, num_gpu_blocks_override=40)
-    repeated: Rounds = [[(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)]]
+def test_preempted_requests_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    requested = [run(vllm, "mamba", two_rounds("mamba"), new_tokens=40, num_gpu_blocks_override=40)]
+    (stock,) = vllm.stock(requested, tmp_path)
+    (preempted,) = vllm.ours(requested, tmp_path, watches_states=True)
+    assert preempted.preemptions
+    assert preempted.tokens == stock.tokens
+
+
+@pytest.mark.nightly
+def test_verified_drafts_give_vllms_own_tokens_and_mixed_up_counts_are_reported(vllm: VllmVenv, tmp_path: Path) -> None:
+    """On a CPU vLLM has no kernel that keeps states of drafts in the prefix cache, so these runs do without it.
+
+    It makes no further engine in a process that has looked drafts up.
+    """
+    rounds: Rounds = [[(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)]]
     settings: dict[str, Any] = {"new_tokens": 24, "enable_prefix_caching": False}
     ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    single = run(vllm, "delta_net", repeated, **settings)
-    drafting = run(vllm, "delta_net", repeated, **settings, speculative_config=ngrams)
-    fault = run(vllm, "delta_net", repeated, SWAPPED_COUNTS, **settings, speculative_config=ngrams)
-    stock = vllm.stock([few_blocks, single], tmp_path)
-    # vLLM makes no further engine in a process that has looked drafts up.
-    preempted, verified = vllm.ours([few_blocks, drafting], tmp_path, watches_states=True)
-    (reported,) = vllm.ours([fault], tmp_path, watches_states=True)
-    assert preempted.preemptions
-    assert preempted.tokens == stock[0].tokens
-    assert verified.steps < stock[1].steps
-    assert verified.tokens == stock[1].tokens
+    drafting = run(vllm, "delta_net_repeats", rounds, **settings, speculative_config=ngrams)
+    (single,) = vllm.stock([run(vllm, "delta_net_repeats", rounds, **settings)], tmp_path)
+    (verified,) = vllm.ours([drafting], tmp_path, watches_states=True)
+    assert verified.tokens == single.tokens
+    assert verified.steps < single.steps
+    (reported,) = vllm.ours([Run(drafting.args, rounds, 24, SWAPPED_COUNTS)], tmp_path, watches_states=True)
     assert_reported(SWAPPED_COUNTS, reported)
 
 

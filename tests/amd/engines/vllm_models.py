@@ -116,6 +116,18 @@ def write_delta_net(folder: Path) -> None:
     write_random(folder, lambda: Qwen3NextForCausalLM(config))
 
 
+def write_repeating_delta_net(folder: Path) -> None:
+    """Writes the same model with embeddings by which text mostly goes round in six tokens, so that drafts are right."""
+    write_delta_net(folder)
+    weights = weights_of(folder)
+    embeddings = torch.randn(VOCABULARY, int(_LLAMA["hidden_size"]), generator=torch.Generator().manual_seed(2))
+    before = [token - 1 if token % 6 else token + 5 for token in range(VOCABULARY // 6 * 6)]
+    weights["model.embed_tokens.weight"] = embeddings
+    weights["lm_head.weight"] = embeddings.clone()
+    weights["lm_head.weight"][: len(before)] = embeddings[before]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_mamba(folder: Path) -> None:
     """Writes a small Granite 4: two layers of Mamba2 and one of attention, twice, with dense MLPs."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -148,6 +160,7 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
     "delta_net": write_delta_net,
+    "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,
     "sparse": write_sparse,
     "sparse_plain": write_sparse_plain,

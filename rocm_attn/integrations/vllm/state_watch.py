@@ -68,7 +68,7 @@ class StateWatch:
             raise BadTensor(f"there are {len(token_ids)} token ids for a step padded to {num_tokens} tokens")
         end, q_len, first = step.kv_len.long(), step.q_len.long(), step.q_indptr[:num_seqs].long()
         start = end - q_len
-        live = (torch.arange(num_seqs, device=end.device) < step.counts[0]) & (q_len > 0)
+        live = (torch.arange(num_seqs, device=end.device) < step.counts[0]) & (q_len > 0) & (start >= 0)
         is_token = torch.arange(num_tokens, device=end.device) < step.counts[1]
         own = torch.where(is_token, _mixed(token_ids[:num_tokens], step.position_of_token), 0)
         sums = torch.cat([own.new_zeros(1), own.cumsum(0)])

@@ -122,7 +122,7 @@ def test_verified_drafts_give_vllms_own_tokens_and_mixed_up_counts_are_reported(
     """
     rounds: Rounds = [[(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)]]
     settings: dict[str, Any] = {"new_tokens": 24, "enable_prefix_caching": False}
-    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     drafting = run(vllm, "delta_net_repeats", rounds, **settings, speculative_config=ngrams)
     (single,) = vllm.stock([run(vllm, "delta_net_repeats", rounds, **settings)], tmp_path)
     (verified,) = vllm.ours([drafting], tmp_path, watches_states=True)

@@ -25,14 +25,16 @@ _NORM_EPSILON = 1e-6
 
 def register() -> None:
     """Replaces the operations for layers that are made from now on."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType
+
+    # Torch reads the operation's signature from these.
+    delta_net.__annotations__["layer_name"] = LayerNameType
+    setattr(gdn_attention, _DELTA_NET, delta_net)
     try:
         from vllm.model_executor.layers.mamba.ops import ssd_checkpoint, ssd_combined
-        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-    except ImportError:  # a release without them has no such layers on a CPU
+    except ImportError:  # 0.26 keeps no states from within chunks
         return
-    # Torch reads the operation's signature from these.
-    delta_net.__annotations__["layer_name"] = gdn_attention.LayerNameType
-    setattr(gdn_attention, _DELTA_NET, delta_net)
     setattr(ssd_combined, _SCAN, _with_states_of_chunks(getattr(ssd_combined, _SCAN)))
     setattr(ssd_checkpoint, _STORE, store_checkpoint)
 

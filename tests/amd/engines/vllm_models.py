@@ -120,6 +120,9 @@ def write_repeating_delta_net(folder: Path) -> None:
     """Writes the same model with embeddings by which text mostly goes round in six tokens, so that drafts are right."""
     write_delta_net(folder)
     weights = weights_of(folder)
+    for name in weights:
+        if "o_proj" in name or "out_proj" in name or "down_proj" in name:
+            weights[name] = weights[name] / 2
     embeddings = torch.randn(VOCABULARY, int(_LLAMA["hidden_size"]), generator=torch.Generator().manual_seed(2))
     before = [token - 1 if token % 6 else token + 5 for token in range(VOCABULARY // 6 * 6)]
     weights["model.embed_tokens.weight"] = embeddings

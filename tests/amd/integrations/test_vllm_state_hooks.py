@@ -57,6 +57,12 @@ class SecondRunner:
         return input_batch.metadata
 
 
+class Names(Enum):
+    """Stands for AttentionBackendEnum."""
+
+    CUSTOM = 0
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's modules as far as the hooks read them, and the module of the hooks, imported next to them."""
@@ -130,8 +136,7 @@ def test_nothing_is_hooked_or_imported_unless_the_check_is_asked_for(
     value: str, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = ModuleType("vllm.v1.attention.backends.registry")
-    names = Enum("AttentionBackendEnum", ["CUSTOM"])
-    vars(registry).update(AttentionBackendEnum=names, register_backend=lambda *_: None)
+    vars(registry).update(AttentionBackendEnum=Names, register_backend=lambda *_: None)
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setenv(WATCH_STATES, value)
     before = vars(vllm.utils.MambaStateShapeCalculator)["mamba2_state_shape"]

@@ -19,6 +19,7 @@ TAKE_BACKENDS = "ROCM_ATTN_TAKE_BACKENDS"
 TUNING = "ROCM_ATTN_TUNING"
 PROVIDER = "ROCM_ATTN_PROVIDER"
 ON_FAULT = "ROCM_ATTN_ON_FAULT"
+WATCH_STATES = "ROCM_ATTN_WATCH_STATES"
 API_KEYS = "ROCM_ATTN_API_KEYS"
 
 
@@ -57,6 +58,13 @@ VARIABLES = (
         "plug-ins",
         ("raise", "log"),
         "A device fault ends the step that learns of it, or is logged and counted.",
+    ),
+    Variable.of_words(
+        WATCH_STATES,
+        "plug-ins",
+        ("0", "1"),
+        "Each step's recurrent states are checked: whether they hold the tokens of their request "
+        "([in vLLM](vllm.md#recurrent-states)).",
     ),
     Variable(
         TAKE_BACKENDS,
@@ -110,6 +118,7 @@ class Settings:
     disable_plugins: names of the plug-ins to switch off, as written
     take_backends:   names of engines' own backends that ours serves, as written
     tuning:          the file of measured tiles, or "off"; empty: the one in the cache
+    watch_states:    True if an engine's own recurrent states are to be checked
     """
 
     debug: bool = False
@@ -117,6 +126,7 @@ class Settings:
     disable_plugins: tuple[str, ...] = ()
     take_backends: tuple[str, ...] = ()
     tuning: str = ""
+    watch_states: bool = False
 
     def __post_init__(self) -> None:
         if self.disable_guards and not self.debug:
@@ -138,16 +148,22 @@ def whole_number(name: str, value: object) -> int:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """The settings in an environment. Raises BadSetting."""
-    debug = environment.get(DEBUG, "").strip()
-    if debug not in _SWITCH:
-        raise BadSetting(f"{DEBUG} is {debug!r}; it must be 0 or 1")
     return Settings(
-        debug=_SWITCH[debug],
+        debug=_switched(environment, DEBUG),
         disable_guards=_listed(environment, DISABLE_GUARDS),
         disable_plugins=_listed(environment, DISABLE_PLUGINS),
         take_backends=_listed(environment, TAKE_BACKENDS),
         tuning=environment.get(TUNING, "").strip(),
+        watch_states=_switched(environment, WATCH_STATES),
     )
+
+
+def _switched(environment: Mapping[str, str], variable: str) -> bool:
+    """True if a variable is 1. Raises BadSetting."""
+    value = environment.get(variable, "").strip()
+    if value not in _SWITCH:
+        raise BadSetting(f"{variable} is {value!r}; it must be 0 or 1")
+    return _SWITCH[value]
 
 
 def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from rocm_attn.kernels.metadata.error_word import (
     TOO_FEW_GIVEN,
     UNSTORED_TOKEN,
     WINDOW_WITHOUT_PAGE,
+    WRONG_ENGINE_STATE,
     WRONG_STATE,
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP_BEFORE, UNREAD, WRONG_STEP
@@ -70,6 +71,10 @@ _WHAT = {
     WRONG_STATE: "the state of a row is not the one before the new tokens: it was never computed, belongs to another "
     "request, or to tokens that were taken back; its outputs are 0 and its state is as it was; look for code that "
     "wrote lengths or rows, or begin the row at a checkpoint or at token 0",
+    WRONG_ENGINE_STATE: "a slot that the engine names for a sequence's recurrent state does not hold the tokens before "
+    "the new ones (it was never written, is another request's, or has rejected or older tokens), or two sequences have "
+    "it; layers have read it, so the sequence's text is wrong from here on; look for the code that chose, copied, "
+    "freed or overwrote the slot",
 }
 
 

@@ -5,7 +5,10 @@ vLLM calls register() in each of its processes. register() names classes and imp
 
 from __future__ import annotations
 
+import os
+
 from rocm_attn.integrations.plugins import VLLM, load
+from rocm_attn.machine.settings import read_settings
 
 _PACKAGE = "rocm_attn.integrations.vllm"
 GQA_BACKEND = f"{_PACKAGE}.backend.RocmAttnBackend"
@@ -22,6 +25,10 @@ def register() -> None:
 
 
 def _register_names() -> None:
+    if read_settings(os.environ).watch_states:
+        from rocm_attn.integrations.vllm.state_hooks import add_headers
+
+        add_headers()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, GQA_BACKEND)

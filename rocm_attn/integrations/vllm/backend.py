@@ -38,6 +38,7 @@ from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms,
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
+from rocm_attn.machine.settings import read_settings
 from rocm_attn.truth.adopted import log_truth
 
 try:
@@ -137,6 +138,10 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             self.group = _new_shared_group(of_group, vllm_config, device)
         else:
             self.group = new_group(of_group, vllm_config, device)
+        if read_settings(os.environ).watch_states:
+            from rocm_attn.integrations.vllm import state_hooks
+
+            state_hooks.watch(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:

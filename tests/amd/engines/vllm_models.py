@@ -1,4 +1,4 @@
-"""Models that only vLLM loads here: a Llama with heads that draft for it, and a DeepSeek with indexers."""
+"""Models that only vLLM loads here: a Llama with heads that draft for it, a DeepSeek with indexers, and hybrids."""
 
 from __future__ import annotations
 
@@ -93,6 +93,66 @@ def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
     write_random(folder, lambda: DeepseekV32ForCausalLM(config))
 
 
+def write_delta_net(folder: Path) -> None:
+    """Writes a small Qwen3-Next: three layers of gated delta nets and one of attention, twice.
+
+    A state takes as many bytes as K and V of 542 tokens, so vLLM makes blocks of 544.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_LLAMA,
+        num_hidden_layers=8,
+        linear_num_key_heads=1,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=2,
+        num_experts_per_tok=2,  # a choice that rounding cannot change
+        architectures=["Qwen3NextForCausalLM"],
+    )
+    write_random(folder, lambda: Qwen3NextForCausalLM(config))
+
+
+def write_repeating_delta_net(folder: Path) -> None:
+    """Writes the same model with embeddings by which text mostly goes round in six tokens, so that drafts are right."""
+    write_delta_net(folder)
+    weights = weights_of(folder)
+    for name in weights:
+        if "o_proj" in name or "out_proj" in name or "down_proj" in name:
+            weights[name] = weights[name] / 2
+    embeddings = torch.randn(VOCABULARY, int(_LLAMA["hidden_size"]), generator=torch.Generator().manual_seed(2))
+    before = [token - 1 if token % 6 else token + 5 for token in range(VOCABULARY // 6 * 6)]
+    weights["model.embed_tokens.weight"] = embeddings
+    weights["lm_head.weight"] = embeddings.clone()
+    weights["lm_head.weight"][: len(before)] = embeddings[before]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_mamba(folder: Path) -> None:
+    """Writes a small Granite 4: two layers of Mamba2 and one of attention, twice, with dense MLPs."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **{name: value for name, value in _LLAMA.items() if name != "head_dim"},
+        num_hidden_layers=6,
+        layers_block_type=["mamba", "mamba", "attention"] * 2,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=8,
+        mamba_expand=2,
+        mamba_chunk_size=16,
+        architectures=["GraniteMoeHybridForCausalLM"],
+    )
+    write_random(folder, lambda: GraniteMoeHybridForCausalLM(config))
+
+
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Returns a folder's tensors by name."""
     found: dict[str, Tensor] = load_file(folder / "model.safetensors")
@@ -102,6 +162,9 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
+    "delta_net": write_delta_net,
+    "delta_net_repeats": write_repeating_delta_net,
+    "mamba": write_mamba,
     "sparse": write_sparse,
     "sparse_plain": write_sparse_plain,
 }

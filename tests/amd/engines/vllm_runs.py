@@ -29,6 +29,7 @@ _ENTRY_POINTS = (
     "[vllm.general_plugins]\n"
     "rocm_attn = rocm_attn.integrations.vllm:register\n"
     "shared_slots = tests.amd.engines.vllm_cpu_ranks:register\n"
+    "states = tests.amd.engines.vllm_cpu_states:register\n"
 )
 
 
@@ -42,12 +43,15 @@ class VllmVenv:
     def python(self) -> Path:
         return python_of(self.folder, "vllm")
 
-    def ours(self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM) -> list[Answer]:
+    def ours(
+        self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM, watches_states: bool = False
+    ) -> list[Answer]:
         """Returns the answers of our backend, in the place of vLLM's own ones.
 
         release: the Python of another release than the environment's runs over this one's compiled part
+        watches_states: whether the plug-in checks vLLM's recurrent states
         """
-        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA"}
+        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA", "ROCM_ATTN_WATCH_STATES": str(int(watches_states))}
         if release != VLLM:
             tree = self.folder / "vllm" / f"python-{release}"
             assert (tree / "vllm").is_dir(), f"{tree} is missing: remove {self.folder / 'vllm'} and make it anew"

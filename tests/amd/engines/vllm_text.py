@@ -17,12 +17,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.amd.engines.vllm_cpu_states import zero_right_pages
+from tests.amd.engines.vllm_state_faults import STATE_FAULTS, PlantedInStates
+
 
 @dataclass
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
-    fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step; empty: none
+    fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
+           first step from the fifth on that it fits; empty: none
     """
 
     args: dict[str, Any]
@@ -36,6 +40,7 @@ class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt from the prefix cache
 
     steps:       of the engine, in all rounds; fewer if drafts were accepted
+    preemptions: requests that lost their blocks and began again
 
     said:        text of the error raised after a fault
     faulty_step: the number that our attention has given to the faulty step, captures included; -1: it was not begun
@@ -45,6 +50,7 @@ class Answer:
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     steps: int = 0
+    preemptions: int = 0
     said: str = ""
     faulty_step: int = -1
     steps_later: int = -1
@@ -106,7 +112,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 # Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 _FAULTY_STEP = 5
-_BEGIN, _STEP = "begin", "step"
+_BEGIN, _STEP, _PREEMPT = "begin", "step", "_preempt_request"
 
 
 class Planted:
@@ -137,31 +143,42 @@ class Planted:
         """Number of steps between the faulty one and the one that was not begun."""
         return max(self.begun.values()) - _FAULTY_STEP - 1
 
+    def next_round(self) -> None:
+        """Changes nothing: these faults need no earlier request."""
+
     def undo(self) -> None:
         setattr(self._group, _BEGIN, self._begin)
 
 
 @contextmanager
 def counted_steps(found: Answer) -> Iterator[None]:
-    """Counts the steps of engines. It keeps no reference to an engine, which would prevent its end."""
+    """Counts the steps and preemptions of engines. It keeps no reference to one, which would prevent its end."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    step = LLMEngine.step
+    step, preempt = LLMEngine.step, getattr(Scheduler, _PREEMPT)
 
     def counted(engine: Any) -> Any:
         found.steps += 1
         return step(engine)
 
+    def preempted(scheduler: Any, *given: Any, **named: Any) -> Any:
+        found.preemptions += 1
+        return preempt(scheduler, *given, **named)
+
     setattr(LLMEngine, _STEP, counted)
+    setattr(Scheduler, _PREEMPT, preempted)
     try:
         yield
     finally:
         setattr(LLMEngine, _STEP, step)
+        setattr(Scheduler, _PREEMPT, preempt)
 
 
 def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     from rocm_attn.errors import RocmAttnError
 
@@ -171,9 +188,13 @@ def answer(run: Run) -> Answer:
         give_indexer()
     settings = {"dtype": "float32", "enforce_eager": True, **run.args}
     engine = LLM(skip_tokenizer_init=True, disable_log_stats=True, **settings)
+    if current_platform.is_cpu():
+        zero_right_pages()
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()
-    planted = Planted(run.fault) if run.fault else None
+    planted = None
+    if run.fault:
+        planted = PlantedInStates(run.fault) if run.fault in STATE_FAULTS else Planted(run.fault)
     try:
         for prompts in run.rounds:
             requested = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -181,6 +202,9 @@ def answer(run: Run) -> Answer:
                 outputs = engine.generate(requested, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
             found.cached.append([output.num_cached_tokens or 0 for output in outputs])
+            if planted is not None:
+                planted.next_round()
+                found.faulty_step = planted.faulty_step
     except (RuntimeError, RocmAttnError) as error:
         if planted is None:
             raise

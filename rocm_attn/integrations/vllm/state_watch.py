@@ -1,0 +1,132 @@
+"""StateWatch: whether the slots of an engine's recurrent states hold the tokens that a step goes on from.
+
+A state is a function of the tokens that are folded into it, and nothing in it says which those were. So each slot has a
+header, int32 [3]: a hash of its tokens in two words, and their number. The hash of a sequence's tokens is kept for each
+slot of its KV too, so the table of its attention says which header a step must find. Requests need no names: two with
+the same tokens may share a state, as a prefix cache lets them.
+
+A hash is the sum over tokens of 64 mixed bits of id and position, modulo 2^64, so a step adds up its own tokens alone.
+
+Nothing here waits for the device, and no size depends on a value there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.integrations.vllm.state_slots import ALL_NEW, StateSlots
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+
+# int32 words of a header: low and high half of the hash, number of tokens.
+HEADER_WORDS = 3
+# The multipliers of SplitMix64 (Steele, Lea, Flood 2014), and its increment, as int64.
+_MIX = tuple(each - (1 << 64) if each >> 63 else each for each in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """A step's sequences and the hashes of their tokens.
+
+    live:         bool [S]; whether there is such a sequence, with new tokens
+    start, q_len: int64 [S], tokens before the step, and new ones
+    first:        int64 [S], the place of the first new token
+    before:       int64 [S], the hash of the tokens before the step
+    after:        int64 [T], the hash of a sequence's tokens up to each new one
+    counts:       of the step, whose error word is set
+    """
+
+    live: Tensor
+    start: Tensor
+    q_len: Tensor
+    first: Tensor
+    before: Tensor
+    after: Tensor
+    counts: Tensor
+
+
+class StateWatch:
+    """The hashes of the tokens of one KV cache group. num_slots: tokens that its pages have room for"""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._hashes = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def begin(self, step: StepTensors, page_size: int, token_ids: Tensor) -> StepTokens:
+        """Hashes a step's new tokens, and keeps the hashes at the slots of their KV.
+
+        step:      filled
+        token_ids: int [T or more]
+        Raises BadTensor.
+        """
+        num_tokens, num_seqs, hashes = len(step.slot_of_token), len(step.kv_len), self._hashes
+        if len(token_ids) < num_tokens:
+            raise BadTensor(f"there are {len(token_ids)} token ids for a step padded to {num_tokens} tokens")
+        end, q_len, first = step.kv_len.long(), step.q_len.long(), step.q_indptr[:num_seqs].long()
+        start = end - q_len
+        live = (torch.arange(num_seqs, device=end.device) < step.counts[0]) & (q_len > 0) & (start >= 0)
+        is_token = torch.arange(num_tokens, device=end.device) < step.counts[1]
+        own = torch.where(is_token, _mixed(token_ids[:num_tokens], step.position_of_token), 0)
+        sums = torch.cat([own.new_zeros(1), own.cumsum(0)])
+        last = (start - 1).clamp(min=0)
+        column = (last // page_size).clamp(max=step.table.shape[1] - 1)
+        page = step.table[step.row_of_seq.long(), column].long()
+        place = (page * page_size + last % page_size).clamp(0, len(hashes) - 1)
+        before = torch.where(live & (start > 0), hashes[place], 0)
+        seq = step.seq_of_token.long()
+        after = sums[1:] + (before - sums[first.clamp(max=num_tokens)])[seq]
+        slot = step.slot_of_token.long().clamp(0, len(hashes) - 1)
+        hashes[slot] = torch.where(is_token, after, hashes[slot])
+        return StepTokens(live, start, q_len, first, before, after, step.counts)
+
+    def check(self, tokens: StepTokens, headers: Tensor, slots: StateSlots) -> None:
+        """Sets WRONG_ENGINE_STATE if a sequence has a wrong slot, and writes the headers of the slots that it writes.
+
+        A sequence that goes on from a wrong state leaves none that is right: what comes from it is reported too.
+
+        headers: int32 [slots, HEADER_WORDS], any stride of slots; that of slot 0 is never right
+        slots:   those of all sequences, for layers with one set of slots
+        """
+        live, q_len, num_slots = tokens.live, tokens.q_len, len(headers)
+        goes_on = live & (tokens.start > 0)
+        read, written = slots.read.long(), slots.written.long()
+        found = headers[read.clamp(0, num_slots - 1)]
+        wrong = goes_on & ((found != _header(tokens.before, tokens.start)).any(1) | ~_exists(read, num_slots))
+        wrong |= live & (slots.is_read != goes_on)
+        folded = torch.where(slots.folded == ALL_NEW, q_len[:, None], slots.folded.long())
+        used = live[:, None] & (folded > 0) & (folded <= q_len[:, None])
+        wrong |= (used & ~_exists(written, num_slots)).any(1)
+        seq = torch.arange(len(live), device=live.device)[:, None]
+        taken = torch.cat([torch.where(goes_on, read, 0)[:, None], torch.where(used, written, 0)], 1)
+        cells = (taken * len(live) + seq).flatten().sort().values
+        slot = cells // len(live)
+        shared = (slot[1:] == slot[:-1]) & (slot[1:] > 0) & (cells[1:] != cells[:-1])
+        place = (tokens.first[:, None] + folded - 1).clamp(0, len(tokens.after) - 1)
+        new = _header(tokens.after[place], tokens.start[:, None] + folded)
+        is_right = (used & ~wrong[:, None])[..., None]
+        target = torch.where(used & _exists(written, num_slots), written, 0)
+        headers[target.flatten()] = torch.where(is_right, new, 0).flatten(0, 1)
+        headers[0] = 0
+        fault = (wrong.any() | shared.any()).int() * WRONG_ENGINE_STATE
+        tokens.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_(fault)
+
+
+def _mixed(token_ids: Tensor, positions: Tensor) -> Tensor:
+    """64 bits of each id and position. Shifts are of signed numbers, which mixes as well."""
+    bits = (token_ids.long() << 32 | positions.long()) * _MIX[0] + _INCREMENT
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        bits = (bits ^ (bits >> shift)) * factor
+    return bits ^ (bits >> 31)
+
+
+def _header(hashes: Tensor, counts: Tensor) -> Tensor:
+    """Headers, int32 [..., HEADER_WORDS]."""
+    return torch.stack([hashes, hashes >> 32, counts], -1).int()
+
+
+def _exists(slots: Tensor, num_slots: int) -> Tensor:
+    return (slots > 0) & (slots < num_slots)

@@ -1,0 +1,141 @@
+"""vLLM's whole engine with recurrent layers: our attention gives its own tokens, and faults of its states are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.amd.engines.serving import MOST_STEPS_LATER, Rounds, assert_equal_tokens, prompts
+from tests.amd.engines.vllm_models import vllm_model
+from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
+from tests.amd.engines.vllm_state_faults import FAULTS_OF_SLOTS, LOST_COPY, SWAPPED_COUNTS, WRONG_HIT, ZEROED_PAGES
+from tests.amd.engines.vllm_text import Answer, Run
+
+# vLLM makes blocks of as many tokens as take the bytes of a state: 64 and 544.
+_MODELS = ("mamba", "delta_net")
+_WRONG_STATE = "a slot that the engine names for a sequence's recurrent state does not hold"
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
+    return vllm_venv(tmp_path_factory.mktemp("plugin"))
+
+
+def run(vllm: VllmVenv, name: str, rounds: Rounds, fault: str = "", new_tokens: int = 16, **args: Any) -> Run:
+    settings = {
+        "model": str(vllm_model(name, vllm.folder)),
+        "block_size": 32,
+        "max_model_len": 256 if name == "mamba" else 832,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 104 if name == "mamba" else 584,
+        "enable_chunked_prefill": True,
+        **args,
+    }
+    return Run(settings, rounds, new_tokens, fault)
+
+
+def two_rounds(name: str) -> Rounds:
+    """Prompts in chunks, some of which share two blocks or one; then the last ones again, which are cached."""
+    if name == "mamba":
+        served = prompts((1, 5, 31, 32, 63, 64, 65, 100, 128, 130, 170), num_shared=150)
+    else:
+        served = prompts((1, 31, 100, 543, 545), num_shared=560)
+    return [served, served[-3:]]
+
+
+def of_fault(vllm: VllmVenv, fault: str) -> Run:
+    """Returns a run of decodes in the fifth step; at a block's end or after a round of others if the fault needs it."""
+    if fault == WRONG_HIT:
+        return run(vllm, "mamba", [prompts((70, 80, 140))[:3], prompts((150,))[:1], prompts((150,))[:1]], fault)
+    if fault == LOST_COPY:
+        return run(vllm, "mamba", [prompts((60, 9))[:2]], fault)
+    if fault == ZEROED_PAGES:
+        return run(vllm, "delta_net", two_rounds("delta_net"), fault)
+    return run(vllm, "mamba", [prompts()[2:4], prompts()[4:6]], fault)
+
+
+_FAULTS = (*FAULTS_OF_SLOTS, LOST_COPY, WRONG_HIT, ZEROED_PAGES)
+
+
+def assert_reported(fault: str, answer: Answer) -> None:
+    """Checks the report. Zeroes harm a state between two steps."""
+    if fault == ZEROED_PAGES:
+        assert answer.said.startswith("DeviceFault: step ")
+        assert _WRONG_STATE in answer.said
+        return
+    assert answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: {_WRONG_STATE}"), (fault, answer.said)
+    assert 0 <= answer.steps_later <= MOST_STEPS_LATER, fault
+
+
+def assert_equal(ours: Sequence[Answer], stock: Sequence[Answer]) -> None:
+    for answer, own in zip(ours, stock, strict=True):
+        assert_equal_tokens([answer.tokens], own.tokens)
+        assert answer.cached == own.cached
+        assert all(answer.cached[1])
+
+
+def test_hybrid_models_give_vllms_own_tokens_and_faults_of_states_are_reported(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Delta nets and Mamba2, whose blocks have 544 and 64 tokens; all runs share one vLLM process."""
+    requested = [run(vllm, name, two_rounds(name)) for name in _MODELS]
+    stock = vllm.stock(requested, tmp_path)
+    faults = [of_fault(vllm, fault) for fault in _FAULTS]
+    answers = vllm.ours([*requested, *faults], tmp_path, watches_states=True)
+    assert_equal(answers[:2], stock)
+    for fault, answer in zip(_FAULTS, answers[2:], strict=True):
+        assert_reported(fault, answer)
+
+
+@pytest.mark.nightly
+def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(vllm: VllmVenv, tmp_path: Path) -> None:
+    requested = [run(vllm, name, two_rounds(name)) for name in _MODELS]
+    faults = [of_fault(vllm, fault) for fault in _FAULTS]
+    right: list[Run] = []
+    for each in faults:
+        if (run_without := Run(each.args, each.rounds, each.new_tokens)) not in right:
+            right.append(run_without)
+    answers = vllm.ours([*requested, *faults, *right], tmp_path)
+    assert_equal(answers[:2], vllm.stock(requested, tmp_path))
+    for fault, each, answer in zip(_FAULTS, faults, answers[2:], strict=False):
+        own = answers[2 + len(faults) + right.index(Run(each.args, each.rounds, each.new_tokens))]
+        assert answer.faulty_step > 0 or fault == ZEROED_PAGES, fault
+        assert not answer.said, fault
+        assert answer.tokens != own.tokens, fault
+
+
+@pytest.mark.nightly
+def test_preempted_requests_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    requested = [run(vllm, "mamba", two_rounds("mamba"), new_tokens=40, num_gpu_blocks_override=40)]
+    (stock,) = vllm.stock(requested, tmp_path)
+    (preempted,) = vllm.ours(requested, tmp_path, watches_states=True)
+    assert preempted.preemptions
+    assert preempted.tokens == stock.tokens
+
+
+@pytest.mark.nightly
+def test_verified_drafts_give_vllms_own_tokens_and_mixed_up_counts_are_reported(vllm: VllmVenv, tmp_path: Path) -> None:
+    """On a CPU vLLM has no kernel that keeps states of drafts in the prefix cache, so these runs do without it.
+
+    It makes no further engine in a process that has looked drafts up.
+    """
+    rounds: Rounds = [[(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)][:4]]
+    settings: dict[str, Any] = {"new_tokens": 24, "enable_prefix_caching": False}
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    drafting = run(vllm, "delta_net_repeats", rounds, **settings, speculative_config=ngrams)
+    (single,) = vllm.stock([run(vllm, "delta_net_repeats", rounds, **settings)], tmp_path)
+    (verified,) = vllm.ours([drafting], tmp_path, watches_states=True)
+    assert verified.tokens == single.tokens
+    assert verified.steps < single.steps
+    (reported,) = vllm.ours([Run(drafting.args, rounds, 24, SWAPPED_COUNTS)], tmp_path, watches_states=True)
+    assert_reported(SWAPPED_COUNTS, reported)
+
+
+@pytest.mark.nightly
+def test_the_newest_release_gives_the_same_tokens_and_faults_are_reported(vllm: VllmVenv, tmp_path: Path) -> None:
+    requested = [run(vllm, "delta_net", two_rounds("delta_net"))]
+    fault = run(vllm, "delta_net", [prompts()[2:4], prompts()[4:6]], "swapped_states")
+    ours, reported = vllm.ours([*requested, fault], tmp_path, release="0.33.0", watches_states=True)
+    assert_equal([ours], vllm.stock(requested, tmp_path))
+    assert_reported("swapped_states", reported)

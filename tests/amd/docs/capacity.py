@@ -99,9 +99,10 @@ _TIMES = """
 ## How fast
 
 The same command tells the time of a step before anything runs. A step reads the weights once, and the keys of each
-sequence: that takes at least the bytes over the GPU's published bandwidth, which is the lower bound here in brackets.
-Steps are expected to reach two thirds of the bandwidth, and prompts 0.6 of the published rate of bfloat16 matrices.
-Sums over ranks are left out. None of it was measured on an AMD GPU; [one command](rocm.md) measures it.
+sequence; it reads and writes its recurrent states. That takes at least the bytes over the GPU's published bandwidth,
+which is the lower bound here in brackets. Steps are expected to reach two thirds of the bandwidth, and prompts 0.6 of
+the published rate of bfloat16 matrices. Sums over ranks are left out. None of it was measured on an AMD GPU; [one
+command](rocm.md) measures it.
 
 The columns: milliseconds of a step that decodes 1, 32 and the most sequences of 512 tokens; these most; tokens per
 second of them; milliseconds to the first token of a prompt of 2,048 tokens; and the [sizes of

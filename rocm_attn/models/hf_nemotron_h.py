@@ -20,8 +20,11 @@ NEMOTRON_H_DEFAULTS: dict[str, object] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
-    "mamba_d_conv": 4,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
     "mamba_n_groups": 8,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
 }
 # Names of the fields of a Mamba2 layer, which other families share -> those in Nemotron-H's files.
 NEMOTRON_H_NAMES = {

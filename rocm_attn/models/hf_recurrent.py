@@ -1,4 +1,4 @@
-"""Models with recurrences next to attention: Qwen3-Next to 3.8, Kimi-Linear and K3, GLM-5.3-Flash, and with Mamba2.
+"""Models with recurrences next to attention: Qwen3-Next to 3.8, Kimi-Linear and K3, GLM-5.3-Flash, those of Mamba2.
 
 States are those of transformers' Qwen3_5GatedDeltaNet, KimiLinearDeltaAttention and BambaMixer.
 """
@@ -106,9 +106,10 @@ def mamba(fields: Fields) -> RecurrentLayer:
         inner = fields.count("mamba_d_ssm")
     elif fields.has("mamba_expand"):
         inner = fields.count("mamba_expand") * fields.count("hidden_size")
-    dim = fields.values.get("mamba_d_head", "auto")
-    dim = inner // heads if dim == "auto" else fields.count("mamba_d_head")
-    if heads % groups or dim * heads != (inner or dim * heads):
+    follows = inner > 0 and fields.values.get("mamba_d_head", "auto") == "auto"
+    dim = inner // heads if follows else fields.count("mamba_d_head")
+    inner = inner or dim * heads
+    if heads % groups or dim * heads != inner:
         raise BadModel(
             f"config.json: mamba_n_heads is {heads}, mamba_d_head {dim} and mamba_n_groups {groups}; the heads must be "
             f"a multiple of the groups, and have {inner} elements together: mamba_d_ssm, or else mamba_expand times "

@@ -16,10 +16,14 @@ from tests.amd.runner.hf_models import PUBLISHED, published, small_hf_config
 # Fields that MiniCPM3's class knows. Gemma 3's class knows almost all fields.
 OF_MINICPM3 = ("scale_emb", "scale_depth", "dim_model_base", "kv_lora_rank", "hidden_size", "vocab_size")
 MINICPM3 = published("minicpm3-4b")
+OF_STATES = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
 CONFIGS = {
     **{path.stem: published(path.stem) for path in sorted(PUBLISHED.glob("*.json"))},
     "minicpm3-4b, by its class": {name: value for name, value in MINICPM3.items() if name not in OF_MINICPM3},
     "minicpm3-4b, without factors": {**MINICPM3, "scale_depth": None, "dim_model_base": None},
+    "nemotron-h-8b, by its class": {
+        name: value for name, value in published("nemotron-h-8b-base-8k").items() if name not in OF_STATES
+    },
 }
 
 
@@ -129,8 +133,10 @@ def config_of(model: str) -> dict[str, Any]:
         (
             "nemotron-h-8b-base-8k",
             {"hybrid_override_pattern": None},
-            "hybrid_override_pattern is None|does not say hyb",
+            "does not say hybrid_override_pattern; the file is not complete",
         ),
+        ("nemotron-h-8b-base-8k", {"n_groups": 7}, "mamba_n_groups 7; .* have 8192 elements together"),
+        ("nemotron-h-8b-base-8k", {"mamba_head_dim": "auto"}, "mamba_d_head is 'auto'; it must be a whole number"),
         ("nemotron-h-8b-base-8k", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is .*; it must be 0 and infinity"),
         ("qwen3-next-80b-a3b", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' with partial"),
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),

@@ -38,10 +38,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding
 from rocm_attn.step.external_step import NO_CELLS, BoolCells, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
-
-
-def try_nothing(attention: ExternalAttention, lend: Callable[[int], None]) -> None:
-    """Tries no step before SGLang's first one."""
+from rocm_attn.truth.adopted import try_nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.truth.adopted import try_nothing
 
 
 class CachedLayer(Protocol):
@@ -70,10 +71,6 @@ def say_nothing(selections: Sequence[Selection]) -> None:
 
 
 Lend = Callable[[int], Mapping[str, Tensor]]
-
-
-def try_nothing(attention: ExternalAttention, lend: Lend) -> None:
-    """Tries no step before vLLM's first one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rocm_attn.external import ExternalAttention
-from rocm_attn.integrations.vllm.group import CachedLayer
+from rocm_attn.integrations.vllm.group import CachedLayer, Lend
 from rocm_attn.step.protocols import LayerCalls, WrappedLayers
 from rocm_attn.truth.adopted import log_truth
 from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
@@ -28,13 +28,14 @@ class LatentLayer(CachedLayer, Protocol):
 class LatentProbe:
     """Sends needles through MLA layers and logs the finding: GroupOptions.tried.
 
-    layers: of the group, in order
+    layers:   of the group, in order
+    choosers: of the layers with an indexer
     """
 
     def __init__(self, layers: Sequence[LatentLayer], log: logging.Logger, choosers: Choosers = BY_INDEXERS) -> None:
         self._layers, self._log, self._choosers = layers, log, choosers
 
-    def __call__(self, attention: ExternalAttention, lend: Callable[[int], Mapping[str, Tensor]]) -> None:
+    def __call__(self, attention: ExternalAttention, lend: Lend) -> None:
         lent: list[Tensor] = []
 
         def keep(count: int) -> None:

@@ -23,13 +23,13 @@ from rocm_attn.integrations.vllm.group import (
     Lend,
     StepOfGroup,
     forget_empty_parts,
-    try_nothing,
 )
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
+from rocm_attn.truth.adopted import try_nothing
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.kernels.record_cases import POISON, RecordPages
 

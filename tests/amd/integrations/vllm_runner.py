@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, try_nothing
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
+from rocm_attn.truth.adopted import try_nothing
 from tests.amd.coded import kept
 from tests.amd.integrations.oracle import Array, Scores, attention
 

@@ -16,11 +16,11 @@ class ScaledTensors:
 
     def __init__(self, whole: TensorSource, factors: RowFactors) -> None:
         self.name = whole.name
-        self._whole, self._factors = whole, factors
+        self._whole, self._factors, self._shapes = whole, factors, whole.shapes()
 
     def shapes(self) -> Mapping[str, Shape]:
         """Like TensorSource.shapes."""
-        return self._whole.shapes()
+        return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:
         """Like TensorSource.read; in float32 if there are factors, so that the product is rounded once."""
@@ -28,7 +28,7 @@ class ScaledTensors:
         factors = next((factors for end, factors in self._factors.items() if name.endswith(end)), {})
         if not factors:
             return part
-        of_row = torch.empty(self.shapes()[name][0])
+        of_row = torch.empty(self._shapes[name][0])
         for first, factor in factors.items():
             of_row[first:] = factor
         return part.float() * of_row[where[:1]].view(-1, *[1] * (part.dim() - 1))

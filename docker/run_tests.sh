@@ -115,8 +115,11 @@ if [ "$stage" = rocm ]; then
     options+=(--env "BENCHMARK_COMMIT=$(git describe --always --abbrev=12 --dirty=+ 2>/dev/null || echo unknown)")
 fi
 
+# Each stage that needs no GPU and no other process.
+[ "$stage" != host ] || stage="host runner"
+
 status=0
-# Beside this script, which a signal then reaches at once.
+# Next to this script, which a signal then reaches at once.
 # shellcheck disable=SC2086 # options are words
 "$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage" &
 wait $! || status=$?

@@ -68,6 +68,9 @@ MODELS = (
     Named("MiniMax-M3 (text)", ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")),
 )
 
+# Hybrid models that were run in vLLM, where recurrent layers are vLLM's own.
+_TRIED_HYBRIDS = ("Qwen3NextForCausalLM",)
+
 _HEAD = """# Models by name
 
 Does it run? *The engine* is `rocm-attn serve` and `generate`; *plug-ins* is vLLM or SGLang with this project's
@@ -97,7 +100,8 @@ def _cells(model: Named) -> str:
     if family.attention is compressed_layers:
         plugins = "no"
     elif isinstance(family.attention, HybridAttention):
-        plugins = "not tried: it has recurrent layers"
+        is_tried = model.architectures[0] in _TRIED_HYBRIDS
+        plugins = "its attention, [in vLLM](vllm.md#seen)" if is_tried else "not tried: it has recurrent layers"
     return f"| {model.name} | {engine} | {plugins} | {', '.join(f'`{name}`' for name in model.architectures)} |"
 
 

@@ -72,9 +72,9 @@ NOT_COUNTED = Matrices(0, 0, 0, 0.0, 1)
 class StepTimes:
     """The times of one rank's steps, in seconds.
 
-    layers: one for each layer that attends; several may read the same K and V
-    rates:  of the device
-    recurrent: layers that keep a state in place of K and V
+    layers:    one for each layer that attends; several may read the same K and V
+    rates:     of the device
+    recurrent: one for each layer that keeps a state
     """
 
     matrices: Matrices
@@ -149,7 +149,7 @@ class StepTimes:
         return 2 * slot_bytes(RecurrentLayers(self.recurrent)) / self.rates.bytes_per_s
 
     def _of_each(self, kv_len: int) -> float:
-        """Reading the keys of one sequence, and attending to them; and its states."""
+        """Reading the keys of one sequence and attending to them, and moving its states."""
         read = ((layer, page_bytes([layer]) / layer.page_size / self.rates.bytes_per_s) for layer in self.layers)
         keys = sum(
             _seen(layer, kv_len) * max(of_key, _flops_of_key(layer) / self.rates.flops_per_s) for layer, of_key in read

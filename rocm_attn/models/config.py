@@ -153,9 +153,10 @@ class OwnInputs:
 class Multipliers:
     """Factors on rows.
 
-    embedding: on the embeddings of tokens; rounds_embedding: whether it is rounded to the model's dtype first (Gemma)
-    residual:  on the output of attention and MLP, before it is added to the residual
-    head:      on the input of the output matrix
+    embedding:        on the embeddings of tokens
+    rounds_embedding: whether that factor is rounded to the model's dtype first (Gemma)
+    residual:         on the output of attention and MLP, before it is added to the residual
+    head:             on the input of the output matrix
     """
 
     embedding: float = 1.0

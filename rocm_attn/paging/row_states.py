@@ -142,7 +142,8 @@ class RowStates:
 
         Pending copies are made first: they may read these slots, which were another request's when it was forked.
 
-        Returns int64 [n], the slots to write, and int32 [n, 4], their headers. The rows have been stepped by no step.
+        rows, kv_len: int32 [n]; no step has stored tokens in the rows since begin() gave them their tags
+        Returns int64 [n], the slots to write, and int32 [n, 4], their headers.
         """
         slots = SLOTS_OF_ROW * rows.astype(np.int64)
         self._headers[rows] = _NOTHING

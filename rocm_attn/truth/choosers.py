@@ -165,7 +165,7 @@ class PagesOfLayers(Protocol):
 
 
 class Choosers(Protocol):
-    """What chooses the keys of a model's layers that have an indexer."""
+    """The makers of choosers, for a model's layers that have an indexer."""
 
     def check(self, indexer: Indexer, kv_len: int) -> None:
         """Raises BadProblem if the keys that needles ask for may not be chosen."""

@@ -207,7 +207,7 @@ class Soak:
         self._seed = seed
         problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
         forms = soak_recurrences(dtype) if scenario.recurrent else ()
-        # As many as a verify step has, so that any of them may be taken back.
+        # A verify step keeps all of its tokens, so that any of them may be taken back.
         layers = RecurrentLayers(forms, kept=scenario.verify_len, checkpoints=scenario.checkpoints if forms else 0)
         options = _runtime_options(scenario, provider, deterministic)
         self._runtime = build_runtime(problems, options, layers, device=device)

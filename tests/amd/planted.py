@@ -1,6 +1,6 @@
 """Faults that are planted into the kernels over torch, by pytest's monkeypatch; tests check that they are found.
 
-Layers are told apart by the address of their pages, in the order of their first call.
+Layers are known by the address of their pages, in the order of their first call.
 """
 
 from __future__ import annotations

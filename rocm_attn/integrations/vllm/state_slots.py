@@ -13,8 +13,9 @@ ALL_NEW = -1
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """The slots of states that a step's sequences use, as the engine names them; 0 belongs to no one. S, W: any
+    """The slots of states that a step's S sequences use, as the engine names them; slot 0 is no sequence's.
 
+    W: the most slots that a sequence writes
     read:    int [S], the state before the first new token; not looked at if the sequence begins
     is_read: bool [S], whether layers read it; they must if the sequence goes on, and must not if it begins
     written: int [S, W]

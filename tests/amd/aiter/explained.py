@@ -1,4 +1,4 @@
-"""The output of `rocm-attn explain` for twenty-one models on two archs, for two with 8-bit K and V, and for one over
+"""The output of `rocm-attn explain` for MODELS on two archs, for two with 8-bit K and V, and for one over
 records.
 
 `python -m tests.amd.aiter.explained` writes it again, and the table of docs/models.md.

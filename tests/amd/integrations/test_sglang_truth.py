@@ -166,7 +166,7 @@ def test_an_indexer_whose_needles_do_not_stand_out_leaves_its_layers_unchecked()
 
 
 def test_layers_without_attention_are_passed_over() -> None:
-    """As in a hybrid model: SGLang's pool has pages for the layers with attention alone, by their ids."""
+    """A hybrid model: SGLang's pool has pages for the layers with attention alone, by their ids."""
 
     class HybridPool:
         def __init__(self, pool: Any) -> None:

@@ -80,7 +80,7 @@ class World:
         return bool(step.counts[ERROR_WORD])
 
     def expected(self, seqs: list[Sequence]) -> bool:
-        """Whether the step is wrong, by the record, which it brings up to date. Call it before run()."""
+        """True if the step is wrong by the record, which it brings up to date. Call it before run()."""
         users: dict[int, set[int]] = {}
         is_wrong = False
         for place, seq in enumerate(seqs):

@@ -108,7 +108,7 @@ def test_neither_do_those_of_a_model_with_recurrent_layers() -> None:
 
 
 def test_mixers_side_by_side_and_layers_of_one_part_launch_nothing_else() -> None:
-    """As in Falcon-H1, and as in Nemotron-H, whose rows do not turn and whose MLPs have no gate."""
+    """Layers like Falcon-H1's, and like those of Nemotron-H, whose rows do not turn and whose MLPs have no gate."""
     (mixer,) = wide_model().config.layers[0].mixers
     assert isinstance(mixer, AttentionConfig)
     both = LayerConfig((RECURRENCE, mixer), DenseMlp(40, SwiGLU()))

@@ -151,7 +151,6 @@ class Model:
         self, problems: list[Problem], seed: int, device: torch.device, recurrent: Sequence[Recurrence] = ()
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.breaks_before = -1
         self.layers = [LayerTables.random(problem, generator, device) for problem in problems]
         self.breaks_before = -1
         entries = (VOCABULARY + 1) * PLACES
@@ -200,7 +199,7 @@ class Model:
         return torch.cat([*rows, *self.recur(step, entry)], 1)
 
     def recur(self, step: Part, entry: Tensor) -> list[Tensor]:
-        """What each recurrent layer gives the last token of each sequence."""
+        """Runs the recurrent layers. Returns their rows, float32 [S, ...] each: those of each sequence's last token."""
         rows = []
         for number, each in enumerate(self.recurrent):
             if number == self.breaks_before:

@@ -180,7 +180,7 @@ class RecurrentLayer:
         return Answer(out[new_ones], nothing, bounds, nothing, known[new_ones], known[new_ones])
 
     def _convolved(self, x: Floats) -> tuple[Floats, float]:
-        """What the convolution gives, and the largest sum of |weight * x|."""
+        """The outputs of the convolution, and the largest sum of |weight * x|."""
         if not self.weight.size:
             return x, float(np.abs(x).max(initial=0.0))
         width = self.weight.shape[1]

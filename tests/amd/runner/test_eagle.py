@@ -98,8 +98,8 @@ def test_a_model_without_a_layer_like_a_heads_has_no_head_of_eagle_1(loaded: Loa
         load_head("seeded", alone)
     (of_head,) = seeded_head3(alone).model.config.layers
     assert (of_head.mixers, of_head.mlp) == (CONFIG.layers[1].mixers, alone.config.layers[-1].mlp)
-    beside = tiny_model(base=next_to_attention(replace(CONFIG, layers=CONFIG.layers[:1]), RECURRENCE))
-    assert load_head("seeded", beside).model.config.layers == CONFIG.layers[:1]
+    both = tiny_model(base=next_to_attention(replace(CONFIG, layers=CONFIG.layers[:1]), RECURRENCE))
+    assert load_head("seeded", both).model.config.layers == CONFIG.layers[:1]
 
 
 def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_it_runs_between_any_two_steps_and_the_texts_stay_the_same(
     assert all_pages_are_free(served)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["before", "beside", "alone"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["before", "next to attention", "alone"])
 def test_it_runs_in_a_model_with_recurrences_which_no_needle_passes(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

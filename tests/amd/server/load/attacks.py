@@ -33,7 +33,7 @@ MOST_RATIO = 3.0
 HEALTH_SECONDS = 0.1
 MOST_GROWTH, MOST_KEPT = 300 << 20, 64 << 20
 MOST_CONNECTIONS, OVER = 64, 1000
-# Of a stream. The last one is read to its end, which on a busy machine takes long.
+# Tokens of a stream. The last stream is read to its end, which on a busy machine takes long.
 TOKENS = 64
 # One line about connections may come every few seconds, and one more when all is over.
 MOST_LINES = 20

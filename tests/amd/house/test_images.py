@@ -293,6 +293,7 @@ def test_a_run_of_tests_that_is_ended_takes_its_container_with_it(tmp_path: Path
     run, removed = calls(tmp_path)
     assert "--init" in run.split()
     assert "--name a-name" in run
+    assert run.endswith(" an-image host runner"), "both stages need no GPU"
     assert removed == "rm --force --volumes a-name"
 
 

@@ -144,16 +144,16 @@ def recurrent_call(scene: Scene) -> None:
 
     ways: tuple[tuple[str, Callable[[], Any], str], ...] = (
         ("convolves", convolves, wrong if tables.weight.numel() else ""),
-        ("convolves", convolves, wrong if tables.weight.numel() else ""),
         ("recurs with a token too few", too_few, "a token is missing"),
         (
             "is called by a number that there is not",
             lambda: tables.recur(part, count, entry, tables.x[entry]),
             "no such",
         ),
-        ("recurs after it is over", recurs, wrong),
     )
-    name, call, why = scene.one_of("recurrent call", ways if not is_open else ways[:4])
+    if not is_open:
+        ways = (*ways, ("recurs after it is over", recurs, wrong))
+    name, call, why = scene.one_of("recurrent call", ways)
     given = scene.call(f"recurrent layer {number} {name}", call, wrong=why)
     if given is REFUSED or scene.open is None:
         return

@@ -17,7 +17,7 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
-from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, Settings, read_settings, settings
+from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, WATCH_STATES, Settings, read_settings, settings
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.faults.wrong_twins import WRONG_TWINS
@@ -111,10 +111,11 @@ def test_the_environment_is_read_into_a_value(environment: dict[str, str], expec
     assert set(guards_from_settings(expected).off) == set(expected.disable_guards)
 
 
+@pytest.mark.parametrize("switch", [DEBUG, WATCH_STATES])
 @pytest.mark.parametrize("value", ["yes", "2", "true", "-1"])
-def test_a_debug_flag_that_is_neither_0_nor_1_is_refused(value: str) -> None:
-    with pytest.raises(BadSetting, match=f"{DEBUG} is '{value}'; it must be 0 or 1"):
-        read_settings({DEBUG: value})
+def test_a_switch_that_is_neither_0_nor_1_is_refused(value: str, switch: str) -> None:
+    with pytest.raises(BadSetting, match=f"{switch} is '{value}'; it must be 0 or 1"):
+        read_settings({switch: value})
 
 
 @pytest.mark.parametrize("debug", [{}, {DEBUG: "0"}])

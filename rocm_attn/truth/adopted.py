@@ -110,7 +110,7 @@ def try_nothing(attention: ExternalAttention, lend: Callable[[int], object]) -> 
 def _use_tables(attention: ExternalAttention, held: int) -> Tensor:
     """Makes the tables of all spaces hold one row of pages, and returns the slots of its tokens, int64.
 
-    Page 0 is no row's, and the pages of the row are in no order. held: the row's pages
+    Page 0 belongs to no row, and the pages of the row are in no order. held: the row's pages
     """
     tables, device = attention.tables, attention.device
     generator = torch.Generator().manual_seed(0)

@@ -129,8 +129,8 @@ class Model:
                 inputs[number] = residual.rows
             if weights.attention_norm is not None:
                 x = residual.normed(weights.attention_norm)
-                for mixer, of in zip(mixers, weights.mixers, strict=True):
-                    out = mixer.attended(step, x, cos_sin)
+                for mixer in mixers:
+                    out, of = mixer.attended(step, x, cos_sin), mixer.weights
                     residual.add(arithmetic.output(out, of.out, of.out_bias, weights.attention_out_norm))
             add_mlp(residual, layer.mlp, weights, arithmetic)
             if weights.own_input is not None and own_inputs is not None:

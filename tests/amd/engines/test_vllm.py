@@ -67,7 +67,9 @@ def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are
     assert_equal([ours], stock)
     assert all(ours.cached[1])
     for name, answer in zip(faults, reported, strict=True):
-        assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
+        assert answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: "), (
+            f"{name}: {answer.said or 'nothing was said'}"
+        )
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
 
 
@@ -111,7 +113,7 @@ def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vl
     fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
     ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, release=release)
     assert_equal([ours], stock)
-    assert reported.said.startswith("DeviceFault: step 5: ")
+    assert reported.said.startswith(f"DeviceFault: step {reported.faulty_step}: ")
     assert 0 <= reported.steps_later <= MOST_STEPS_LATER
 
 
@@ -143,7 +145,9 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
     assert drafted.steps == stock_drafted.steps < ours.steps
     assert drafted.cached == stock_drafted.cached
     for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
-        assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
+        assert answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: "), (
+            f"{name}: {answer.said or 'nothing was said'}"
+        )
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
 
 

@@ -221,7 +221,7 @@ class World:
     def _forward(self, step: ScheduledStep) -> list[list[int]]:
         batch, outputs = step.batch, []
         new = iter(batch.token_ids.tolist())
-        self.table.mark_stored(batch.rows, batch.kv_len)
+        self.table.tokens.mark(batch.rows, batch.kv_len)  # as a step does: mark_stored() ends states
         self.table.states.note(batch)
         self._copy_states(self.table.states.copies)
         self.table.states.copies.clear()

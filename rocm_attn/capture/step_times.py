@@ -89,8 +89,9 @@ class StepTimes:
         return replace(self, rates=replace(self.rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
 
     def decode(self, num_seqs: int, kv_len: int, prompt_tokens: int = 0) -> float:
-        """A step of sequences of kv_len tokens that get one more each, and of tokens at the beginning of prompts."""
-        return self._matrices(num_seqs + prompt_tokens) + num_seqs * self._of_each(kv_len)
+        """A step of sequences of kv_len tokens that get one more each, and of tokens at the beginning of a prompt."""
+        of_prompt = self._states if prompt_tokens else 0.0
+        return self._matrices(num_seqs + prompt_tokens) + num_seqs * self._of_each(kv_len) + of_prompt
 
     def decode_ms(self, most: int) -> dict[int, float]:
         """Sequences of USUAL_LEN tokens -> milliseconds of their step: 1, 32 and 256, and the most."""

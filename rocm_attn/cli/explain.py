@@ -171,7 +171,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{what} known of {options.engine} with this model (docs/known_bad.md)")
         print("\n".join([*(f"- {row.sentence(needs)}\n  fix: {row.fix}" for row, needs in known), ""]))
     model = explained(options)
-    server = served_by(options.config, model.not_served() or model.no_server)
+    server = served_by(options.config, model.not_served() or model.no_server, has_states=bool(model.recurrent))
     target, pages, dtype = model.target, model.pages, getattr(torch, options.dtype)
     if options.json:
         of = target.releases

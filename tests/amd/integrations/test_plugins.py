@@ -156,7 +156,7 @@ def test_names_are_registered_with_a_version_that_is_refused_later(
     calls: list[None] = []
     assert load(plugin, lambda: calls.append(None), ON)
     assert len(calls) == 1
-    assert f"does not serve {plugin.engine} 99.0.0" in caplog.text
+    assert f"was not tested with {plugin.engine} 99.0.0" in caplog.text
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 

@@ -43,7 +43,7 @@ def is_on():
 """
 ENGINE = {
     "__init__.py": "raise RuntimeError('the engine runs')\n",
-    "switches.py": "IS_ON: bool = False\nOTHER: bool = False\n",
+    "switches.py": "from vllm.config import Config as config\nIS_ON: bool = False\nOTHER: bool = False\n",
     "config/__init__.py": "from .all import Config\n",
     "config/all.py": "class Parallel:\n    size: int\n    unused: int\n\nclass Config:\n    parallel: Parallel\n",
     "calls.py": """
@@ -148,6 +148,7 @@ def test_the_interfaces_are_those_that_our_source_names_and_no_others(tested: In
         ),
         ("backend.py", "class Backend(Base):", "class Renamed(Base):", f"vllm.backend.Backend {GONE}"),
         ("runner.py", "graph=True", "graphs=True", "vllm.runner.Runner.step lost graph=True and got graphs=True"),
+        ("runner.py", "graph=True", "graph=True, device", "vllm.runner.Runner.step got device"),
         ("runner.py", "class Runner", "class Other", f"vllm.runner.Runner.step {GONE}"),
     ],
 )

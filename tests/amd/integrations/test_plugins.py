@@ -56,12 +56,15 @@ def test_the_matrix_of_versions_in_the_docs_is_the_table() -> None:
 
 
 @each_plugin
-def test_checked_releases_are_served(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checked_releases_are_served_without_a_warning(
+    plugin: Plugin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for checked in plugin.checked:
         for suffix in ("", "+rocm700", ".post1"):
             running(monkeypatch, plugin, checked.version + suffix)
             assert plugin.refusal() == ""
             plugin.require_served()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
     python -m rocm_attn.integrations.interfaces record vllm FOLDER     # FOLDER has the package vllm, and its dist-info
     python -m rocm_attn.integrations.interfaces compare vllm FOLDER    # exit status 1 if something that we use changed
 
-`record` writes those of the newest tested release to NAME_interfaces.json. An interface is a dotted path from the
-engine's package: through modules and classes, and on through the types that fields, parameters and results are
-annotated with, as `vllm.config.VllmConfig.parallel_config.decode_context_parallel_size`. Our own source says which are
+`record` writes those of the newest tested release to NAME_interfaces.json; tests hold that it is that one. An interface
+is a dotted path from the engine's package: through modules and classes, and on through the types that fields,
+parameters and results are annotated with, as `vllm.config.VllmConfig.model_config.dtype`. Our own source says which are
 used: it imports a name or writes it as a dotted string, and then uses the members whose names it contains.
+
+It does not see names that are put together, and attributes that a class makes when it is asked for them, as those of
+SGLang's server arguments.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from rocm_attn.integrations.engine_tree import Tree, described, is_field
 
 _HERE = Path(__file__).parent
+_DATA = "_interfaces.json"
 # Steps through annotations, after those that lead to an imported name: VllmConfig, its field, and that field's field.
 _LINKS = 3
 
@@ -137,13 +142,19 @@ def changes_of(engine: str, folder: Path) -> tuple[str, ...]:
 
 def data(engine: str) -> Path:
     """The file of an engine's recorded interfaces."""
-    return _HERE / f"{engine}_interfaces.json"
+    return _HERE / f"{engine}{_DATA}"
 
 
 def recorded(engine: str) -> Interfaces:
     """Returns the interfaces of the newest tested release of an engine."""
     interfaces: Interfaces = json.loads(data(engine).read_text())["interfaces"]
     return interfaces
+
+
+def release(engine: str) -> str:
+    """Returns the release whose interfaces are recorded."""
+    version: str = json.loads(data(engine).read_text())["release"]
+    return version
 
 
 def _fits(was: list[str], now: list[str], is_ours: bool) -> bool:
@@ -168,29 +179,28 @@ def _difference(was: list[str], now: list[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Records or compares: see the module."""
-    from rocm_attn.integrations.plugins import PLUGINS  # which imports this module
-
-    plugins = {plugin.name: plugin for plugin in PLUGINS}
+    engines = sorted(file.name.removesuffix(_DATA) for file in _HERE.glob(f"*{_DATA}"))
     parser = argparse.ArgumentParser(prog="python -m rocm_attn.integrations.interfaces")
     parser.add_argument("command", choices=("record", "compare"))
-    parser.add_argument("engine", choices=plugins)
+    parser.add_argument("engine", choices=engines)
     parser.add_argument("folder", type=Path, help="the folder that has the engine's package")
     given = parser.parse_args(arguments)
     engine, folder = given.engine, given.folder
-    tree, newest = Tree(folder), plugins[engine].checked[-1].version
     if not (folder / engine / "__init__.py").is_file():
         parser.error(f"{folder} has no package {engine}; name the folder that it lies in")
     if given.command == "compare":
-        changes = compare(recorded(engine), tree)
-        print("\n".join(changes) or f"nothing that rocm_attn uses has changed since {newest}")
+        changes = compare(recorded(engine), Tree(folder))
+        print("\n".join(changes) or f"nothing that rocm_attn uses has changed since {release(engine)}")
         return int(bool(changes))
-    if not (folder / f"{engine}-{newest}.dist-info").is_dir() and not [*folder.glob(f"{engine}-{newest}+*.dist-info")]:
-        parser.error(f"{folder} does not have {engine} {newest}, the newest release that was tested")
+    versions = [each.version for each in metadata.distributions(name=engine, path=[str(folder)])]
+    if len(versions) != 1:
+        parser.error(f"{folder} has {len(versions)} dist-info of {engine}; one is needed, which names the release")
     uses = used(engine)
-    interfaces = record(uses, tree)
+    interfaces = record(uses, Tree(folder))
     if missing := sorted(uses.paths - {*interfaces}):
-        parser.error(f"{engine} {newest} does not have {', '.join(missing)}")
-    data(engine).write_text(json.dumps({"release": newest, "interfaces": interfaces}, indent=1) + "\n")
+        parser.error(f"{engine} {versions[0]} does not have {', '.join(missing)}")
+    written = {"release": versions[0].partition("+")[0], "interfaces": interfaces}
+    data(engine).write_text(json.dumps(written, indent=1) + "\n")
     return 0
 
 

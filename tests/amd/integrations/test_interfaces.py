@@ -13,7 +13,7 @@ import pytest
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations import interfaces
 from rocm_attn.integrations.engine_tree import Tree
-from rocm_attn.integrations.interfaces import Interfaces, compare, data, main, record, recorded, used
+from rocm_attn.integrations.interfaces import Interfaces, compare, main, record, recorded, release, used
 from rocm_attn.integrations.plugins import PLUGINS, VLLM, Plugin
 from rocm_attn.machine.settings import UNTESTED_ENGINES, Settings, read_settings
 
@@ -185,7 +185,7 @@ def test_a_change_that_nothing_of_ours_notices_is_none(
 def test_the_recorded_interfaces_are_of_the_newest_tested_release_and_have_all_that_our_source_imports(
     plugin: Plugin,
 ) -> None:
-    assert json.loads(data(plugin.name).read_text())["release"] == plugin.checked[-1].version
+    assert release(plugin.name) == plugin.checked[-1].version
     interfaces, uses = recorded(plugin.name), used(plugin.name)
     again = f"record them again: python -m rocm_attn.integrations.interfaces record {plugin.name} FOLDER"
     assert uses.paths <= {*interfaces}, again
@@ -197,7 +197,7 @@ def imported(tested: Interfaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Behaves as if a later vLLM were imported, and the tested one were the made-up one. Returns its folder."""
     package = engine(tmp_path / "next")
     file = tmp_path / "vllm_interfaces.json"
-    file.write_text(json.dumps({"interfaces": tested}))
+    file.write_text(json.dumps({"release": "98.0.0", "interfaces": tested}))
     monkeypatch.setattr(interfaces, "data", lambda engine: file)
     module = ModuleType("vllm")
     module.__version__, module.__path__ = "99.0.0", [str(package)]  # type: ignore[attr-defined]
@@ -257,7 +257,7 @@ def test_the_script_compares_and_its_status_says_whether_anything_changed(
     imported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", "vllm", str(imported.parent)]) == 0
-    assert "nothing that rocm_attn uses has changed" in capsys.readouterr().out
+    assert "nothing that rocm_attn uses has changed since 98.0.0" in capsys.readouterr().out
     (imported / "runner.py").unlink()
     assert main(["compare", "vllm", str(imported.parent)]) == 1
     assert capsys.readouterr().out == "vllm.runner.Runner.step is gone\n"
@@ -266,19 +266,22 @@ def test_the_script_compares_and_its_status_says_whether_anything_changed(
     assert "has no package vllm" in capsys.readouterr().err
 
 
-def test_the_script_records_the_newest_tested_release_alone(
+def test_the_script_records_a_release_that_has_all_that_our_source_imports(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = interfaces.data("vllm").read_text()
     with pytest.raises(SystemExit):
         main(["record", "vllm", str(imported.parent)])
-    assert "the newest release that was tested" in capsys.readouterr().err
-    (imported.parent / f"vllm-{VLLM.checked[-1].version}+cpu.dist-info").mkdir()
+    assert "has 0 dist-info of vllm" in capsys.readouterr().err
+    information = imported.parent / "vllm-99.0.0+cpu.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 99.0.0+cpu\n")
     with pytest.raises(SystemExit):  # the made-up engine has nothing that the real plug-in imports
         main(["record", "vllm", str(imported.parent)])
-    assert "does not have vllm." in capsys.readouterr().err
+    assert "vllm 99.0.0+cpu does not have vllm." in capsys.readouterr().err
     assert interfaces.data("vllm").read_text() == before
     ours = imported.parent.parent / "ours"
     monkeypatch.setattr(interfaces, "used", lambda engine: used(engine, ours))
     assert main(["record", "vllm", str(imported.parent)]) == 0
     assert recorded("vllm") == json.loads(before)["interfaces"]
+    assert release("vllm") == "99.0.0"

@@ -11,12 +11,14 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.integrations.interfaces import changes_of
 from rocm_attn.machine.releases import UNKNOWN, Release
-from rocm_attn.machine.settings import DISABLE_PLUGINS, TAKE_BACKENDS, Settings, settings
+from rocm_attn.machine.settings import DISABLE_PLUGINS, TAKE_BACKENDS, UNTESTED_ENGINES, Settings, settings
 
 if TYPE_CHECKING:
     from rocm_attn.providers.select import Selection
@@ -39,7 +41,8 @@ class Plugin:
     group:         the group of entry points, all of which the engine loads
     distributions: the packages that install the engine, in the order in which their version is looked up
     checked:       tested releases, oldest first; the releases between them are served too
-    before:        numbers of the first release that is not served any more, nor are its release candidates
+    before:        numbers of the first release that was not tested, nor were its release candidates. From it on a
+                   release is served if nothing that we use changed (interfaces.py)
     takes:         names of the engine's own backends that ours may replace
     packs_rows:    whether K and V of a token lie side by side, so that pages have strides of their own
     """
@@ -66,7 +69,7 @@ class Plugin:
 
     @property
     def served(self) -> str:
-        """The releases that are served, in words."""
+        """The releases that are served without a look at their files, in words."""
         return f"{self.checked[0].version} and later, before {'.'.join(map(str, self.before))}"
 
     def version(self) -> str:
@@ -81,22 +84,66 @@ class Plugin:
                 continue
         return ""
 
-    def refusal(self) -> str:
-        """Returns why the engine's version is not served, in one sentence; empty if it is."""
-        version = self.version()
-        release = Release.of(version)
-        if release != UNKNOWN and Release.of(self.checked[0].version) <= release < Release(self.before):
+    def is_tested(self) -> bool:
+        """True if the engine's version lies between those that were tested."""
+        release = Release.of(self.version())
+        return release != UNKNOWN and Release.of(self.checked[0].version) <= release < Release(self.before)
+
+    def changes(self) -> tuple[str, ...]:
+        """Returns why a release that was not tested may not work with us, a sentence each; none if nothing says so.
+
+        It reads the files of a later release, which takes a second, and runs none of them.
+        """
+        release = Release.of(self.version())
+        if release == UNKNOWN or release < Release(self.before):
+            return ("it is older than those, or its version is not known",)
+        if (folder := self._folder()) is None:
+            return ("its files are not found, so that its interfaces cannot be compared",)
+        return changes_of(self.name, folder)
+
+    def refusal(self, chosen: Settings | None = None) -> str:
+        """Returns why the engine's version is not served, in one sentence; empty if it is. Raises BadSetting.
+
+        chosen: settings; the process's when none are given
+        """
+        if self.is_tested() or _settings(chosen).untested_engines or not (changes := self.changes()):
             return ""
-        found = f"{self.engine} {version}" if version else f"{self.engine} without a version"
         return (
-            f"rocm_attn does not serve {found}: it was tested with {self.served}; install such a release, or "
-            "choose another attention backend"
+            f"rocm_attn does not serve {self._found()}: it was tested with {self.served}, and {_few(changes)}; install "
+            f"such a release, choose another attention backend, or set {UNTESTED_ENGINES}=1 to try it"
         )
 
-    def require_served(self) -> None:
-        """Raises Unsupported if the engine's version is not served. Called when our backend is asked for."""
-        if refusal := self.refusal():
+    def require_served(self, chosen: Settings | None = None) -> None:
+        """Raises Unsupported if the engine's version is not served. Called when our backend is asked for.
+
+        A release that is served untested is named in one warning per process. chosen: as for refusal
+        """
+        if refusal := self.refusal(chosen):
             raise Unsupported(refusal)
+        if self.is_tested():
+            return
+        why = _few(self.changes()) or f"nothing that it uses has changed since {self.checked[-1].version}"
+        warning = f"{self.untested()}: {why}"
+        if warning not in _SAID:
+            _SAID.add(warning)
+            self.log.warning("%s", warning)
+
+    def untested(self) -> str:
+        """Returns a clause: that the engine's version was not tested."""
+        return f"rocm_attn was not tested with {self._found()}, only with {self.served}"
+
+    def _found(self) -> str:
+        version = self.version()
+        return f"{self.engine} {version}" if version else f"{self.engine} without a version"
+
+    def _folder(self) -> Path | None:
+        """The folder that has the engine's package; None if there is none. Nothing is imported."""
+        if self.name in sys.modules:
+            places = getattr(sys.modules[self.name], "__path__", ())
+        else:
+            spec = util.find_spec(self.name)
+            places = (spec and spec.submodule_search_locations) or ()
+        return next((Path(place).parent for place in places), None)
 
     def is_on(self, chosen: Settings | None = None) -> bool:
         """True unless settings (the process's if none are given) switch the plug-in off. Raises BadSetting."""
@@ -172,15 +219,15 @@ def load(plugin: Plugin, register: Callable[[], None], chosen: Settings | None =
         plugin.log.error("rocm_attn is not registered: %s", error)
         return False
     except Exception as failure:  # the engine's release may have changed anything
-        why = plugin.refusal() or f"{plugin.engine} {plugin.version()} refused its registration"
+        why = plugin.refusal(chosen) or f"{plugin.engine} {plugin.version()} refused its registration"
         plugin.log.error("rocm_attn is not registered: %s (%s: %s)", why, type(failure).__name__, failure)
         return False
-    if refusal := plugin.refusal():
-        plugin.log.info("%s", refusal)
+    if not plugin.is_tested():
+        plugin.log.info("%s; the release is checked where it is asked for", plugin.untested())
     return True
 
 
-# The sentences that log_kernels has logged in this process.
+# The sentences that are logged once, which this process has logged.
 _SAID: set[str] = set()
 
 
@@ -206,6 +253,12 @@ def matrix() -> str:
         for each in plugin.checked:
             lines.append(f"| {plugin.engine} | {plugin.served} | {each.version} | {each.how} |")
     return "\n".join(lines) + "\n"
+
+
+def _few(changes: Sequence[str]) -> str:
+    """Joins the first few changes of a release in one clause."""
+    more = f", and {len(changes) - 3} more changes" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + more
 
 
 def _settings(chosen: Settings | None) -> Settings:

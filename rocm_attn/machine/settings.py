@@ -16,6 +16,7 @@ DEBUG = "ROCM_ATTN_DEBUG"
 DISABLE_GUARDS = "ROCM_ATTN_DISABLE_GUARDS"
 DISABLE_PLUGINS = "ROCM_ATTN_DISABLE_PLUGINS"
 TAKE_BACKENDS = "ROCM_ATTN_TAKE_BACKENDS"
+UNTESTED_ENGINES = "ROCM_ATTN_UNTESTED_ENGINES"
 TUNING = "ROCM_ATTN_TUNING"
 PROVIDER = "ROCM_ATTN_PROVIDER"
 ON_FAULT = "ROCM_ATTN_ON_FAULT"
@@ -80,6 +81,12 @@ VARIABLES = (
         "none",
         "The engine loads the plug-in to no effect.",
     ),
+    Variable.of_words(
+        UNTESTED_ENGINES,
+        "plug-ins",
+        ("0", "1"),
+        "Releases of engines that would be refused are served ([versions](engines.md#versions)).",
+    ),
     Variable(
         TUNING,
         "every process",
@@ -113,12 +120,13 @@ _SWITCH = {"": False, "0": False, "1": True}
 class Settings:
     """The values of the environment.
 
-    debug:           True if debugging was requested
-    disable_guards:  ids of the safeguards to switch off, as written; none without debug
-    disable_plugins: names of the plug-ins to switch off, as written
-    take_backends:   names of engines' own backends that ours serves, as written
-    tuning:          the file of measured tiles, or "off"; empty: the one in the cache
-    watch_states:    True if vLLM's recurrent states are to be checked
+    debug:            True if debugging was requested
+    disable_guards:   ids of the safeguards to switch off, as written; none without debug
+    disable_plugins:  names of the plug-ins to switch off, as written
+    take_backends:    names of engines' own backends that ours serves, as written
+    tuning:           the file of measured tiles, or "off"; empty: the one in the cache
+    watch_states:     True if vLLM's recurrent states are to be checked
+    untested_engines: True if engines of any release are to be served
     """
 
     debug: bool = False
@@ -127,6 +135,7 @@ class Settings:
     take_backends: tuple[str, ...] = ()
     tuning: str = ""
     watch_states: bool = False
+    untested_engines: bool = False
 
     def __post_init__(self) -> None:
         if self.disable_guards and not self.debug:
@@ -155,6 +164,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         take_backends=_listed(environment, TAKE_BACKENDS),
         tuning=environment.get(TUNING, "").strip(),
         watch_states=_switched(environment, WATCH_STATES),
+        untested_engines=_switched(environment, UNTESTED_ENGINES),
     )
 
 

@@ -42,6 +42,8 @@ DATA = {
         "py.typed",
         "__init__.pyi",
         "guards/guards.json",
+        "integrations/sglang_interfaces.json",
+        "integrations/vllm_interfaces.json",
         "machine/aiter_releases.json",
         "machine/known_bad.json",
         *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES),

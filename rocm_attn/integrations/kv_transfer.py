@@ -269,6 +269,8 @@ class KVExporter(_Mover):
         """
         pages = self.pages_of(row, kv_len)
         extent = self.extent(pages, kv_len)
+        # Another row with these pages may have more tokens in the last one.
+        self._must_have_stored(row, self._all, kv_len)
         if self._states.is_empty:
             self.export(pages, extent, buffer)
             return extent
@@ -314,13 +316,18 @@ class KVExporter(_Mover):
         table, spaces = runtime.table, {self._spaces[layer] for layer in layers}
         row = _row_of(table, pages, spaces)
         if row is not None:
-            stored = max(int(table.tokens.stored_len[row]), runtime.gate.stored_now(row, layers))
-            if kv_len > stored:
-                raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
+            self._must_have_stored(row, layers, kv_len)
         elif not all(table.kept.are_kept(pages[space], space) for space in spaces):
             raise BadBatch("no row has these pages, and not all of them are kept; give those of pages_of()")
         copies = {space: table.space(space).pending.copies for space in spaces}
         return {space: [copies[space].get(page, page) for page in pages[space]] for space in spaces}
+
+    def _must_have_stored(self, row: int, layers: Sequence[int], kv_len: int) -> None:
+        """Raises BadBatch unless a row of the runtime has stored that many tokens in these layers."""
+        runtime = self._runtime
+        stored = max(int(runtime.table.tokens.stored_len[row]), runtime.gate.stored_now(row, layers))
+        if kv_len > stored:
+            raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
 
 
 class KVImporter(_Mover):

@@ -41,8 +41,12 @@ def test_pages_are_sent_only_with_the_tokens_that_are_stored_in_them(device: tor
 
     pages = exporter.pages_of(row, 8)
     ids = table.kept.keep(row, 0, 2)
-    table.free(row)
-    table.free(child)
+    shorter = table.kept.admit_over(ids, 7)
+    exporter.export(pages, exporter.extent(pages, 8), found)
+    with pytest.raises(BadBatch, match=f"row {shorter} has 7 stored tokens; 8 of them cannot be sent"):
+        exporter.export_row(shorter, 8, found)
+    for held in (row, child, shorter):
+        table.free(held)
     extent = exporter.extent(pages, 8)
     exporter.export(pages, extent, found)
     table.kept.drop(ids)

@@ -277,7 +277,8 @@ def export_pages(scene: Scene) -> None:
 def _export(scene: Scene, way: str) -> None:
     movers, row = scene.movers, scene.a_row()
     length = scene.length(row)
-    kv_len = scene.rng.choice((length, length, max(1, length - 2), length + 1))
+    # Its pages may have more tokens than the row: those of another one that shares them.
+    kv_len = scene.rng.choice((length, length, max(1, length - 2), length + (way == "row")))
     wrong = "it has no such tokens" if row not in scene.oracle.kv or kv_len > length else ""
     if row in scene.unsure:
         wrong = ""

@@ -110,7 +110,7 @@ def recur(
 
 
 def _of_seqs(values: Tensor, dims: int) -> Tensor:
-    """Values of sequences, with so many dimensions."""
+    """Values of sequences, followed by dimensions of 1 up to `dims` of them."""
     return values.view(*values.shape, *(1,) * (dims - values.dim()))
 
 

@@ -121,7 +121,7 @@ class RecurrentTokens(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of tokens and heads of q, k, v and decay, of tokens of beta, and of tokens and heads of out."""
+        """Those of tokens and heads of q, k, v and decay, of tokens of beta, and of tokens and heads of out."""
         of_sides = (stride for side in (self.q, self.k, self.v, self.decay) for stride in side.stride()[:2])
         return *of_sides, self.beta.stride(0), *self.out.stride()[:2]
 
@@ -161,19 +161,21 @@ class RecurrentSlots:
         return self.decay.dim() == 4
 
     @property
-    def chunk_decays(self) -> int:
-        """The float32 words that a chunk has of each v head: chunk_space.py."""
+    def chunk_words(self) -> int:
+        """The float32 words that a chunk has of each v head, next to its rows: chunk_space.py."""
         return self.k.shape[3] if self.has_channels else 1 + 2 * CHUNK
 
-    def workspace_words(self, num_tokens: int, num_seqs: int) -> int:
-        """The float32 words of workspace that `recur` needs for steps of T tokens and S sequences, both padded.
+    @property
+    def row_elements(self) -> int:
+        """The elements, of the dtype of k, of a token's row of each v head: chunk_space.py."""
+        _, _, dk, dv = self.state.shape
+        return dv + CHUNK + (3 if self.has_channels else 1) * dk
 
-        A token has a row of v, one of a chunk's products, and one or three of k for each v head.
-        """
-        _, num_heads, dk, dv = self.state.shape
-        row_bytes = ((3 if self.has_channels else 1) * dk + dv + CHUNK) * self.k.itemsize
-        rows = (num_tokens * num_heads * row_bytes + 15) // 16 * 4
-        return rows + (num_tokens // CHUNK + num_seqs) * num_heads * self.chunk_decays
+    def workspace_words(self, num_tokens: int, num_seqs: int) -> int:
+        """The float32 words of workspace that `recur` needs for steps of T tokens and S sequences, both padded."""
+        num_heads = self.state.shape[1]
+        rows = (num_tokens * num_heads * self.row_elements * self.k.itemsize + 15) // 16 * 4
+        return rows + (num_tokens // CHUNK + num_seqs) * num_heads * self.chunk_words
 
     def check(self, tokens: RecurrentTokens, places: StatePlaces) -> None:
         """Asserts dtypes, shapes and strides of slots, tokens and places."""

@@ -30,7 +30,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, close, exact, rows_of
+from rocm_attn.kernels.states.chunk_space import chunk_geometry, close, exact, rows_of, words_of
 from rocm_attn.kernels.states.fold_token import NORM_EPSILON
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 
@@ -123,7 +123,7 @@ def _chunk_rows_kernel(
     beta,
     out,
     rows,
-    chunk_decays,
+    chunk_words,
     source,
     q_indptr,
     num_seqs,
@@ -198,7 +198,7 @@ def _chunk_rows_kernel(
                 of_q += 1.0
                 of_k += 1.0
             has_next = row < num_rows - 1
-            decay_to = chunk_decay_at(chunk_decays, place, head, G)
+            words = words_of(chunk_words, place, head, G)
             # By a head's decays until a token, that one included.
             since_first = tl.zeros([_CHUNK], tl.float32)
             if not G.CHANNELS:
@@ -209,16 +209,16 @@ def _chunk_rows_kernel(
                 nexts = tl.load(decay_at + decay_token, mask=has_next, other=0.0)
                 since_first = tl.exp(tl.cumsum(decays, 0))
                 until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
-                tl.store(decay_to, tl.exp(tl.sum(decays, 0)))
-                tl.store(decay_to + 1 + row, since_first * of_q * G.SCALE, mask=is_row)
-                tl.store(decay_to + (1 + _CHUNK) + row, until_last * of_k, mask=is_row)
+                tl.store(words.decay, tl.exp(tl.sum(decays, 0)))
+                tl.store(words.read + row, since_first * of_q * G.SCALE, mask=is_row)
+                tl.store(words.write + row, until_last * of_k, mask=is_row)
             p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
             if G.CHANNELS:
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
                     of_channels = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
-                    tl.store(decay_to + channel, tl.exp(tl.sum(of_channels, 0)), mask=channel < G.DK)
+                    tl.store(words.decay + channel, tl.exp(tl.sum(of_channels, 0)), mask=channel < G.DK)
                     read = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
                     _store_rows(to.read, is_row, channel, read * tl.exp(tl.cumsum(of_channels, 0)), G.DK, G.DK_PART)
                     write = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
@@ -260,13 +260,13 @@ def launch_chunk_rows(
     It also clears rows of out: those of such sequences that are left out, and those that belong to no sequence.
     """
     num_heads = slots.state.shape[1]
-    geometry, rows, chunk_decays = chunk_geometry(recurrence, slots, places, workspace)
+    geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
     launch(
         _chunk_rows_kernel,
         (num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK), num_heads),
         *tokens,
         rows,
-        chunk_decays,
+        chunk_words,
         places.source,
         places.q_indptr,
         places.num_seqs,

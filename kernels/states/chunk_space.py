@@ -1,8 +1,8 @@
-"""The workspace between the two kernels of a recurrence in chunks: a row for each token and v head, and chunks' decays.
+"""The workspace between the two kernels of a recurrence in chunks: a row for each token and v head, and chunks' words.
 
 A row has u [dv], a chunk's products [CHUNK] and w [dk], as chunk_rows.py calls them, and with decays of channels also
-read and write [dk each], of the dtype of tokens. The float32 decays of chunks follow after all rows: one of each
-channel, or one and the factors of q and k in read and write [CHUNK each]. A chunk has the number of its place
+read and write [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each
+channel, or one decay and the factors of q and k in read and write [CHUNK each]. A chunk has the number of its place
 (token_tiles.py).
 """
 
@@ -34,6 +34,7 @@ class ChunkGeometry(NamedTuple):
     DK, DV:             of a state
     DK_BLOCK, DV_BLOCK: the same or the next powers of two
     DK_PART, DV_PART:   columns of rows that are in registers at the same time, before the walk
+    ROW, WORDS:         RecurrentSlots.row_elements and chunk_words
     CHANNELS:           whether each channel decays by itself
     DELTA, SCALE, NORMALISES: the recurrence
     """
@@ -46,6 +47,8 @@ class ChunkGeometry(NamedTuple):
     DV_BLOCK: int
     DK_PART: int
     DV_PART: int
+    ROW: int
+    WORDS: int
     CHANNELS: bool
     DELTA: bool
     SCALE: float
@@ -62,6 +65,18 @@ def exact() -> str:
 def close(dtype: tl.dtype) -> str:
     """The precision of products of float32 values that are rounded to the dtype of tokens later."""
     return "tf32" if on_nvidia() and dtype.primitive_bitwidth == 16 else exact()
+
+
+class WordsOfChunk(NamedTuple):
+    """The parts of a chunk's words: addresses of their first ones.
+
+    decay:       one, or one of each channel, which has no factors then
+    read, write: factors of rows of q and of k
+    """
+
+    decay: Any
+    read: Any
+    write: Any
 
 
 class SpaceOfRows(NamedTuple):
@@ -86,13 +101,13 @@ def least_block(slots: RecurrentSlots) -> int:
 def chunk_geometry(
     recurrence: RecurrenceRule, slots: RecurrentSlots, places: StatePlaces, workspace: Tensor
 ) -> tuple[ChunkGeometry, Tensor, Tensor]:
-    """The geometry of a launch, and the workspace's two parts: rows and chunks' decays."""
+    """The geometry of a launch, and the workspace's two parts: rows and chunks' words."""
     _, num_heads, dk, dv = slots.state.shape
     words = slots.workspace_words(places.num_tokens, places.num_seqs)
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
     assert workspace.numel() >= words
-    num_decays = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads * slots.chunk_decays
+    num_words = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads * slots.chunk_words
     least = least_block(slots)
     # On AMD products of channels with decays of their own have too few registers for whole parts.
     part = _BYTES_OF_A_PART // slots.k.itemsize // (2 if slots.has_channels and not on_nvidia() else 1)
@@ -106,25 +121,26 @@ def chunk_geometry(
         DV_BLOCK=dv_block,
         DK_PART=min(dk_block, part),
         DV_PART=min(dv_block, part),
+        ROW=slots.row_elements,
+        WORDS=slots.chunk_words,
         CHANNELS=slots.has_channels,
         DELTA=recurrence.delta,
         SCALE=recurrence.scale,
         NORMALISES=recurrence.normalises,
     )
-    return geometry, workspace[: words - num_decays].view(slots.k.dtype), workspace[words - num_decays : words]
+    return geometry, workspace[: words - num_words].view(slots.k.dtype), workspace[words - num_words : words]
 
 
 @triton.jit
 def rows_of(rows, token, head, G: tl.constexpr):
     """The rows of tokens, int64, and a v head."""
-    ROWS_OF_K: tl.constexpr = 3 if G.CHANNELS else 1
-    first = rows + (token * G.HEADS + head) * (G.DV + _CHUNK + ROWS_OF_K * G.DK)
+    first = rows + (token * G.HEADS + head) * G.ROW
     w = first + (G.DV + _CHUNK)
     return SpaceOfRows(first, first + G.DV, w, w + G.DK, w + 2 * G.DK)
 
 
 @triton.jit
-def chunk_decay_at(chunk_decays, place, head, G: tl.constexpr):
-    """The decays of a chunk and a v head, and its factors."""
-    WIDTH: tl.constexpr = G.DK if G.CHANNELS else 1 + 2 * _CHUNK
-    return chunk_decays + (tl.cast(place, tl.int64) * G.HEADS + head) * WIDTH
+def words_of(chunk_words, place, head, G: tl.constexpr):
+    """The words of a chunk and a v head."""
+    decay = chunk_words + (tl.cast(place, tl.int64) * G.HEADS + head) * G.WORDS
+    return WordsOfChunk(decay, decay + 1, decay + (1 + _CHUNK))

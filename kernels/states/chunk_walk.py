@@ -20,7 +20,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.backend import on_nvidia
-from rocm_attn.kernels.states.chunk_space import chunk_decay_at, chunk_geometry, exact, least_block, rows_of
+from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, least_block, rows_of, words_of
 from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -35,7 +35,7 @@ def _chunk_walk_kernel(
     k,
     out,
     rows,
-    chunk_decays,
+    chunk_words,
     state,
     kept_k,
     kept_v,
@@ -118,14 +118,14 @@ def _chunk_walk_kernel(
             if G.DELTA:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
-            decay_at = chunk_decay_at(chunk_decays, place + begin // _CHUNK, head, G)
+            words = words_of(chunk_words, place + begin // _CHUNK, head, G)
             if G.CHANNELS:
                 read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
                 result = tl.dot(read, operand, input_precision=exact())
             else:
                 q_at = q + token * q_token + k_head_of * q_head
                 read = tl.load(q_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                of_read = tl.load(decay_at + 1 + row, mask=is_row, other=0.0)
+                of_read = tl.load(words.read + row, mask=is_row, other=0.0)
                 result = tl.dot(read, operand, input_precision=exact()) * of_read[:, None]
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
             result = tl.dot(products, changes.to(rows.dtype.element_ty), result, input_precision=exact())
@@ -134,12 +134,12 @@ def _chunk_walk_kernel(
             # On AMD fewer registers are in use if this is loaded after outputs are stored.
             if G.CHANNELS:
                 write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
-                states = states * tl.load(decay_at + channel, mask=is_channel, other=0.0)[:, None]
+                states = states * tl.load(words.decay + channel, mask=is_channel, other=0.0)[:, None]
             else:
                 k_at = k + token * k_token + k_head_of * k_head
                 write = tl.load(k_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                changes *= tl.load(decay_at + (1 + _CHUNK) + row, mask=is_row, other=0.0)[:, None]
-                states = states * tl.load(decay_at)
+                changes *= tl.load(words.write + row, mask=is_row, other=0.0)[:, None]
+                states = states * tl.load(words.decay)
             states = tl.dot(tl.trans(write), changes.to(rows.dtype.element_ty), states, input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
@@ -160,7 +160,7 @@ def launch_chunk_walk(
     """
     assert most_q_len >= slots.most_kept
     _, num_heads, _, dv = slots.state.shape
-    geometry, rows, chunk_decays = chunk_geometry(recurrence, slots, places, workspace)
+    geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
     # Columns of a program's state, and bytes of the copy of it that is an operand. On an H100 several prompts were
     # faster with twice as many.
     most_columns, state_bytes = (64, 16384) if on_nvidia() else (32, 8192)
@@ -178,7 +178,7 @@ def launch_chunk_walk(
         tokens.k,
         tokens.out,
         rows,
-        chunk_decays,
+        chunk_words,
         slots.state,
         slots.k,
         slots.v,

@@ -6,8 +6,8 @@ positions of keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -43,53 +43,47 @@ class Chooser:
         """Chooses the keys of the step's tokens in a layer. May be captured."""
 
 
-class NewChooser(Protocol):
-    """Makes the chooser of a layer. Raises BadProblem if too few keys would be chosen."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenLayer:
+    """A layer whose keys are chosen, in the terms of NeedleLayer. indexer: the problem's"""
 
-    def __call__(
-        self,
-        problem: Problem,
-        indexer: Indexer,
-        kv_len: Sequence[int],
-        num_tokens: int,
-        generator: torch.Generator,
-    ) -> Chooser: ...
+    problem: Problem
+    indexer: Indexer
+    kv_len: Sequence[int]
+    num_tokens: int
+    generator: torch.Generator
+
+
+# Makes the chooser of a layer. Raises BadProblem if too few keys would be chosen.
+NewChooser = Callable[[ChosenLayer], Chooser]
 
 
 class ByIndexer(Chooser):
     """Sends needles through the layer's indexer, with inputs at fixed addresses. Raises BadProblem.
 
     size: of the elements of index keys
-    The other arguments are those of NeedleLayer.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        indexer: Indexer,
-        kv_len: Sequence[int],
-        num_tokens: int,
-        generator: torch.Generator,
-        size: float = 1.0,
-    ) -> None:
+    def __init__(self, layer: ChosenLayer, size: float = 1.0) -> None:
         super().__init__()
-        check_indexer(indexer, max(kv_len))
-        self._problem, self._indexer, self._size, self._generator = problem, indexer, size, generator
-        self._keys = [IndexHaystack.random(problem, indexer, length, generator) for length in kv_len]
+        problem, indexer, generator = layer.problem, layer.indexer, layer.generator
+        check_indexer(indexer, max(layer.kv_len))
+        self._layer, self._size = layer, size
+        self._keys = [IndexHaystack.random(problem, indexer, length, generator) for length in layer.kv_len]
 
         def rows(*shape: int, dtype: torch.dtype = problem.dtype) -> Tensor:
-            return torch.zeros(num_tokens, *shape, dtype=dtype, device=generator.device)
+            return torch.zeros(layer.num_tokens, *shape, dtype=dtype, device=generator.device)
 
         self._k, self._q = rows(indexer.head_dim), rows(indexer.num_heads, indexer.head_dim)
         self._weights = rows(indexer.num_heads, dtype=torch.float32)
         self._weights += 0.75 + 0.5 * torch.rand(indexer.num_heads, generator=generator, device=generator.device)
 
     def point(self, seq: int, here: slice, there: slice) -> None:
-        indexer, keys = self._indexer, self._keys[seq]
-        pointed = Pointed.of(self._problem, indexer, there.start, there.stop, self._generator)
+        layer, keys = self._layer, self._keys[seq]
+        pointed = Pointed.of(layer.problem, layer.indexer, there.start, there.stop, layer.generator)
         self.pointed.append(pointed)
-        self._k[here] = keys.stored(there, indexer.indexing) * self._size
-        self._q[here] = keys.queries(pointed, self._problem, indexer)
+        self._k[here] = keys.stored(there, layer.indexer.indexing) * self._size
+        self._q[here] = keys.queries(pointed, layer.problem, layer.indexer)
 
     def also(self, seq: int) -> Sequence[Tensor]:
         return (self._keys[seq].k,)
@@ -114,23 +108,16 @@ class GiveChosen(Protocol):
 class ByEngine(Chooser):
     """Chooses for each token half of the keys that it sees, at random, those that are asked for among them."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        indexer: Indexer,
-        kv_len: Sequence[int],
-        num_tokens: int,
-        generator: torch.Generator,
-        give: GiveChosen,
-    ) -> None:
+    def __init__(self, layer: ChosenLayer, give: GiveChosen) -> None:
         super().__init__()
-        assert indexer.indexing.unit_tokens == indexer.indexing.sets == 1
-        self._problem, self._indexer, self._generator, self._give = problem, indexer, generator, give
-        self._chosen = torch.full((num_tokens, indexer.indexing.top), -1, dtype=torch.int32, device=generator.device)
+        indexing, device = layer.indexer.indexing, layer.generator.device
+        assert indexing.unit_tokens == indexing.sets == 1
+        self._layer, self._give = layer, give
+        self._chosen = torch.full((layer.num_tokens, indexing.top), -1, dtype=torch.int32, device=device)
 
     def point(self, seq: int, here: slice, there: slice) -> None:
-        generator, chosen = self._generator, self._chosen[here]
-        pointed = Pointed.of(self._problem, self._indexer, there.start, there.stop, generator)
+        layer, generator, chosen = self._layer, self._layer.generator, self._chosen[here]
+        pointed = Pointed.of(layer.problem, layer.indexer, there.start, there.stop, generator)
         token = torch.arange(there.start, there.stop, device=chosen.device)[:, None]
 
         def share(*shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.truth.choosers import ByIndexer, Chooser, NewChooser
+from rocm_attn.truth.choosers import ByIndexer, Chooser, ChosenLayer, NewChooser
 from rocm_attn.truth.needles import Haystack, NeedleQueries, Sizes, sharpness_of
 
 # A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
@@ -111,7 +111,8 @@ class NeedleLayer:
         self._values, self._gates = (rows(columns, dtype=torch.float32) for _ in range(2))
         self._folded = rows(problem.fold_columns, dtype=torch.float32)
         if isinstance(problem.indexer, Indexer):
-            self._chooser, self._source = new_chooser(problem, problem.indexer, kv_len, num_tokens, generator), self
+            chosen = ChosenLayer(problem, problem.indexer, kv_len, num_tokens, generator)
+            self._chooser, self._source = new_chooser(chosen), self
 
     @property
     def source(self) -> NeedleLayer | None:

@@ -10,7 +10,7 @@ import torch
 from rocm_attn.errors import BadProblem
 from rocm_attn.problem import EarlierSelection, Indexer, Problem, Scales
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.truth.choosers import BY_INDEXERS, Choosers, PagesOfLayers
+from rocm_attn.truth.choosers import BY_INDEXERS, ByIndexer, Choosers, PagesOfLayers
 from rocm_attn.truth.needle_layer import NeedleLayer, Tally
 from rocm_attn.truth.needles import Sizes, sharpness_of
 
@@ -85,12 +85,8 @@ class RowNeedles:
             if number in self.not_checked:
                 continue
             generator = torch.Generator(self._device).manual_seed(seed * 1009 + number)
-            sizes = self._sizes(number)
-            if isinstance(problem.indexer, Indexer):
-                chooser = self._choosers.of(self._pages, number)
-                layer = NeedleLayer(problem, [self.kv_len], num_tokens, generator, earlier, sizes, chooser)
-            else:
-                layer = NeedleLayer(problem, [self.kv_len], num_tokens, generator, earlier, sizes)
+            chooser = self._choosers.of(self._pages, number) if isinstance(problem.indexer, Indexer) else ByIndexer
+            layer = NeedleLayer(problem, [self.kv_len], num_tokens, generator, earlier, self._sizes(number), chooser)
             made[number], earlier = layer, layer.source
         return made
 

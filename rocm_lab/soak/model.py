@@ -140,7 +140,7 @@ class SoakModel:
             rows.append(out[step.last_token_of_seq].flatten(1))
         for layer, each in enumerate(self._recurrent):
             out = self._out[len(self._tables) + layer][step.tokens]
-            each.run(step, layer, entry, out)
+            each.recur(step, layer, entry, each.convolve(step, layer, entry), out)
             rows.append(out[step.last_token_of_seq].flatten(1))
         return torch.cat(rows, 1)
 

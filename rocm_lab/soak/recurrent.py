@@ -35,11 +35,11 @@ def soak_recurrences(dtype: torch.dtype) -> tuple[Recurrence, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentTables:
-    """A layer's inputs for every token id and position, [vocabulary * max_kv_len, ...]; those of id 0 are NaN.
+    """A layer's inputs by the entry that a token looks up.
 
-    x:      q, k and v side by side, in the layer's dtype
-    decay, beta: float32 [..., heads (, k_dim)], [..., heads]
-    weight: [channels, width]; bias: [channels]
+    x:      [entries, 2 * k_heads * k_dim + heads * v_dim], q, k and v side by side, in the layer's dtype
+    decay, beta: float32 [entries, heads (, k_dim)], [entries, heads]
+    weight: [channels, width]; bias: [channels]; empty if there is no convolution
     """
 
     form: Recurrence
@@ -50,13 +50,13 @@ class RecurrentTables:
     bias: Tensor
 
     @classmethod
-    def random(cls, form: Recurrence, vocabulary: int, max_kv_len: int, generator: torch.Generator) -> RecurrentTables:
-        """Returns tables on the CPU."""
+    def random(cls, form: Recurrence, entries: int, pads: int, generator: torch.Generator) -> RecurrentTables:
+        """Returns tables on the CPU. pads: entries that padding looks up, the first ones; they are NaN"""
 
         def rows(*shape: int) -> Tensor:
-            values = torch.randn(vocabulary, max_kv_len, *shape, generator=generator)
-            values[0] = float("nan")
-            return values.flatten(0, 1)
+            values = torch.randn(entries, *shape, generator=generator)
+            values[:pads] = float("nan")
+            return values
 
         width, channels = form.convolution.width, form.convolution.channels
         decays = (form.k_dim,) if form.channel_decay else ()
@@ -74,15 +74,20 @@ class RecurrentTables:
         sides = (self.x, self.decay, self.beta, self.weight, self.bias)
         return RecurrentTables(self.form, *(side.to(device) for side in sides))
 
-    def run(self, part: Part, layer: int, entry: Tensor, out: Tensor) -> None:
-        """Runs the layer for the tokens of a step. out: [T, heads, v_dim]"""
-        form, x = self.form, self.x[entry]
-        if form.convolution.channels:
-            convolved = torch.empty_like(x)
-            part.states.convolve(layer, x, self.weight, self.bias, convolved)
-            x = convolved
+    def convolve(self, part: Part, layer: int, entry: Tensor) -> Tensor:
+        """Returns q, k and v of a step's tokens, as the recurrence takes them, side by side: [T, channels]."""
+        x = self.x[entry]
+        if not self.form.convolution.channels:
+            return x
+        out = torch.empty_like(x)
+        part.states.convolve(layer, x, self.weight, self.bias, out)
+        return out
+
+    def recur(self, part: Part, layer: int, entry: Tensor, convolved: Tensor, out: Tensor) -> None:
+        """Runs the recurrence over what convolve() has given. out: [T, heads, v_dim], written"""
+        form = self.form
         keys = form.num_k_heads * form.k_dim
-        q, k, v = torch.split(x, [keys, keys, form.num_heads * form.v_dim], 1)
+        q, k, v = torch.split(convolved, [keys, keys, form.num_heads * form.v_dim], 1)
         heads = (-1, form.num_k_heads, form.k_dim)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(-1, form.num_heads, form.v_dim)
         part.states.recur(layer, q, k, v, self.decay[entry], self.beta[entry], out)

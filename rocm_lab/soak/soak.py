@@ -219,9 +219,9 @@ class Soak:
         generator = torch.Generator().manual_seed(seed)
         tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
         on_device = [rows.to(device=self._runtime.device) for rows in tables]
-        recurrent = [
-            RecurrentTables.random(form, scenario.vocabulary, scenario.max_kv_len, generator) for form in forms
-        ]
+        # All positions of token id 0 are those of padding.
+        entries, pads = scenario.vocabulary * scenario.max_kv_len, scenario.max_kv_len
+        recurrent = [RecurrentTables.random(form, entries, pads, generator) for form in forms]
         states = [each.to(self._runtime.device) for each in recurrent]
         self._model = SoakModel(on_device, states, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
         self._rounds = SoakRounds(

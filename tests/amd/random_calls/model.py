@@ -20,8 +20,9 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Part
+from rocm_lab.soak.recurrent import RecurrentTables
 from tests.amd.random_calls.oracle import Layer, OracleLayer
-from tests.amd.random_calls.recurrences import RecurrentTables
+from tests.amd.random_calls.recurrences import RecurrentRows
 
 PAD_ID = 0  # its hidden state is NaN: a pad's may be
 VOCABULARY = 12  # ids 1 up to, but not including, this one are tokens; graphs are checked on them
@@ -154,16 +155,16 @@ class Model:
         self.layers = [LayerTables.random(problem, generator, device) for problem in problems]
         self.breaks_before = -1
         entries = (VOCABULARY + 1) * PLACES
-        self.recurrent = [RecurrentTables.random(form, entries, PLACES, MAX_TOKENS, generator) for form in recurrent]
-        for tables in self.recurrent:
+        of_recurrent = [RecurrentTables.random(form, entries, PLACES, generator) for form in recurrent]
+        for tables in of_recurrent:
             tables.x[NOT_FINITE_ID * PLACES :, -1] = float("inf")
-        self.recurrent = [tables.to(device) for tables in self.recurrent]
+        self.recurrent = [RecurrentRows.over(tables.to(device), MAX_TOKENS) for tables in of_recurrent]
         self.token_ids, self.positions, self.last_token_of_seq = torch.zeros(
             3, MAX_TOKENS, dtype=torch.int32, device=device
         )
 
     @property
-    def outputs(self) -> list[LayerTables | RecurrentTables]:
+    def outputs(self) -> list[LayerTables | RecurrentRows]:
         """All layers, in the order of what a forward returns."""
         return [*self.layers, *self.recurrent]
 

@@ -16,96 +16,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from rocm_attn.recurrence import Recurrence, Update
+from rocm_attn.recurrence import Update
 from rocm_attn.step.step import Part
+from rocm_lab.soak.recurrent import RecurrentTables
 from tests.amd.random_calls.oracle import FLOAT32_ROUNDING, UNKNOWN, Answer, Floats, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentTables:
-    """One recurrent layer's inputs by what a token looks up, and where it writes what it gives.
+class RecurrentRows:
+    """One recurrent layer: its inputs by what a token looks up, and what it gave. out: [most tokens, heads, v_dim]"""
 
-    x:      [entries, 2 * k_heads * k_dim + heads * v_dim], q, k and v side by side
-    decay, beta: float32 [entries, heads (, k_dim)], [entries, heads]
-    weight: [channels, width]; bias: [channels]; empty if there is no convolution
-    out:    [most tokens, heads, v_dim]
-    """
-
-    form: Recurrence
-    x: Tensor
-    decay: Tensor
-    beta: Tensor
-    weight: Tensor
-    bias: Tensor
+    tables: RecurrentTables
     out: Tensor
 
     @classmethod
-    def random(
-        cls, form: Recurrence, entries: int, pads: int, most_tokens: int, generator: torch.Generator
-    ) -> RecurrentTables:
-        """On the CPU. pads: entries that padding looks up, which are NaN"""
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        width = 2 * form.num_k_heads * form.k_dim + form.num_heads * form.v_dim
-        channels = (form.k_dim,) if form.channel_decay else ()
-        x, beta = draw(entries, width), torch.sigmoid(draw(entries, form.num_heads))
-        decay = -torch.exp(draw(entries, form.num_heads, *channels)) / 4
-        for side in (x, beta, decay):
-            side[:pads] = float("nan")
-        convolution = form.convolution
-        weight, bias = draw(convolution.channels, convolution.width) / 2, draw(convolution.channels) / 4
-        out = torch.zeros(most_tokens, form.num_heads, form.v_dim)
-        return cls(form, x, decay, beta, weight, bias, out)
-
-    def to(self, device: torch.device) -> RecurrentTables:
-        """The same on a device."""
-        sides = (self.x, self.decay, self.beta, self.weight, self.bias, self.out)
-        return RecurrentTables(self.form, *(side.to(device) for side in sides))
-
-    def convolve(self, part: Part, number: int, entry: Tensor) -> Tensor:
-        """q, k and v of tokens, as the recurrence takes them, side by side: [T, channels]."""
-        x = self.x[entry]
-        if not self.weight.numel():
-            return x
-        out = torch.empty_like(x)
-        part.states.convolve(number, x, self.weight, self.bias, out)
-        return out
+    def over(cls, tables: RecurrentTables, most_tokens: int) -> RecurrentRows:
+        """A layer that gave nothing yet, on the tables' device."""
+        return cls(tables, tables.x.new_zeros(most_tokens, tables.form.num_heads, tables.form.v_dim))
 
     def recur(self, part: Part, number: int, entry: Tensor, convolved: Tensor) -> Tensor:
         """[T, heads, v_dim]"""
-        form = self.form
-        keys = form.num_k_heads * form.k_dim
-        q, k, v = torch.split(convolved, [keys, keys, form.num_heads * form.v_dim], 1)
-        q, k = (side.reshape(-1, form.num_k_heads, form.k_dim) for side in (q, k))
-        v = v.reshape(-1, form.num_heads, form.v_dim)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        part.states.recur(number, q, k, v, self.decay[entry], self.beta[entry], out)
+        out = convolved.new_empty(len(convolved), *self.out.shape[1:])
+        self.tables.recur(part, number, entry, convolved, out)
         return out
 
     def run(self, part: Part, number: int, entry: Tensor) -> Tensor:
         """Runs the layer, and keeps what it gave; float32 [S, ...] of it, each sequence's last token."""
-        out = self.recur(part, number, entry, self.convolve(part, number, entry))
+        out = self.recur(part, number, entry, self.tables.convolve(part, number, entry))
         self.out[part.tokens] = out
         return out[part.last_token_of_seq.long()].flatten(1).float()
 
     def for_oracle(self) -> RecurrentLayer:
         """The layer as the oracle knows it."""
-        form = self.form
+        tables, form = self.tables, self.tables.form
 
         def exact(side: Tensor) -> Floats:
             return side.double().cpu().numpy()
 
         return RecurrentLayer(
-            exact(self.x),
-            exact(self.decay.reshape(len(self.decay), form.num_heads, -1)),
-            exact(self.beta),
-            exact(self.weight),
-            exact(self.bias),
+            exact(tables.x),
+            exact(tables.decay.reshape(len(tables.decay), form.num_heads, -1)),
+            exact(tables.beta),
+            exact(tables.weight),
+            exact(tables.bias),
             heads=form.num_heads,
             k_heads=form.num_k_heads,
             k_dim=form.k_dim,

@@ -128,16 +128,17 @@ def recurrent_call(scene: Scene) -> None:
         return
     part, count = step.parts[0], len(scene.model.recurrent)
     number = scene.rng.randrange(count)
-    tables = scene.model.recurrent[number]
+    layer = scene.model.recurrent[number]
+    tables = layer.tables
     is_open = scene.open is not None
     entry = scene.model.entries(part)
     wrong = "" if is_open else "its step is over"
 
     def too_few() -> Tensor:
-        return tables.recur(part, number, entry[1:], tables.x[entry[1:]])
+        return layer.recur(part, number, entry[1:], tables.x[entry[1:]])
 
     def recurs() -> Tensor:
-        return tables.recur(part, number, entry, tables.x[entry])
+        return layer.recur(part, number, entry, tables.x[entry])
 
     def convolves() -> Tensor:
         return tables.convolve(part, number, entry)
@@ -147,7 +148,7 @@ def recurrent_call(scene: Scene) -> None:
         ("recurs with a token too few", too_few, "a token is missing"),
         (
             "is called by a number that there is not",
-            lambda: tables.recur(part, count, entry, tables.x[entry]),
+            lambda: layer.recur(part, count, entry, tables.x[entry]),
             "no such",
         ),
     )

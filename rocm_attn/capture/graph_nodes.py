@@ -15,7 +15,12 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.forecast import CapturePlan
 from rocm_attn.capture.graphs import takes_inputs
-from rocm_attn.capture.prewarm import goes_on_in_trees, rows_without_requests, runtime_of_kinds
+from rocm_attn.capture.prewarm import (
+    goes_on_in_trees,
+    one_of_each_kind,
+    rows_without_requests,
+    runtime_of_kinds,
+)
 from rocm_attn.capture.probe_requests import as_steps_of, typical_new_tokens
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import Unsupported
@@ -101,8 +106,7 @@ class NodeCounter:
         self._recurrent = recurrent.layers
         # Pools change no number of launches, so they have room for the largest step alone.
         few = replace(options, num_pages=_FEWEST_PAGES)
-        states = replace(recurrent, layers=tuple(dict.fromkeys(recurrent.layers)), checkpoints=0)
-        self._runtime = runtime_of_kinds(problems, target, few, states, torch.device("cpu"))
+        self._runtime = runtime_of_kinds(problems, target, few, one_of_each_kind(recurrent), torch.device("cpu"))
         self._staged = _dropped if target.is_gpu else nullcontext
         self._recorder = FakeRecorder(_observe_dropped if target.is_gpu else observe_launches)
         self._inputs = ZeroInputs(torch.device("cpu"))

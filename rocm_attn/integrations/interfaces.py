@@ -106,7 +106,7 @@ def record(uses: Uses, tree: Tree) -> Interfaces:
 
 
 def compare(recorded: Interfaces, tree: Tree) -> list[str]:
-    """Returns what changed of the recorded interfaces, a sentence each. What was added and need not be used is none."""
+    """Returns what changed of the recorded interfaces, a sentence each. An addition that need not be used is none."""
     changes: dict[str, str] = {}
     for path, was in recorded.items():
         if any(path.startswith(f"{each}.") for each in changes):

@@ -15,6 +15,7 @@ from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from rocm_attn.truth.adopted import probe_adopted
 from rocm_attn.truth.verdict import TruthVerdict
 from tests.amd.integrations.sglang_stand_in import Engine, Mode, RadixAttention
+from tests.amd.integrations.test_sglang_hooks import POOLS as PLAIN_POOLS
 from tests.amd.integrations.test_sglang_sparse import HIDDEN, LORA, Indexer, RecordPool, SparseEngine
 from tests.amd.planted import (
     Plant,
@@ -27,12 +28,7 @@ from tests.amd.planted import (
 
 CPU = torch.device("cpu")
 POOLS: list[Any] = [
-    pytest.param({}, id="one pool"),
-    pytest.param({"page_size": 1}, id="page size 1"),
-    pytest.param({"windows": (-1, 5)}, id="a window in one pool"),
-    pytest.param({"windows": (-1, 5), "with_window_pool": True}, id="a window in its own pool"),
-    pytest.param({"is_latent": True}, id="latent rows"),
-    pytest.param({"with_sinks": True}, id="sinks"),
+    *PLAIN_POOLS,
     pytest.param({"kv_dtype": torch.float8_e4m3fn, "k_scale_float": 0.5, "v_scale_float": 0.25}, id="FP8"),
 ]
 

@@ -74,12 +74,13 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
-from rocm_attn.kernels.attention.merge import Parts, early_options, launch_merge
+from rocm_attn.kernels.attention.merge import Parts, launch_merge
 from rocm_attn.kernels.attention.merge_within import RowOutput, SharedRow, merge_if_last
 from rocm_attn.kernels.attention.new_rows import NewToken, store_new_rows
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 

@@ -41,7 +41,6 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import Query, SeenKeys, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
-from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
@@ -56,6 +55,7 @@ from rocm_attn.kernels.attention.query_block import (
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import attend_segments
 from rocm_attn.kernels.attention.softmax import LOG2_E
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 

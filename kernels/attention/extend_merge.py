@@ -33,9 +33,10 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.attention.merge import Parts, early_options, merge_parts
+from rocm_attn.kernels.attention.merge import Parts, merge_parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 

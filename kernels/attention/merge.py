@@ -36,6 +36,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_seq,
 )
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 
 
@@ -189,11 +190,6 @@ def _merge_kernel(
             # Programs of other column chunks store the same number.
             value = (maximum + tl.log2(total)) * LN_2
             tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
-
-
-def early_options(early: bool) -> dict[str, bool]:
-    """Launch options of a kernel that may start before the one before it has ended; AMD's compiler has none."""
-    return {"launch_pdl": True} if early else {}
 
 
 def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool = False) -> None:

@@ -29,12 +29,12 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import KeyGeometry, Query, SeenKeys, key_geometry
-from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import load_queries, store_columns
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge, segment_memory
 from rocm_attn.kernels.attention.segments import UNFUSED, attend_segment
 from rocm_attn.kernels.attention.softmax import LOG2_E, visible_blocks
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 

@@ -16,9 +16,9 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import SEQ_KV_LEN, SEQ_START, words_of_seq
-from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 

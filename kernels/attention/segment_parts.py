@@ -33,10 +33,10 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
 from rocm_attn.kernels.cache.codes import (
@@ -37,6 +38,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.rope import RowGeometry, angles_at, places_of_pairs, turned, warps_in_place
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -87,6 +89,7 @@ class RopeStoreGeometry(NamedTuple):
     PAGE_SIZE: tokens of a page
     NEARER:    PageFormat.scales_nearer
     FIRST_SLOT: slots before it are dropped
+    EARLY:     whether it starts early (early.py)
     """
 
     q: SideGeometry
@@ -98,6 +101,7 @@ class RopeStoreGeometry(NamedTuple):
     PAGE_SIZE: int
     NEARER: int
     FIRST_SLOT: int
+    EARLY: bool
 
 
 class Angles(NamedTuple):
@@ -280,6 +284,9 @@ def _rope_store_kernel(
     V: tl.constexpr = G.v
     # The rows of q that turn have the same pairs as those of K.
     R: tl.constexpr = K.row
+    if G.EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     t = token.to(tl.int64)
     angles = None
@@ -375,7 +382,7 @@ def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
     row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
     block = _heads_block(q.shape[1], row.columns)
     side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).number, Scales.NONE.number)
-    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0, 0)
+    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0, 0, starts_early(q.device))
 
 
 def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:
@@ -413,4 +420,5 @@ def _launch(
         *page_strides,
         G=geometry,
         num_warps=geometry.q.num_warps,
+        **early_options(geometry.EARLY),
     )

@@ -40,12 +40,12 @@ from rocm_attn.kernels.attention.extend_schedule import (
     COUNTER,
     SHARE_CUT,
 )
-from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.hopper.codes import ProductScales, decode, new_codes, produce_codes, row_scale
 from rocm_attn.kernels.hopper.draws import draw_rows, new_draws
 from rocm_attn.kernels.hopper.gather import gather

@@ -34,9 +34,10 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.hopper.key_steps import SLACK
 from rocm_attn.kernels.hopper.latent_rows import (
     HopperLatentGeometry,

@@ -33,11 +33,12 @@ from rocm_attn.kernels.attention.decode_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
 from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import visible_blocks
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,

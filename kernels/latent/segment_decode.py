@@ -26,12 +26,12 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
-from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge, segment_memory
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import visible_blocks
+from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.latent.cuts import latent_row_cut
 from rocm_attn.kernels.latent.decode import LatentDecodeGeometry
 from rocm_attn.kernels.latent.key_loop import (

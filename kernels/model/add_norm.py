@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -30,17 +32,22 @@ def _add_norm_kernel(
     BLOCK: tl.constexpr,
     FACTOR: tl.constexpr,
     EPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     is_column = column < WIDTH
+    factors = tl.load(weight + column, mask=is_column, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(residual + row + column, mask=is_column, other=0.0).to(tl.float32)
     x += FACTOR * tl.load(output + row + column, mask=is_column, other=0.0).to(tl.float32)
     stored = x.to(summed.dtype.element_ty)
     tl.store(summed + row + column, stored, mask=is_column)
     x = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
-    y = x * scale * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    y = x * scale * factors.to(tl.float32)
     tl.store(normed + row + column, y.to(normed.dtype.element_ty), mask=is_column)
 
 
@@ -62,7 +69,7 @@ def launch_add_norm(
     tensors = (residual, output, weight, summed, normed)
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
     if rows:
-        block = next_power_of_2(width)
+        block, early = next_power_of_2(width), starts_early(residual.device)
         _variant(residual.dtype, weight.dtype, width, factor, eps)(
             residual.device,
             (rows, 1, 1),
@@ -71,5 +78,7 @@ def launch_add_norm(
             block,
             factor,
             eps,
+            early,
             num_warps=min(16, max(1, block // (64 * _ELEMENTS))),
+            **early_options(early),
         )

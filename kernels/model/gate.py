@@ -13,7 +13,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 
 SILU, GELU, CLAMPED = range(3)
@@ -39,7 +41,11 @@ def _gate_kernel(
     KIND: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < INNER
@@ -72,6 +78,7 @@ def launch_gate(both: Tensor, out: Tensor, form: GateForm) -> None:
     assert both.shape == (rows, 2 * inner)
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (both, out))
     if rows:
+        early = starts_early(both.device)
         _variant(both.dtype, inner, form)(
             both.device,
             (rows, triton.cdiv(inner, _BLOCK), 1),
@@ -80,5 +87,7 @@ def launch_gate(both: Tensor, out: Tensor, form: GateForm) -> None:
             inner,
             _BLOCK,
             *form,
+            early,
             num_warps=4,
+            **early_options(early),
         )

@@ -1,7 +1,8 @@
 """Multiplies one row with a matrix: out = weight @ x + bias.
 
 A BLAS pads the row to a tile, and reads the matrix at 57 to 87 % of a GPU's bandwidth (H100, 2048 x 2048 to 32000 x
-2048, bfloat16); these programs read whole rows of it, a few each, at 58 to 99 %. A row's bits depend on nothing else.
+2048, bfloat16); these programs read whole rows of it, a few each, at 58 to 99 %. They load its first block while the
+launch before still runs, if it may (early.py): no launch writes weights. A row's bits depend on nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -28,12 +31,19 @@ def _row_product_kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < OUT
     rows = weight + row[:, None].to(tl.int64) * IN
-    acc = tl.zeros([ROWS, STEP], tl.float32)
-    for first in range(0, IN, STEP):
+    element = tl.arange(0, STEP)
+    is_element = element < IN
+    w = tl.load(rows + element[None, :], mask=is_row[:, None] & is_element[None, :], other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = w.to(tl.float32) * tl.load(x + element, mask=is_element, other=0.0).to(tl.float32)[None, :]
+    for first in range(STEP, IN, STEP):
         element = first + tl.arange(0, STEP)
         is_element = element < IN
         w = tl.load(rows + element[None, :], mask=is_row[:, None] & is_element[None, :], other=0.0)
@@ -63,6 +73,7 @@ def launch_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
     assert all(tensor.is_contiguous() for tensor in given)
     assert x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     step = min(_STEP, next_power_of_2(num_in))
+    early = starts_early(x.device)
     _variant(x.dtype, num_out, num_in, bias is None)(
         x.device,
         (triton.cdiv(num_out, _ROWS), 1, 1),
@@ -72,5 +83,7 @@ def launch_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
         bias is not None,
         _ROWS,
         step,
+        early,
         num_warps=max(1, step // 256),
+        **early_options(early),
     )

@@ -20,20 +20,20 @@ from tests.amd.random_calls.pairs import run_triples
 def main() -> int:
     """Run the seeds that were asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.amd.random_calls", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", default="0:300", help="first:end, or one seed")
+    parser.add_argument("--seeds", default="0:300", help="first:end, first:end:step, or one seed")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--guard-off", metavar="ID", help="run without this safeguard")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after so many")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     options = parser.parse_args()
-    first, _, end = options.seeds.partition(":")
+    first, *rest = map(int, options.seeds.split(":"))
     device, guards = torch.device(options.device), None
     if options.guard_off:
         logging.getLogger("rocm_attn").setLevel(logging.ERROR)
         guards = Guards().without(options.guard_off)
     prepare(device)
     started, counts, num_findings = time.monotonic(), Counter[str](), 0
-    for seed in range(int(first), int(end or int(first) + 1)):
+    for seed in range(first, *(rest or [first + 1])):
         if time.monotonic() - started > options.seconds or (options.stop and num_findings):
             break
         outcome = run_triples(seed, device, guards)

@@ -1,0 +1,33 @@
+"""Launches that start early: a kernel's programs start while the launch before it runs, and wait on the device for it.
+
+CUDA calls it programmatic dependent launch (sm_90 and later); AMD's compiler has no such option. Each program of such a
+kernel calls gdc_wait() before it reads or writes what the launch before may write or read, and gdc_launch_dependents()
+after it: when the next launch starts, all launches but the last one have ended. A merge lets the next launch start at
+once, because the launch before it has waited.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+def starts_early(device: torch.device) -> bool:
+    """True if a launch on the device, or for the GPU that is compiled for, may start early."""
+    if device.type != "cuda" and triton.knobs.runtime.interpret:
+        return False
+    return _is_early(driver.active.get_current_target())
+
+
+@functools.cache
+def _is_early(target: GPUTarget) -> bool:
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+def early_options(early: bool) -> dict[str, bool]:
+    """Launch options of a kernel that starts early. Other compilers do not know them."""
+    return {"launch_pdl": True} if early else {}

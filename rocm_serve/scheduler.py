@@ -34,6 +34,7 @@ from collections.abc import Sequence as Many
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.capture.step_times import StepBudget
@@ -176,16 +177,7 @@ class Scheduler:
         self._give_back_ahead()
         self._admit_urgent()
         scheduled, verified, lengths, room = self._continue(self._running, drafts)
-        while room.is_open and self._waiting and len(self._running) < self._max_batch_size:
-            newcomer = self._waiting[0]
-            found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
-            if not self._has_room(newcomer, found):
-                break
-            stored = len(found) * self._table.page_size
-            ends_at = self._cache.next_state(newcomer.cached_row, stored)
-            q_len = room.take(len(newcomer.token_ids) - stored, stored, ends_at)
-            self._admit(newcomer, found, q_len)
-            scheduled.append((newcomer, q_len))
+        scheduled += self._admitted(room)
         if not scheduled:  # all that run have their last token
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
@@ -431,6 +423,26 @@ class Scheduler:
                     room.tokens -= num_drafts
         return scheduled, verified, room
 
+    def _admitted(self, room: PromptRoom) -> list[tuple[Sequence, int]]:
+        """Admits waiting sequences while there are tokens and pages for them; their tokens of the next step."""
+        admitted: list[tuple[Sequence, int]] = []
+        claimed = self._claimed(self._running if self._may_admit(room) else ())
+        while self._may_admit(room):
+            newcomer = self._waiting[0]
+            found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
+            if not self._fits(newcomer, found, claimed):
+                break
+            stored = len(found) * self._table.page_size
+            ends_at = self._cache.next_state(newcomer.cached_row, stored)
+            q_len = room.take(len(newcomer.token_ids) - stored, stored, ends_at)
+            self._admit(newcomer, found, q_len)
+            claimed += self._claimed([newcomer])
+            admitted.append((newcomer, q_len))
+        return admitted
+
+    def _may_admit(self, room: PromptRoom) -> bool:
+        return room.is_open and bool(self._waiting) and len(self._running) < self._max_batch_size
+
     def _give_back_room(self) -> bool:
         """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
         given = self._has_ahead = False
@@ -539,14 +551,22 @@ class Scheduler:
 
     def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
         """True if there are pages for a sequence that begins with the found ones, next to those of running ones."""
+        return self._fits(newcomer, found, self._claimed(self._running))
+
+    def _fits(self, newcomer: Sequence, found: Many[CachedPage], claimed: NDArray[np.int64]) -> bool:
+        """True if there are pages next to those that the running sequences have claimed of each space."""
         for space, pages in enumerate(self._table.spaces):
             needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
             if pages.window_left == ALL_KEYS:
                 needed -= sum(page.num_rows[space] > 0 for page in found)  # other rows already hold these
-            claimed = sum(self._pages_to_come(held, pages) for held in self._running)
-            if needed + claimed > pages.num_free_pages + self._cache.num_idle(space):
+            if needed + claimed[space] > pages.num_free_pages + self._cache.num_idle(space):
                 return False
         return True
+
+    def _claimed(self, sequences: Many[Sequence]) -> NDArray[np.int64]:
+        """The pages of each space that running sequences have a claim on."""
+        spaces = self._table.spaces
+        return np.array([sum(self._pages_to_come(held, pages) for held in sequences) for pages in spaces], np.int64)
 
     def _pages_to_come(self, held: Sequence, pages: PageTable) -> int:
         """Pages that a running sequence has a claim on: for the rest of its prompt, and one more if it will need it.

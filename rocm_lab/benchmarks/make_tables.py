@@ -123,6 +123,18 @@ def _sparse(result: Result) -> dict[str, Any]:
     return _with([row for row in result["rows"] if "lower_bound_us" in row], lower_bound)  # the others are candidates
 
 
+def _recurrent(result: Result) -> dict[str, Any]:
+    def more(row: Mapping[str, Any]) -> dict[str, Any]:
+        us, copy, fla = row["us"], row.get("lower_bound_us"), row.get("fla_us")
+        return {
+            "copy": f"{copy:.1f} | {us / copy:.2f}" if copy else "| ",
+            "fla": f"{fla:.1f} | {us / fla:.2f}" if fla else "| ",
+            "judged": f"{row['error']:.1e}" if "error" in row else "",
+        }
+
+    return _with(result["rows"], more)
+
+
 def _mixed_load(result: Result) -> dict[str, Any]:
     requests, resident = result["requests"], [mib for server in result["resident_mib"] for mib in server]
     return {
@@ -139,11 +151,12 @@ def _mixed_load(result: Result) -> dict[str, Any]:
 
 # The name of a result file -> the values that its section has in addition to the file's.
 DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
-    "step_profile_h100": _steps,
-    "serving_h100": _serving,
+    "step_profile_h200": _steps,
+    "serving_h200": _serving,
     "round_time_h200": _rounds,
     "kv_transfer_h200": _transfers,
     "sparse_decode_h200": _sparse,
+    "recurrent_h200": _recurrent,
     "mixed_load_cpu": _mixed_load,
 }
 

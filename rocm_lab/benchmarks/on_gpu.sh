@@ -28,6 +28,7 @@ python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/se
 measure round_time
 measure kv_transfer
 measure sparse_decode
+measure recurrent
 measure row_work
 measure tensor_parallel
 soak soak --steps 20000 --seed 11

@@ -1,6 +1,6 @@
 """Time of recurrent layers: decode, verify and prompts, next to flash-linear-attention where it is installed.
 
-    python -m rocm_lab.benchmarks.recurrent --out rocm_lab/benchmarks/results/recurrent_h100.json
+    python -m rocm_lab.benchmarks.recurrent --out rocm_lab/benchmarks/results/recurrent_h200.json
 
 Layers are gated delta nets of Qwen3-Next's geometry and Kimi delta attention of Kimi-Linear's on one rank, in bfloat16
 with states in float32. The lower bound of decode and verify is a copy of the states of all sequences, in a graph too.
@@ -31,6 +31,8 @@ _DEVICE = torch.device("cuda", 0)
 _CLOCK = GraphClock(_DEVICE, 2000.0)
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 2e-2
+# The reference takes a launch for each token.
+_MOST_JUDGED = 8192
 _LAYERS = {
     "gated delta net": Recurrence(32, 16, 128, 128, torch.bfloat16, normalises=True),
     "Kimi delta attention": Recurrence(32, 32, 128, 128, torch.bfloat16, channel_decay=True, normalises=True),
@@ -151,8 +153,9 @@ def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
 def rows_of(case: StateCase) -> Iterator[Row]:
     """Yields the time of a case."""
     made = prepared(case)
-    error = error_of(made) if case.num_seqs * case.q_len <= 8192 else 0.0
-    row: Row = {"layer": case.layer, "work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len, "error": error}
+    row: Row = {"layer": case.layer, "work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len}
+    if case.num_seqs * case.q_len <= _MOST_JUDGED:
+        row["error"] = error_of(made)
     row["us"] = median_us(_CLOCK, made.run)
     if case.work != "prompt":
         states = torch.zeros_like(made.slots.state[: case.num_seqs])
@@ -173,7 +176,7 @@ def main() -> None:
         rows += printed(rows_of(case))
         torch.cuda.empty_cache()
     write(options.out, rows=rows)
-    sys.exit(any(row["error"] > _MOST_ERROR for row in rows))
+    sys.exit(any(row.get("error", 0.0) > _MOST_ERROR for row in rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import clock_of
 from rocm_lab.benchmarks.round_time import prompt_of, python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
+from rocm_lab.benchmarks.tensor_parallel import LLAMA_8B, RandomOnDevice, model_of
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import expected_shapes, load_weights
@@ -41,7 +41,10 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Request
 
-LLAMA_1B = model_of((32, 8, 64), 2048, 8192, 32000, 16, 65536)
+MODELS = {
+    "1.1B": model_of((32, 8, 64), 2048, 8192, 32000, 16, 65536),
+    "8B": dataclasses.replace(LLAMA_8B, context_len=65536),
+}
 PROMPT, LONG_PROMPT, MIXED_CHUNK = 512, 8192, 2048
 DECODES = (1, 32, 256)
 STEPS, PROFILED = 96, 16
@@ -171,9 +174,8 @@ def busy(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def rows() -> Iterator[Row]:
+def rows(loaded: LoadedModel) -> Iterator[Row]:
     """Yields the figures of each load."""
-    loaded = loaded_model(LLAMA_1B)
     for num_seqs in DECODES:
         yield decode(loaded, num_seqs)
     yield prompts(loaded)
@@ -185,15 +187,20 @@ def main() -> None:
     options = parser_of(__doc__).parse_args()
     device = torch.device("cuda")
     limits = measured_ceilings(device, torch.bfloat16, clock_of(device, ROUND_US))
-    sizes = {name: math.prod(shape) for name, shape in expected_shapes(LLAMA_1B).items() if "embed" not in name}
-    found = printed(rows())
-    for row in found:
-        if row["load"] == "decode":
-            row["floor_us"] = round((2 * sum(sizes.values()) + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
-        else:
-            of_layers = sum(sizes.values()) - sizes["lm_head.weight"]
-            row["floor_us"] = round(2 * of_layers * row["tokens"] / limits.flops_per_s * 1e6, 1)
-        row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
+    found = list[Row]()
+    for model, config in MODELS.items():
+        loaded = loaded_model(config)
+        sizes = {name: math.prod(shape) for name, shape in expected_shapes(config).items() if "embed" not in name}
+        for row in printed(rows(loaded)):
+            if row["load"] == "decode":
+                row["floor_us"] = round((2 * sum(sizes.values()) + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
+            else:
+                of_layers = sum(sizes.values()) - sizes["lm_head.weight"]
+                row["floor_us"] = round(2 * of_layers * row["tokens"] / limits.flops_per_s * 1e6, 1)
+            row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
+            found.append({"model": model, **row})
+        del loaded
+        torch.cuda.empty_cache()
     write(options.out, of_machine={**dataclasses.asdict(limits), "python_loop_us": python_us()}, rows=found)
 
 

@@ -164,8 +164,9 @@ class PrefixCache:
             return []
         most = (len(token_ids) - 1) // self._page_size
         found: list[CachedPage] = []
-        for key in row.keys_up_to(most, token_ids, self._page_size)[:most]:
-            page = self._pages.get(key)
+        for page_no in range(most):
+            # Keys are made as far as pages are found: those of a long prompt would take a step's time.
+            page = self._pages.get(row.keys_up_to(page_no + 1, token_ids, self._page_size)[page_no])
             if page is None or page.step > self._right_until:
                 break
             found.append(page)

@@ -18,6 +18,9 @@ from rocm_attn.recurrence import Recurrence
 
 # The parts of a device's rates that steps are expected to reach.
 _REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
+# The part of that rate of products which attention of a prompt's tokens is expected to reach. H200, heads of 64: 0.64
+# in a prompt of 8,192 tokens; 0.5 for 190 tokens that see 32,768 keys.
+_REACHED_BY_ATTENTION = 0.5
 # The tokens of the sequences, and of the prompt, for which times are reported.
 USUAL_LEN, PROMPT_LEN = 512, 2048
 # Attention to a prompt's earlier tokens is bounded exactly at this length.
@@ -75,18 +78,21 @@ class StepTimes:
     layers:    one for each layer that attends; several may read the same K and V
     rates:     of the device
     recurrent: one for each layer that keeps a state
+    attention_rate: of a prompt's tokens, as a part of the rate of products
     """
 
     matrices: Matrices
     layers: Sequence[Problem]
     rates: Rates
     recurrent: Sequence[Recurrence] = ()
+    attention_rate: float = 1.0
 
     @property
     def expected(self) -> StepTimes:
         """The times by the parts of the rates that steps are expected to reach."""
         bytes_per_s, flops_per_s = self.rates.bytes_per_s * _REACHED_BYTES, self.rates.flops_per_s * _REACHED_FLOPS
-        return replace(self, rates=replace(self.rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s))
+        rates = replace(self.rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s)
+        return replace(self, rates=rates, attention_rate=_REACHED_BY_ATTENTION)
 
     def decode(self, num_seqs: int, kv_len: int, prompt_tokens: int = 0) -> float:
         """A step of sequences of kv_len tokens that get one more each, and of tokens at the beginning of a prompt."""
@@ -157,9 +163,9 @@ class StepTimes:
         )
         return keys + self._states
 
-    def _attention_flops(self, kv_len: int) -> int:
-        """Operations of a token that attends to kv_len keys."""
-        return sum(_seen(layer, kv_len) * _flops_of_key(layer) for layer in self.layers)
+    def _attention_flops(self, kv_len: int) -> float:
+        """Operations of products that take as long as a token's attention to kv_len keys."""
+        return sum(_seen(layer, kv_len) * _flops_of_key(layer) for layer in self.layers) / self.attention_rate
 
 
 def _reported(most: int) -> list[int]:
@@ -219,7 +225,7 @@ class StepBudget:
 
         of_each = tuple(beside(num) for num in range(1, max_batch_size + 1))
         expected = {num: 1e3 * usual.decode(num, USUAL_LEN, of_each[num - 1]) for num in _reported(max_batch_size)}
-        return cls(max_batch_size, chunk, of_each, times.doubles_after, expected)
+        return cls(max_batch_size, chunk, of_each, usual.doubles_after, expected)
 
     def tokens_beside(self, num_decoding: int) -> int:
         """The tokens of prompts at their beginning, in a step that decodes this number of sequences, at least 1."""

@@ -231,7 +231,7 @@ class CompletionBody(GenerationBody):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
+            return [self.prompt]
         return [each for each in self.prompt if not isinstance(each, int)]
 
 

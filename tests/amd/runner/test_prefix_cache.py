@@ -216,6 +216,12 @@ def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
     assert page_key(before, (1, 2)) != salt_key((before + np.array([1, 2], np.int32).tobytes()).decode("latin-1"))
 
 
+def test_a_prompt_that_nothing_is_known_of_has_one_key_made() -> None:
+    row = CachedRow()
+    assert Pages(num_pages=8).cache.find(row, range(64)) == []
+    assert len(row.keys) == 1
+
+
 def test_the_least_recently_used_chain_goes_first_and_its_end_before_its_beginning() -> None:
     pages = Pages(40)
     for first in (10, 20, 30):

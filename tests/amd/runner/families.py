@@ -55,6 +55,7 @@ _MINICPM3_ROPE = {
     "rope_theta": 1e4,
     "short_factor": [1.1, 1.5, 3.0, 7.0],
     "long_factor": [1.1, 1.5, 3.0, 7.0],
+    "factor": 4.0,  # transformers 5.17 does not compute it from the lengths
     "original_max_position_embeddings": 32,
 }
 # so many heads that no two scores are 0

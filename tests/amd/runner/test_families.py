@@ -122,8 +122,11 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     for request, completion in zip(requests, served.completions, strict=True):
         whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
         best = hf_logits(served.reference, whole)[len(request.prompt_token_ids) - 1 : -1].topk(2, -1)
-        assert float((best.values[:, 0] - best.values[:, 1]).min()) > NARROW, "choose another seed"
-        assert completion.token_ids == tuple(best.indices[:, 0].tolist())
+        is_clear = best.values[:, 0] - best.values[:, 1] > NARROW
+        assert int(is_clear.sum()) > len(is_clear) // 2
+        is_best = best.indices == torch.tensor(completion.token_ids)[:, None]
+        # Where two tokens are nearly as likely, either may be taken.
+        assert bool(torch.where(is_clear, is_best[:, 0], is_best.any(1)).all())
 
 
 @pytest.mark.fast(2)

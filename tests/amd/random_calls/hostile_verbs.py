@@ -70,7 +70,8 @@ def step_with_mask(scene: Scene) -> None:
 def step_sharing_prefixes(scene: Scene) -> None:
     """A decode step that says which neighbours hold the same pages; seldom of neighbours that do not."""
     table, page_size = scene.runtime.table, scene.page_size
-    rows = [row for row in scene.rows if row not in scene.unsure and 0 < scene.length(row) < MAX_KV_LEN]
+    rows = [row for row in scene.rows if row not in scene.unsure and not scene.only_device_knows(row)]
+    rows = [row for row in rows if 0 < scene.length(row) < MAX_KV_LEN]
     rows = sorted(rows, key=lambda row: table.pages_of(row).tolist())[:MAX_SEQS]
     seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
     reserve_for(scene, seqs)
@@ -164,4 +165,5 @@ def stray_write(scene: Scene) -> None:
     finally:
         runtime.end_step()
     scene.listen()
+    scene.broke_off(seqs[0])
     scene.give_up([seqs[0].row])

@@ -142,6 +142,7 @@ class RecurrentReference:
             weight = exact(tables.weight)
             x = exact(tables.bias) + sum(padded[at : at + len(x)] * weight[:, at] for at in range(width))
             x = x / (1 + np.exp(-x)) if form.convolution.silu else x
+            x = exact(torch.from_numpy(x).to(form.dtype))  # the recurrence takes what the convolution has stored
         x, entry = x[begin:], entry[begin:]
         keys, group = form.num_k_heads * form.k_dim, form.num_heads // form.num_k_heads
         q, k = (x[:, at : at + keys].reshape(len(x), form.num_k_heads, form.k_dim) for at in (0, keys))

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, Scale, pages_of
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, is_deterministic, refuse
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
@@ -181,7 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
             q_dtype,
             as_dtype(kv_data_type or data_type or q_dtype),
             causal=True,
-            deterministic=fixed_split_size is not None or disable_split_kv,
+            deterministic=is_deterministic(fixed_split_size, disable_split_kv),
         )
         geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(indptr, indices, last_page_len, seq_lens)
@@ -279,3 +279,57 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: Dtype = None,
+    kv_data_type: Dtype = None,
+    data_type: Dtype = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """Plans as the wrapper's plan() does; engines put it in place of that one. It waits for page indices on a device.
+
+    global_override_indptr_cpu: indptr on the host, int [S + 1]. With pages of one token no length is read from a device
+    Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan.
+    """
+    if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
+        raise BadBatch(f"fast_decode_plan() got a {type(self).__name__}; give it a BatchDecodeWithPagedKVCacheWrapper")
+    # Pages of one token are full, so their lengths need not be read.
+    last = torch.ones(len(last_page_len), dtype=torch.int32) if page_size == 1 else last_page_len
+    self._plan_impl(
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indices,
+        last,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )

@@ -12,7 +12,7 @@ from rocm_attn.integrations.flashinfer.batch import PagedKVLists
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, Scale, pages_of
 from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, is_deterministic, refuse
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
@@ -164,7 +164,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
             q_dtype,
             as_dtype(kv_data_type or q_dtype),
             causal=causal,
-            deterministic=fixed_split_size is not None or disable_split_kv,
+            deterministic=is_deterministic(fixed_split_size, disable_split_kv),
         )
         geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens)

@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.batch import token_batch
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments
 from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, is_deterministic, refuse
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
 
@@ -108,7 +108,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
             q_dtype,
             as_dtype(kv_data_type or q_dtype),
             causal=causal,
-            deterministic=fixed_split_size is not None or disable_split_kv,
+            deterministic=is_deterministic(fixed_split_size, disable_split_kv),
         )
         geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         q, kv = on_host(qo_indptr, kv_indptr)

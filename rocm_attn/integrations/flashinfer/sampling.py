@@ -2,8 +2,8 @@
 
 A token is drawn once, from what the filters leave; FlashInfer draws until a token passes them. Distributions are equal,
 and tokens of one seed are not. Ties at a filter's limit stay in. Nothing waits for a device but check_nan. Arguments
-`deterministic`, `is_deterministic` and `enable_pdl` choose kernels there, and are ignored: equal calls give equal
-results here.
+`deterministic`, `is_deterministic` and `enable_pdl` choose kernels there, and are ignored: equal calls give
+equal results here.
 
 probs, logits: [rows, vocab]; indices: int [samples], the row of each sample, else one sample for each row
 generator:     of torch; seed, offset: int, or int64 [1 or samples] on the device, the numbers of philox.py in place of
@@ -99,24 +99,29 @@ def _renormed(probs: Tensor, kept: Tensor) -> Tensor:
     return probs / probs.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _drawn(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int64 [rows], the first token whose sum exceeds uniform [rows, 1] of the whole, and validity."""
+def _drawn(weights: Tensor, row: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int64 [samples], the first token whose sum exceeds a part of its row's, and validity, bool [samples].
+
+    weights: float32 [rows, vocab]; row: int64 [samples]; uniform: float32 [samples], the part, from 0 to 1
+    """
     so_far = weights.cumsum(-1, dtype=torch.float64)
     total = so_far[:, -1:].contiguous()
-    # A number of 1 exceeds all: then the last token with a weight.
-    last = torch.searchsorted(so_far, total)
-    token = torch.minimum(torch.searchsorted(so_far, uniform * total, right=True), last)[:, 0]
-    valid = ((total > 0) & total.isfinite())[:, 0]
-    return token.where(valid, 0), valid
+    # A part of 1 exceeds all: then the last token with a weight.
+    last = torch.searchsorted(so_far, total)[row, 0]
+    valid = (total > 0) & total.isfinite()
+    # Row r's sums are in (r, r + 1] of one increasing list, so that samples may share rows without a copy of them.
+    number = torch.arange(len(weights), device=weights.device)[:, None]
+    sums = (so_far / total).where(valid, 1) + number
+    token = torch.searchsorted(sums.flatten(), row + uniform.double(), right=True) - row * weights.shape[1]
+    return torch.minimum(token, last).where(valid[row, 0], 0), valid[row, 0]
 
 
 def _sampled(weights: Tensor, indices: Tensor | None, draws: _Draws, *, return_valid: bool = False) -> Samples:
     """Returns a sample for each row of weights, or for the rows of indices."""
-    dtype = torch.int32 if indices is None else indices.dtype
-    if indices is not None:
-        weights = weights[indices.long()]
-    token, valid = _drawn(weights, draws.of(len(weights), 1, weights.device).double())
-    return (token.to(dtype), valid) if return_valid else token.to(dtype)
+    row = torch.arange(len(weights), device=weights.device) if indices is None else indices.long()
+    token, valid = _drawn(weights, row, draws.of(len(row), 1, weights.device)[:, 0])
+    token = token.to(torch.int32 if indices is None else indices.dtype)
+    return (token, valid) if return_valid else token
 
 
 def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
@@ -190,12 +195,11 @@ def top_k_sampling_from_probs(
 ) -> Samples:
     """Returns samples of the top_k likeliest tokens, a number or one for each sample. Raises BadTensor, BadSetting."""
     rows = _rows("probs", probs, check_nan=check_nan)
-    rows = rows if indices is None else rows[indices.long()]
+    if indices is not None and isinstance(top_k, Tensor) and top_k.numel() > 1:
+        # Limits of samples: each gets a row of its own.
+        rows, indices = rows[indices.long()], torch.arange(len(indices), dtype=indices.dtype, device=rows.device)
     kept = rows.where(_in_top_k(rows, top_k), 0)
-    samples = _sampled(kept, None, _Draws(generator, seed, offset), return_valid=return_valid)
-    if indices is None:
-        return samples
-    return samples.to(indices.dtype) if isinstance(samples, Tensor) else (samples[0].to(indices.dtype), samples[1])
+    return _sampled(kept, indices, _Draws(generator, seed, offset), return_valid=return_valid)
 
 
 def min_p_sampling_from_probs(
@@ -325,7 +329,7 @@ def chain_speculative_sampling(
     # Rounding may leave nothing.
     rest = rest.where(rest.sum(1, keepdim=True) > 0, target[row, emitted])
     last = uniform[:, -1].where(~is_bonus, uniform[:, -2])
-    drawn, _ = _drawn(rest, last[:, None].double())
+    drawn, _ = _drawn(rest, row, last)
     step = torch.arange(drafts + 1, device=device)
     tokens = torch.cat((token, drawn[:, None]), 1).where(step < emitted[:, None], -1)
     tokens = tokens.where(step != emitted[:, None], drawn[:, None]).to(torch.int32)

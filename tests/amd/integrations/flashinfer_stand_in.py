@@ -44,6 +44,11 @@ _SIZES = (
     "head_dim",
     "qo_len",
     "max_seq_len",
+    "batch_size_d",
+    "kv_len_d",
+    "kv_len_p",
+    "qo_len_p",
+    "vocab_size",
 )
 
 

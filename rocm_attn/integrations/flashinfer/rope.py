@@ -61,10 +61,16 @@ class _Frequencies:
         return torch.cat((angle.cos(), angle.sin()), 1).float()
 
 
+def _checked(positions: Tensor) -> Tensor:
+    if positions.dim() != 1 or positions.is_floating_point():
+        raise BadTensor(
+            f"positions are {positions.dtype} {list(positions.shape)}; they must be integers of one dimension"
+        )
+    return positions
+
+
 def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: bool) -> None:
     """Turns q and k in place. lines: int [tokens], of cos_sin, float32 [lines, rotary_dim]. Raises BadTensor."""
-    if lines.dim() != 1 or lines.is_floating_point():
-        raise BadTensor(f"positions are {lines.dtype} {list(lines.shape)}; they must be integers of one dimension")
     for name, x in {"q": q, "k": k}.items():
         if x.dim() != 3 or len(x) != len(lines) or x.dtype not in DTYPES or x.stride(-1) != 1:
             raise BadTensor(
@@ -84,7 +90,7 @@ def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: b
 
 
 def _turn_by(q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None, by: _Frequencies, interleave: bool) -> None:
-    cos_sin = by.table(pos_ids, q.shape[-1] if rotary_dim is None else rotary_dim)
+    cos_sin = by.table(_checked(pos_ids), q.shape[-1] if rotary_dim is None else rotary_dim)
     _turn(q, k, torch.arange(len(pos_ids), device=pos_ids.device), cos_sin, interleave=interleave)
 
 
@@ -187,7 +193,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         if x.dim() not in (2, 3) or head_size < 1 or x.shape[-1] % head_size:
             raise BadTensor(f"{name} is {list(x.shape)}; it must be [tokens, heads * head_size], head_size {head_size}")
     q, k = (torch.unflatten(x, 1, (-1, head_size)) if x.dim() == 2 else x for x in (query, key))
-    _turn(q, k, positions, cos_sin_cache, interleave=not is_neox)
+    _turn(q, k, _checked(positions), cos_sin_cache, interleave=not is_neox)
 
 
 # Those that return turned copies of q and k and leave the arguments alone.

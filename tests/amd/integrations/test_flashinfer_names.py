@@ -45,7 +45,7 @@ def test_a_refused_name_says_why_and_what_to_use(name: str) -> None:
 
 
 def test_an_import_says_why_too_and_a_question_gets_an_answer() -> None:
-    with pytest.raises(NotImportable, match="flashinfer.xqa is not served: it runs NVIDIA's own kernels; use Batch"):
+    with pytest.raises(NotImportable, match=r"flashinfer\.xqa is not served: it runs NVIDIA's own kernels; use Batch"):
         exec("from rocm_attn.integrations.flashinfer import xqa")
     assert issubclass(NotImportable, ImportError)
     assert issubclass(NotImportable, Unsupported)
@@ -65,7 +65,7 @@ def test_a_reason_leads_to_names_that_are_served() -> None:
 
 def test_an_attribute_that_engines_read_says_why_it_is_missing() -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8))
-    with pytest.raises(NotServed, match="Wrapper._cached_module is not served: there is no CUDA module; call plan"):
+    with pytest.raises(NotServed, match=r"Wrapper\._cached_module is not served: there is no CUDA module; call plan"):
         _ = wrapper._cached_module
     assert getattr(wrapper, "_plan_info", None) is None
     with pytest.raises(AttributeError, match="has no attribute 'made_up'"):

@@ -69,6 +69,12 @@ def _checked(positions: Tensor) -> Tensor:
     return positions
 
 
+def _even(rotary_dim: int) -> int:
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise BadTensor(f"rotary_dim is {rotary_dim}; it must be even, and at least 2")
+    return rotary_dim
+
+
 def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: bool) -> None:
     """Turns q and k in place. lines: int [tokens], of cos_sin, float32 [lines, rotary_dim]. Raises BadTensor."""
     for name, x in {"q": q, "k": k}.items():
@@ -78,8 +84,8 @@ def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: b
                 f"head_dim] in {', '.join(map(str, DTYPES))}, with the {len(lines)} tokens of the positions and a last "
                 "stride of 1"
             )
-        if cos_sin.shape[1] > x.shape[2] or cos_sin.shape[1] % 2 or not cos_sin.shape[1]:
-            raise BadTensor(f"rotary_dim is {cos_sin.shape[1]}; it must be even, and 2 to {name}'s {x.shape[2]}")
+        if cos_sin.shape[1] > x.shape[2]:
+            raise BadTensor(f"rotary_dim is {cos_sin.shape[1]}, and {name} has heads of {x.shape[2]} elements")
     device = with_index(q.device)
     pairs = RopePairs.NEIGHBOURS if interleave else RopePairs.HALVES
     work, at = QkvWork(RopeTable(cos_sin.contiguous(), pairs)), lines.to(torch.int32)
@@ -90,7 +96,7 @@ def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: b
 
 
 def _turn_by(q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None, by: _Frequencies, interleave: bool) -> None:
-    cos_sin = by.table(_checked(pos_ids), q.shape[-1] if rotary_dim is None else rotary_dim)
+    cos_sin = by.table(_checked(pos_ids), _even(q.shape[-1] if rotary_dim is None else rotary_dim))
     _turn(q, k, torch.arange(len(pos_ids), device=pos_ids.device), cos_sin, interleave=interleave)
 
 
@@ -193,6 +199,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         if x.dim() not in (2, 3) or head_size < 1 or x.shape[-1] % head_size:
             raise BadTensor(f"{name} is {list(x.shape)}; it must be [tokens, heads * head_size], head_size {head_size}")
     q, k = (torch.unflatten(x, 1, (-1, head_size)) if x.dim() == 2 else x for x in (query, key))
+    _even(cos_sin_cache.shape[1])
     _turn(q, k, _checked(positions), cos_sin_cache, interleave=not is_neox)
 
 

@@ -68,9 +68,9 @@ def _rows(name: str, values: Tensor, *, check_nan: bool = False) -> Tensor:
 def _limits(name: str, given: Limit, rows: int, least: float) -> Tensor | float:
     """Returns a filter's limit, one for each row as [rows, 1]. Raises BadSetting, BadTensor."""
     if isinstance(given, Tensor):
-        if given.numel() not in (1, rows):
-            raise BadTensor(f"{name} is {list(given.shape)}; it must have one entry, or one for each of {rows} rows")
-        return given.reshape(-1, 1)
+        if given.shape != (rows,):
+            raise BadTensor(f"{name} is {list(given.shape)}; it must be a number, or [{rows}], one for each row")
+        return given[:, None]
     if not given >= least:
         raise BadSetting(f"{name} is {given}; it must be at least {least:g}")
     return given
@@ -195,7 +195,7 @@ def top_k_sampling_from_probs(
 ) -> Samples:
     """Returns samples of the top_k likeliest tokens, a number or one for each sample. Raises BadTensor, BadSetting."""
     rows = _rows("probs", probs, check_nan=check_nan)
-    if indices is not None and isinstance(top_k, Tensor) and top_k.numel() > 1:
+    if indices is not None and isinstance(top_k, Tensor):
         # Limits of samples: each gets a row of its own.
         rows, indices = rows[indices.long()], torch.arange(len(indices), dtype=indices.dtype, device=rows.device)
     kept = rows.where(_in_top_k(rows, top_k), 0)

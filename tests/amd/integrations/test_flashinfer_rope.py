@@ -149,8 +149,8 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
         (lambda: flashinfer.apply_rope_pos_ids(q[:2], q, pos), "q is torch.float32 .2, 2, 16.* with the 3 tokens"),
         (lambda: flashinfer.apply_rope_pos_ids(q, q.double(), pos), "k is torch.float64"),
         (lambda: flashinfer.apply_rope_pos_ids_inplace(q, strided, pos), "k .* with strides .*a last stride of 1"),
-        (lambda: flashinfer.apply_rope_pos_ids(q, q, pos, 5), "rotary_dim is 5; it must be even, and 2 to q's 16"),
-        (lambda: flashinfer.apply_rope_pos_ids(q, q, pos, 18), "rotary_dim is 18"),
+        (lambda: flashinfer.apply_rope_pos_ids(q, q, pos, 5), "rotary_dim is 5; it must be even, and at least 2"),
+        (lambda: flashinfer.apply_rope_pos_ids(q, q, pos, 18), "rotary_dim is 18, and q has heads of 16 elements"),
         (lambda: flashinfer.apply_rope_pos_ids(q, q, pos.float()), "positions are torch.float32"),
         (lambda: flashinfer.apply_rope(q, q, pos, pos), r"indptr is \[3\] and offsets \[3\]"),
         (

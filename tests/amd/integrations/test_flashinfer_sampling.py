@@ -252,7 +252,11 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
         (lambda: sample(probs, seed=seed, offset=seed), BadTensor, r"it must be torch.int64 \[1\] or \[4\]"),
         (lambda: sample(probs, seed=seed[:1].int(), offset=seed[:1]), BadTensor, "seed or offset is torch.int32"),
         (lambda: flashinfer.top_k_renorm_probs(probs, 0), BadSetting, "top_k is 0; it must be at least 1"),
-        (lambda: flashinfer.top_k_renorm_probs(probs, seed), BadTensor, "one for each of 4 rows"),
+        (
+            lambda: flashinfer.top_k_renorm_probs(probs, seed),
+            BadTensor,
+            r"top_k is \[3\]; it must be a number, or \[4\], one for each row",
+        ),
         (lambda: flashinfer.top_p_renorm_probs(probs, -0.1), BadSetting, "top_p is -0.1; it must be at least 0"),
         (lambda: flashinfer.softmax(probs, 0.0), BadSetting, "temperature is 0.0; it must be at least 1.175"),
         (

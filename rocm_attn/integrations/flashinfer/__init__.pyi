@@ -1,6 +1,8 @@
 # The served names. Type checkers read this file, and so does __init__.py. Those that are not served are in names.py.
 # isort: off
 
+__all__: list[str]
+
 from rocm_attn.integrations.flashinfer import (
     attention as attention,
     cascade as cascade,

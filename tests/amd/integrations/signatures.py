@@ -135,7 +135,7 @@ def names_of_flashinfer(folder: Path) -> dict[str, str]:
             found |= {each.asname or each.name: node.module or "." for each in node.names}
         # Names of fused_moe that its __getattr__ imports are in a set.
         if isinstance(node, ast.Set):
-            found |= {each.value: "fused_moe" for each in node.elts if isinstance(each, ast.Constant)}
+            found |= {str(ast.literal_eval(each)): "fused_moe" for each in node.elts}
     return {name: found[name] for name in sorted(found) if not name.startswith("_")}
 
 

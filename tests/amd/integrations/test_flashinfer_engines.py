@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,7 +190,7 @@ def test_sglang_decodes_in_a_graph(device: torch.device) -> None:
 
 def test_what_needs_flashinfers_cuda_module_says_so(device: torch.device) -> None:
     buffers = ints([0, 0], device), ints([0], device), ints([1], device)
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
+    wrapper: Any = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
     with pytest.raises(AssertionError, match="fa2 backend only"):
         sglang_fast_prefill_plan(wrapper)
     with pytest.raises(NotServed, match=r"_cached_module is not served: there is no CUDA module; call plan\(\)"):

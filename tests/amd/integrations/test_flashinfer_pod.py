@@ -61,8 +61,8 @@ def test_a_prompt_in_two_tensors_and_decode_over_pages(causal: bool, layout: str
     for mask, seen in masks:
         more: dict[str, Any] = {"causal_p": causal, "kv_layout_p": layout, "window_left_p": 4, **mask}
         prefill, decode = wrapper.run(q_p, *given, q_d, batch.cache, **more, q_scale=0.5, v_scale=2.0)
-        rows = (each.cpu().double().numpy() for each in (q_p, k, v))
-        expected, _ = attention(*rows, Scores(DIM**-0.5, causal, window_left=4, shown=seen))
+        rows, keys, values = (each.cpu().double().numpy() for each in (q_p, k, v))
+        expected, _ = attention(rows, keys, values, Scores(DIM**-0.5, causal, window_left=4, shown=seen))
         equal(prefill, expected)
         equal(decode, wanted(batch, q_d, [1] * 3, [Scores(0.15, window_left=7)] * 3)[0] * 2)
 

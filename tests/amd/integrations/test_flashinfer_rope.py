@@ -39,7 +39,7 @@ def frequencies(rotary_dim: int, scale: float, theta: float, llama31: tuple[floa
 
 def turned(x: Tensor, angles: Array, *, interleave: bool) -> Array:
     """Returns x [tokens, heads, dim] turned by angles [tokens, pairs]; one element after the other."""
-    out = x.cpu().double().numpy().copy()
+    out: Array = x.cpu().double().numpy().copy()
     given, pairs = out.copy(), angles.shape[1]
     for token, pair in np.ndindex(*angles.shape):
         first, second = (2 * pair, 2 * pair + 1) if interleave else (pair, pair + pairs)

@@ -127,7 +127,9 @@ def test_limits_may_be_one_for_each_row(device: torch.device) -> None:
     indices = torch.tensor([2, 2, 2, 0, 1, 1], device=device)
     limits = torch.tensor([1, 1, 1, 1, 1, 1], device=device)
     best = probs.argmax(1)[indices]
-    assert flashinfer.top_k_sampling_from_probs(probs, limits, indices).equal(best)
+    found = flashinfer.top_k_sampling_from_probs(probs, limits, indices)
+    assert isinstance(found, Tensor)
+    assert found.equal(best)
     assert flashinfer.top_k_renorm_probs(probs.half(), 2).dtype == torch.float16
 
 
@@ -226,7 +228,10 @@ def test_chains_are_verified_as_by_flashinfers_kernel(device: torch.device) -> N
     numbers = uniforms(seed.expand(rows), offset.expand(rows), drafts + 2).cpu().double().tolist()
     before = [torch.arange(rows, dtype=torch.int32, device=device) for _ in range(2)]
     token_ids = torch.from_numpy(ids).int().to(device)
-    found = flashinfer.chain_speculative_sampling(sides[0], token_ids, sides[1], *before, seed=seed, offset=offset)
+    accepted_to, emitted_to = before
+    found = flashinfer.chain_speculative_sampling(
+        sides[0], token_ids, sides[1], accepted_to, emitted_to, seed=seed, offset=offset
+    )
     assert found[1] is before[0]
     assert found[2] is before[1]
     for row in range(rows):
@@ -235,9 +240,9 @@ def test_chains_are_verified_as_by_flashinfers_kernel(device: torch.device) -> N
         assert [int(found[1][row]) - row, int(found[2][row]) - row] == [accepted, emitted]
     # A draft that the vocabulary does not have is rejected, and equal sides leave the target's own distribution.
     wrong = torch.full_like(token_ids, vocab)
-    tokens, _, emitted = flashinfer.chain_speculative_sampling(sides[1][:, :3].contiguous(), wrong, sides[1])
-    assert (emitted == 0).all()
-    assert ((tokens[:, 0] >= 0) & (tokens[:, 0] < vocab)).all()
+    after, _, kept_drafts = flashinfer.chain_speculative_sampling(sides[1][:, :3].contiguous(), wrong, sides[1])
+    assert (kept_drafts == 0).all()
+    assert ((after[:, 0] >= 0) & (after[:, 0] < vocab)).all()
 
 
 def test_wrong_inputs_are_refused(device: torch.device) -> None:

@@ -26,8 +26,8 @@ def rows_of(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
 
 def wanted(q: Tensor, k: Tensor, v: Tensor, shown: Array, scale: float, cap: float = 0.0) -> tuple[Array, Array]:
     """Returns the reference over all keys, of which each query sees those of shown [queries, keys]."""
-    whole = (each.cpu().double().nan_to_num(0).numpy() for each in (q, k, v))
-    return attention(*whole, Scores(scale, causal=False, cap=cap, shown=shown))
+    rows, keys, values = (each.cpu().double().nan_to_num(0).numpy() for each in (q, k, v))
+    return attention(rows, keys, values, Scores(scale, causal=False, cap=cap, shown=shown))
 
 
 # rows, columns: of a block. 12 is no power of two, and 96 more than the tokens of a page.
@@ -55,7 +55,7 @@ def test_each_row_of_blocks_sees_the_columns_that_it_names(
     k, v = (rows_of((keys, KV_HEADS, DIM), seed, device) for seed in (2, 3))
     for side in (k, v):
         side[2 * columns : 3 * columns] = NAN
-    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper: Any = flashinfer.BlockSparseAttentionWrapper(workspace(device))
     lists = indptr([len(names) for names in order], device), ints(np.concatenate(order).tolist(), device)
     blocks = *lists, queries, keys, rows, columns
     given: dict[str, Any] = {"mask": torch.from_numpy(mask).to(device)} if masked else {}
@@ -70,19 +70,19 @@ def test_each_row_of_blocks_sees_the_columns_that_it_names(
     if masked:
         # Each row's cells as FlashInfer packs them: a row of queries after the other, over the keys that it names.
         sizes = [len(names) * columns * min(rows, queries - row * rows) for row, names in enumerate(order)]
-        cells = [
+        of_rows = [
             each.transpose(1, 0, 2).reshape(rows, -1)[: queries - row * rows].ravel()
             for row, each in enumerate(np.split(mask, np.cumsum([len(names) for names in order])[:-1]))
         ]
         packed, _ = flashinfer.segment_packbits(
-            torch.from_numpy(np.concatenate(cells)).to(device), indptr(sizes, device), "little"
+            torch.from_numpy(np.concatenate(of_rows)).to(device), indptr(sizes, device), "little"
         )
         wrapper.plan(*blocks, *SIZES, sm_scale=0.3, logits_soft_cap=5.0, packed_mask=packed, **dtypes)
         check(wrapper.run(q, k, v, return_lse=True), expected)
 
 
 def test_outputs_are_float16_unless_another_dtype_is_asked_for(device: torch.device) -> None:
-    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper: Any = flashinfer.BlockSparseAttentionWrapper(workspace(device))
     wrapper.plan(ints([0, 1], device), ints([1], device), 2, 8, 2, 4, *SIZES, q_data_type="float32")
     q, k = rows_of((2, Q_HEADS, DIM), 0, device), rows_of((8, KV_HEADS, DIM), 1, device)
     found = wrapper.run(q, k, k)
@@ -103,7 +103,7 @@ def test_each_kv_head_may_choose_blocks_of_other_sizes(kv_heads: int, device: to
     k, v = (rows_of((kv_heads, keys, DIM), seed, device) for seed in (2, 3))
     for side in (k, v):
         side[0, :7] = NAN
-    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device))
+    wrapper: Any = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device))
     sizes = [torch.from_numpy(each).int().to(device) for each in (row_sizes, col_sizes)]
     mask = torch.from_numpy(chosen).to(device)
     wrapper.plan(mask, *sizes, Q_HEADS, kv_heads, DIM, sm_scale=0.3, q_data_type="float32")
@@ -117,19 +117,19 @@ def test_each_kv_head_may_choose_blocks_of_other_sizes(kv_heads: int, device: to
         lses.append(lse.T)
     expected = np.concatenate(outs), np.concatenate(lses)
     check(wrapper.run(q, k, v, return_lse=True), expected)
-    out = torch.empty((kv_heads * queries, group, DIM), device=device)
-    lse = torch.empty((kv_heads * queries, group), device=device)
-    check(wrapper.run(q, k, v, out=out, lse=lse, return_lse=True), expected)
+    own = torch.empty((kv_heads * queries, group, DIM), device=device)
+    own_lse = torch.empty((kv_heads * queries, group), device=device)
+    check(wrapper.run(q, k, v, out=own, lse=own_lse, return_lse=True), expected)
     found = wrapper.forward(q, k, v, sm_scale=0.3)
     assert isinstance(found, Tensor)
     check((found, torch.from_numpy(expected[1])), expected)
     check(
-        (torch.unflatten(out, 0, (kv_heads, -1)).transpose(1, 2).flatten(0, 1), torch.from_numpy(expected[1])), expected
+        (torch.unflatten(own, 0, (kv_heads, -1)).transpose(1, 2).flatten(0, 1), torch.from_numpy(expected[1])), expected
     )
 
 
 def test_wrong_blocks_are_refused(device: torch.device) -> None:
-    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper: Any = flashinfer.BlockSparseAttentionWrapper(workspace(device))
     lists = ints([0, 1, 2], device), ints([0, 1], device)
     q, k = rows_of((8, Q_HEADS, DIM), 0, device), rows_of((8, KV_HEADS, DIM), 1, device)
     with pytest.raises(WrongState, match=r"call plan.. before run"):
@@ -158,7 +158,7 @@ def test_wrong_blocks_are_refused(device: torch.device) -> None:
 
 
 def test_wrong_blocks_of_heads_are_refused(device: torch.device) -> None:
-    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device))
+    wrapper: Any = flashinfer.VariableBlockSparseAttentionWrapper(workspace(device))
     mask, rows, columns = torch.ones(2, 2, 3, device=device), ints([2, 2], device), ints([4, 0, 4], device)
     sizes = rows.expand(2, 2), columns.expand(2, 3)
     wrong: list[tuple[tuple[Tensor, ...], tuple[int, int], dict[str, Any], type[Exception], str]] = [

@@ -61,18 +61,13 @@ class _Frequencies:
         return torch.cat((angle.cos(), angle.sin()), 1).float()
 
 
-def _checked(positions: Tensor) -> Tensor:
+def _check(positions: Tensor, rotary_dim: int) -> None:
     if positions.dim() != 1 or positions.is_floating_point():
         raise BadTensor(
             f"positions are {positions.dtype} {list(positions.shape)}; they must be integers of one dimension"
         )
-    return positions
-
-
-def _even(rotary_dim: int) -> int:
     if rotary_dim < 2 or rotary_dim % 2:
         raise BadTensor(f"rotary_dim is {rotary_dim}; it must be even, and at least 2")
-    return rotary_dim
 
 
 def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: bool) -> None:
@@ -96,8 +91,10 @@ def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: b
 
 
 def _turn_by(q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None, by: _Frequencies, interleave: bool) -> None:
-    cos_sin = by.table(_checked(pos_ids), _even(q.shape[-1] if rotary_dim is None else rotary_dim))
-    _turn(q, k, torch.arange(len(pos_ids), device=pos_ids.device), cos_sin, interleave=interleave)
+    rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    _check(pos_ids, rotary_dim)
+    lines = torch.arange(len(pos_ids), device=pos_ids.device)
+    _turn(q, k, lines, by.table(pos_ids, rotary_dim), interleave=interleave)
 
 
 def _positions(q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
@@ -120,63 +117,37 @@ def _copying(in_place: Callable[Concatenate[Tensor, Tensor, P], None]) -> Turned
 
 
 def apply_rope_pos_ids_inplace(
-    q: Tensor,
-    k: Tensor,
-    pos_ids: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 1,
-    rope_theta: float = 1e4,
-) -> None:
+    q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None = None, interleave: bool = False,
+    rope_scale: float = 1, rope_theta: float = 1e4,
+) -> None:  # fmt: skip
     """Turns q and k in place by their positions divided by rope_scale. Raises BadTensor."""
     _turn_by(q, k, pos_ids, rotary_dim, _Frequencies(rope_scale, rope_theta), interleave)
 
 
 def apply_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    indptr: Tensor,
-    offsets: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 1,
-    rope_theta: float = 1e4,
-) -> None:
+    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, rotary_dim: int | None = None, interleave: bool = False,
+    rope_scale: float = 1, rope_theta: float = 1e4,
+) -> None:  # fmt: skip
     """Turns q and k of sequences in place, each from its offset on. Raises BadTensor."""
     at = _positions(q, indptr, offsets)
     apply_rope_pos_ids_inplace(q, k, at, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_llama31_rope_pos_ids_inplace(
-    q: Tensor,
-    k: Tensor,
-    pos_ids: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
+    q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None = None, interleave: bool = False,
+    rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
     old_context_len: int = 8192,
-) -> None:
+) -> None:  # fmt: skip
     """Turns q and k in place by their positions, with the frequencies of Llama 3.1. Raises BadTensor."""
     by = _Frequencies.llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
     _turn_by(q, k, pos_ids, rotary_dim, by, interleave)
 
 
 def apply_llama31_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    indptr: Tensor,
-    offsets: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
+    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, rotary_dim: int | None = None, interleave: bool = False,
+    rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
     old_context_len: int = 8192,
-) -> None:
+) -> None:  # fmt: skip
     """Turns q and k of sequences in place, with the frequencies of Llama 3.1. Raises BadTensor."""
     scales, at = (rope_scale, rope_theta, low_freq_factor, high_freq_factor), _positions(q, indptr, offsets)
     apply_llama31_rope_pos_ids_inplace(q, k, at, rotary_dim, interleave, *scales, old_context_len)
@@ -199,8 +170,8 @@ def apply_rope_with_cos_sin_cache_inplace(
         if x.dim() not in (2, 3) or head_size < 1 or x.shape[-1] % head_size:
             raise BadTensor(f"{name} is {list(x.shape)}; it must be [tokens, heads * head_size], head_size {head_size}")
     q, k = (torch.unflatten(x, 1, (-1, head_size)) if x.dim() == 2 else x for x in (query, key))
-    _even(cos_sin_cache.shape[1])
-    _turn(q, k, _checked(positions), cos_sin_cache, interleave=not is_neox)
+    _check(positions, cos_sin_cache.shape[1])
+    _turn(q, k, positions, cos_sin_cache, interleave=not is_neox)
 
 
 # Those that return turned copies of q and k and leave the arguments alone.

@@ -43,54 +43,24 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         self._num_keys = 0
 
     def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        M: int,
-        N: int,
-        R: int,
-        C: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        mask: Tensor | None = None,
-        packed_mask: Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: Dtype = "float16",
-        kv_data_type: Dtype = None,
-        o_data_type: Dtype = "float16",
-        non_blocking: bool = True,
-        block_mask: Tensor | None = None,
-        kv_block_lens: Tensor | None = None,
-        q2k_indices: Tensor | None = None,
-        q2k_num: Tensor | None = None,
-        kv_splits: int | str | None = None,
-        use_clc: bool | None = None,
-        q_scale: Tensor | None = None,
-        k_scale: Tensor | None = None,
+        self, indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, mask: Tensor | None = None, packed_mask: Tensor | None = None, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: Dtype = "float16", kv_data_type: Dtype = None, o_data_type: Dtype = "float16",
+        non_blocking: bool = True, block_mask: Tensor | None = None, kv_block_lens: Tensor | None = None,
+        q2k_indices: Tensor | None = None, q2k_num: Tensor | None = None, kv_splits: int | str | None = None,
+        use_clc: bool | None = None, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Plans M queries in rows of R and N keys in columns of C for later calls of run(). The last row may be short.
 
         indptr, indices: int [rows + 1] and [nnz], the columns that each row sees
         mask:            [nnz, R, C], not 0 where a key is seen; packed_mask: each row's [R, keys] as bits, see Masks
         Raises Unsupported, BadBatch, BadTensor. Then nothing is planned.
         """
-        refuse(
-            block_mask=block_mask,
-            kv_block_lens=kv_block_lens,
-            q2k_indices=q2k_indices,
-            q2k_num=q2k_num,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
+        refuse(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         _refuse_causal(causal)
         if R < 1 or C < 1 or N % C:
             raise BadBatch(f"blocks are {R} x {C} and there are {N} keys; sizes must be at least 1 and C divide N")
@@ -129,18 +99,10 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale_q: Tensor | None = None,
-        scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Returns the attention of q [M, q_heads, head_dim] to k and v [N, kv_heads, head_dim], and LSE, base 2.
 
         Raises Unsupported, BadTensor, WrongState.
@@ -154,20 +116,11 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         return self._attend(q, pages, RunArguments(out, lse, return_lse))
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale_q: Tensor | None = None,
-        scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale))
         return self.run(q, k, v, scale_q, scale_k, scale_v)
@@ -181,24 +134,12 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         self._num_kv_heads = 0
 
     def plan(
-        self,
-        block_mask_map: Tensor,
-        block_row_sz: Tensor,
-        block_col_sz: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        q_data_type: Dtype = "float16",
+        self, block_mask_map: Tensor, block_row_sz: Tensor, block_col_sz: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, causal: bool = False, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, non_blocking: bool = True, q_data_type: Dtype = "float16",
         kv_data_type: Dtype = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Plans blocks for later calls of run().
 
         block_mask_map: [kv_heads, rows, columns], not 0 where a row of blocks sees a column
@@ -246,15 +187,9 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-    ) -> Result:
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: bool = False, enable_pdl: bool | None = None,
+    ) -> Result:  # fmt: skip
         """Returns the attention of q [q_heads, queries, head_dim] to k and v [kv_heads, keys, head_dim]; LSE, base 2.
 
         out, lse: memory of [kv_heads * queries, q_heads / kv_heads(, head_dim)], as FlashInfer's kernel writes it; the
@@ -276,17 +211,10 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         return (by_head[0], by_head[1]) if return_lse else by_head[0]
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale))
         return self.run(q, k, v)

@@ -85,22 +85,11 @@ class PlannedWrapper(Wrapper):
         """True if run() is captured."""
         return self._use_cuda_graph
 
-    # Engines read these four, although they are not public in FlashInfer either.
-    @property
-    def _window_left(self) -> int:
-        return self._ready()[1].window_left
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return self._ready()[1].soft_cap
-
-    @property
-    def _sm_scale(self) -> float:
-        return self._ready()[1].scale
-
-    @property
-    def _causal(self) -> bool:
-        return self._ready()[1].causal
+    # Engines read these of the plan, although they are not public in FlashInfer either.
+    _window_left = property(lambda self: self._ready()[1].window_left)
+    _logits_soft_cap = property(lambda self: self._ready()[1].soft_cap)
+    _sm_scale = property(lambda self: self._ready()[1].scale)
+    _causal = property(lambda self: self._ready()[1].causal)
 
     def _new_planned(self, batch: PlannedBatch, *, each_one: bool = False) -> PlannedAttention:
         """Makes the attention of a wrapper whose first batch this is. each_one: see PlannedAttention"""

@@ -37,9 +37,10 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     byte = torch.zeros_like(first)
     byte[1:] = ((first.diff() + 7) // 8).cumsum(0)
     # Each segment's elements move by the unused bits of the bytes before it.
-    place = torch.arange(len(x)) + (byte * 8 - first)[:-1].repeat_interleave(first.diff())
+    moved, count = (each.to(x.device) for each in ((byte * 8 - first)[:-1], first.diff()))
+    place = torch.arange(len(x), device=x.device) + moved.repeat_interleave(count, output_size=len(x))
     bits = torch.zeros(int(byte[-1]) * 8, dtype=torch.uint8, device=x.device)
-    bits[place.to(x.device)] = (x != 0).to(torch.uint8)
-    order = range(8) if bitorder == "little" else range(7, -1, -1)
-    shifts = torch.tensor(list(order), dtype=torch.uint8, device=x.device)
+    bits[place] = (x != 0).to(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+    shifts = shifts if bitorder == "little" else 7 - shifts
     return (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8), byte.to(indptr.device, torch.int32)

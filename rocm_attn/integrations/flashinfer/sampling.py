@@ -9,7 +9,7 @@ probs, logits: [rows, vocab]; indices: int [samples], the row of each sample, el
 generator:     of torch; seed, offset: int, or int64 [1 or samples] on the device, the numbers of philox.py in place of
                generator; give both or neither
 Results are int32 [samples], or of the dtype of indices. return_valid: also bool [samples], False for a row whose
-probabilities sum to 0 or to no number; its token is 0.
+probabilities sum to 0 or to no number, and for one that does not exist; its token is 0.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def _in_top_k(values: Tensor, top_k: Limit) -> Tensor:
     k, most = _limits("top_k", top_k, len(values), 1), values.shape[1]
     if not isinstance(k, Tensor):
         return values >= values.topk(min(int(k), most), -1).values[:, -1:]
-    return values >= values.sort(-1, descending=True).values.gather(
-        1, k.long().clamp(1, most).expand(len(values), 1) - 1
-    )
+    return values >= values.sort(-1, descending=True).values.gather(1, k.long().clamp(1, most) - 1)
 
 
 def _in_top_p(probs: Tensor, top_p: Limit) -> Tensor:
@@ -104,16 +102,19 @@ def _drawn(weights: Tensor, row: Tensor, uniform: Tensor) -> tuple[Tensor, Tenso
 
     weights: float32 [rows, vocab]; row: int64 [samples]; uniform: float32 [samples], the part, from 0 to 1
     """
+    is_row = (row >= 0) & (row < len(weights))
+    row = row.where(is_row, 0)
     so_far = weights.cumsum(-1, dtype=torch.float64)
     total = so_far[:, -1:].contiguous()
     # A part of 1 exceeds all: then the last token with a weight.
     last = torch.searchsorted(so_far, total)[row, 0]
-    valid = (total > 0) & total.isfinite()
+    is_number = (total > 0) & total.isfinite()
     # Row r's sums are in (r, r + 1] of one increasing list, so that samples may share rows without a copy of them.
     number = torch.arange(len(weights), device=weights.device)[:, None]
-    sums = (so_far / total).where(valid, 1) + number
+    sums = (so_far / total).where(is_number, 1) + number
     token = torch.searchsorted(sums.flatten(), row + uniform.double(), right=True) - row * weights.shape[1]
-    return torch.minimum(token, last).where(valid[row, 0], 0), valid[row, 0]
+    valid = is_row & is_number[row, 0]
+    return torch.minimum(token, last).where(valid, 0), valid
 
 
 def _sampled(weights: Tensor, indices: Tensor | None, draws: _Draws, *, return_valid: bool = False) -> Samples:
@@ -174,7 +175,10 @@ def top_k_sampling_from_probs(
     rows = _rows("probs", probs, check_nan=check_nan)
     if indices is not None and isinstance(top_k, Tensor):
         # Limits of samples: each gets a row of its own.
-        rows, indices = rows[indices.long()], torch.arange(len(indices), dtype=indices.dtype, device=rows.device)
+        rows, indices = (
+            rows[indices.long().clamp(0, len(rows) - 1)],
+            torch.arange(len(indices), dtype=indices.dtype, device=rows.device),
+        )
     kept = rows.where(_in_top_k(rows, top_k), 0)
     return _sampled(kept, indices, _Draws(generator, seed, offset), return_valid=return_valid)
 

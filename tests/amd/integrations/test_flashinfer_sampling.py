@@ -161,6 +161,12 @@ def test_rows_without_a_distribution_are_reported(device: torch.device) -> None:
         assert tokens.tolist() == [0, 5, 0, VOCAB - 1]
         with pytest.raises(BadTensor, match="probs has NaN"):
             sampler(probs, check_nan=True)
+    # A row that does not exist is not read: on a device that would be a fault.
+    rows = torch.tensor([3, -1, 4], device=device)
+    tokens, valid = flashinfer.sampling_from_probs(probs, rows, return_valid=True)
+    assert valid.tolist() == [True, False, False]
+    assert tokens.tolist() == [VOCAB - 1, 0, 0]
+    assert flashinfer.top_p_sampling_from_probs(probs[:0], 0.5).shape == (0,)
     with pytest.raises(BadTensor, match="logits has NaN"):
         flashinfer.sampling_from_logits(probs, check_nan=True)
 

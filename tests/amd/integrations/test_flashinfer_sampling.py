@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations import flashinfer
+from rocm_attn.integrations.flashinfer import philox as philox_module
 from rocm_attn.integrations.flashinfer.philox import philox, uniforms
 from tests.amd.integrations.oracle import Array
 
@@ -166,7 +167,19 @@ def test_rows_without_a_distribution_are_reported(device: torch.device) -> None:
     tokens, valid = flashinfer.sampling_from_probs(probs, rows, return_valid=True)
     assert valid.tolist() == [True, False, False]
     assert tokens.tolist() == [VOCAB - 1, 0, 0]
-    assert flashinfer.top_p_sampling_from_probs(probs[:0], 0.5).shape == (0,)
+    none = flashinfer.top_p_sampling_from_probs(probs[:0], 0.5)
+    assert isinstance(none, Tensor)
+    assert none.shape == (0,)
+    # Rows without a distribution change nothing for others, of which each has one token and hardly another.
+    tokens = torch.arange(60, device=device) % (VOCAB - 1)
+    many = torch.nn.functional.one_hot(tokens, VOCAB).float()
+    many[:, -1] = 1e-7
+    many[::3] = 0
+    many[::6] = float("nan")
+    expected = torch.where(torch.arange(60, device=device) % 3 == 0, 0, tokens)
+    found = flashinfer.sampling_from_probs(many, seed=1, offset=0)
+    assert isinstance(found, Tensor)
+    assert found.equal(expected.int())
     with pytest.raises(BadTensor, match="logits has NaN"):
         flashinfer.sampling_from_logits(probs, check_nan=True)
 
@@ -194,6 +207,19 @@ def test_words_are_those_of_philox(device: torch.device) -> None:
             key = [int(seed[row]) & 0xFFFFFFFF, int(seed[row]) >> 32 & 0xFFFFFFFF]
             word = int(philox(torch.tensor(counter), torch.tensor(key))[number % 4])
             assert found[row, draw] == np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
+
+
+@pytest.mark.parametrize(("word", "number", "token"), [(0, 2.0**-33, 1), (0xFFFFFFFF, 1.0, VOCAB - 2)])
+def test_the_ends_of_numbers_draw_tokens_that_may_be_drawn(
+    word: int, number: float, token: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(philox_module, "philox", lambda counter, key: torch.full_like(counter, word))
+    seed = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    assert (uniforms(seed, seed, 2) == number).all()
+    # The first token and the last have no probability.
+    drawn = flashinfer.sampling_from_probs(probabilities(4, device), seed=0, offset=0)
+    assert isinstance(drawn, Tensor)
+    assert (drawn == token).all()
 
 
 def chain(draft: Array, ids: list[int], target: Array, uniform: list[float]) -> tuple[list[int], int, int]:
@@ -246,9 +272,10 @@ def test_chains_are_verified_as_by_flashinfers_kernel(device: torch.device) -> N
         assert [int(found[1][row]) - row, int(found[2][row]) - row] == [accepted, emitted]
     # A draft that the vocabulary does not have is rejected, and equal sides leave the target's own distribution.
     wrong = torch.full_like(token_ids, vocab)
+    sides[1][..., 0] = 0
     after, _, kept_drafts = flashinfer.chain_speculative_sampling(sides[1][:, :3].contiguous(), wrong, sides[1])
     assert (kept_drafts == 0).all()
-    assert ((after[:, 0] >= 0) & (after[:, 0] < vocab)).all()
+    assert ((after[:, 0] > 0) & (after[:, 0] < vocab)).all()
 
 
 def test_wrong_inputs_are_refused(device: torch.device) -> None:

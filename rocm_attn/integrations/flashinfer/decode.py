@@ -219,14 +219,12 @@ def fast_decode_plan(
     rope_theta: float | None = None, non_blocking: bool = True, fixed_split_size: int | None = None,
     disable_split_kv: bool = False, q_len_per_req: int = 1, global_override_indptr_cpu: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Plans as the wrapper's plan() does; engines put it in place of that one. It waits for page indices on a device.
+    """Plans as the wrapper's plan() does, and raises the same; engines put it in place of that one.
 
     global_override_indptr_cpu: indptr on the host, int [S + 1]. With pages of one token no length is read from a device
-    Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan.
     """
     if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
         raise BadBatch(f"fast_decode_plan() got a {type(self).__name__}; give it a BatchDecodeWithPagedKVCacheWrapper")
-    # Pages of one token are full, so their lengths need not be read.
     last = torch.ones(len(last_page_len), dtype=torch.int32) if page_size == 1 else last_page_len
     more: dict[str, Any] = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "sm_scale": sm_scale}
     more |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}

@@ -10,9 +10,6 @@ import sys
 from rocm_attn.errors import Unsupported
 
 _NVIDIA = "it runs NVIDIA's own kernels"
-_NO_FP4 = "no kernel here reads or writes FP4 or MX formats; keep tensors in 16 bits, or K and V in FP8"
-_NO_GEMM = "there are no matrix products here; use torch's, or those of AITER"
-_NO_MOE = "there are no experts here; use your engine's, or those of AITER"
 
 # What was asked for -> why it is not served, and what to use.
 REFUSED = {
@@ -58,10 +55,12 @@ REFUSED = {
     "nvfp4_block_scale_interleave nvfp4_kv_dequantize nvfp4_kv_dequantize_paged nvfp4_kv_quantize nvfp4_quantize "
     "nvfp4_quantize_paged_kv_cache resolve_nvfp4_4over6 rmsnorm_fp4quant scaled_fp4_grouped_quantize shuffle_matrix_a "
     "shuffle_matrix_sf_a silu_and_mul_mxfp8_quantize silu_and_mul_mxfp8_quantize_backward "
-    "silu_and_mul_nvfp4_quantize silu_and_mul_scaled_nvfp4_experts_quantize": _NO_FP4,
+    "silu_and_mul_nvfp4_quantize silu_and_mul_scaled_nvfp4_experts_quantize": "no kernel here has FP4 or MX formats; "
+    "keep tensors in 16 bits, or K and V in FP8",
     "SegmentGEMMWrapper bmm_bf16 bmm_fp8 bmm_mxfp8 grouped_mm_bf16 grouped_mm_fp4 grouped_mm_fp8 grouped_mm_mxfp8 "
     "mm_bf16 mm_bf16_fp4 mm_fp4 mm_fp8 mm_mxfp8 mm_nvfp4_svdquant nvfp4_quantize_smooth prepare_bf16_fp4_weights "
-    "prepare_low_latency_gemm_weights svdquant_linear tgv_gemm_sm100": _NO_GEMM,
+    "prepare_low_latency_gemm_weights svdquant_linear tgv_gemm_sm100": "there are no matrix products here; use "
+    "torch's, or those of AITER",
     "ActivationType B12xMoEWrapper CuteDslBf16MoEWrapper CuteDslMoEWrapper CuteDslMxfp8Mxfp4MoEWrapper "
     "RoutingMethodType b12x_fused_moe cudnn_frost_grouped_gemm1_swiglu "
     "cudnn_frost_grouped_gemm1_swiglu_workspace_size cute_dsl_fused_moe cute_dsl_fused_moe_bf16 "
@@ -72,7 +71,7 @@ REFUSED = {
     "prims_ts_fp8_per_tensor_scale_moe_partitioned reorder_rows_for_gated_act_gemm trtllm_bf16_moe "
     "trtllm_bf16_routed_moe trtllm_fp4_block_scale_moe trtllm_fp4_block_scale_routed_moe trtllm_fp8_block_scale_moe "
     "trtllm_fp8_block_scale_routed_moe trtllm_fp8_per_tensor_scale_moe "
-    "trtllm_fp8_per_tensor_scale_routed_moe": _NO_MOE,
+    "trtllm_fp8_per_tensor_scale_routed_moe": "there are no experts here; use your engine's, or those of AITER",
     "MeasurementPolicy autotune autotune_v2 autotune_v2_reload": "it times NVIDIA's kernels; tiles here come from a "
     "table, which rocm-attn tune extends",
     "fi_trace jit next_positive_power_of_2 trace_apply": "it is a tool of FlashInfer's own kernels, which do not run "

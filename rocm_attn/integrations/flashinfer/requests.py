@@ -31,9 +31,7 @@ _REFUSED = {
     "max_item_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
     "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
     "o_indptr": "a token's output lies where its query lies; leave it None",
-    "q_scale": "per-block scales belong to eight-bit queries, which no kernel here reads",
-    "k_scale": "per-block scales belong to eight-bit queries, which no kernel here reads",
-    "v_scale": "per-block scales belong to eight-bit queries, which no kernel here reads",
+    **dict.fromkeys(("q_scale", "k_scale", "v_scale"), "scales of blocks belong to eight-bit queries"),
     "scale_q": "no kernel here reads eight-bit queries; pass them in 16 bits",
     "scale_k": "per-head scales belong to eight-bit queries, which no kernel here reads",
     "scale_v": "per-head scales belong to eight-bit queries, which no kernel here reads",
@@ -50,10 +48,8 @@ _REFUSED = {
     "packed_custom_mask_d": "a decode token sees all of its keys; FlashInfer ignores a mask here",
     "custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
     "packed_custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
-    "block_mask": "one choice holds for all heads here; use VariableBlockSparseAttentionWrapper",
+    **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), "use VariableBlockSparseAttentionWrapper"),
     "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",
-    "q2k_indices": "one choice holds for all heads here; use VariableBlockSparseAttentionWrapper",
-    "q2k_num": "one choice holds for all heads here; use VariableBlockSparseAttentionWrapper",
     "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
 }
 

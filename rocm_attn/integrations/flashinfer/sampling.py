@@ -188,10 +188,7 @@ def min_p_sampling_from_probs(
     generator: torch.Generator | None = None, check_nan: bool = False, seed: Seed = None, offset: Seed = None,
     return_valid: bool = False,
 ) -> Samples:  # fmt: skip
-    """Returns samples of tokens with at least min_p of the largest probability, a number or [rows].
-
-    Raises BadTensor, BadSetting.
-    """
+    """Returns samples of tokens with at least min_p of the largest one, a number or [rows]. Raises BadTensor."""
     rows = _rows("probs", probs, check_nan=check_nan)
     least = rows.amax(-1, keepdim=True) * _limits("min_p", min_p, len(rows), 0)
     return _sampled(rows.where(rows >= least, 0), indices, _Draws(generator, seed, offset), return_valid=return_valid)

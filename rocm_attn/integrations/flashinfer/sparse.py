@@ -23,8 +23,7 @@ from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
-# The most tokens of a page that stands for a block, or for a part of one.
-_MOST_PER_PAGE = 64
+_MOST_PER_PAGE = 64  # tokens of a page that stands for a block, or for a part of one
 
 
 def _refuse_causal(causal: bool) -> None:

@@ -143,7 +143,7 @@ def test_wrong_blocks_are_refused(device: torch.device) -> None:
         ((*lists, 8, 8, 4, 4), {"mask": torch.ones(3, 4, 4)}, BadTensor, r"mask is .3, 4, 4.; it must be .2, 4, 4."),
         ((*lists, 8, 8, 4, 4), {"causal": True}, Unsupported, "causal is not served over chosen blocks"),
         ((*lists, 8, 8, 4, 4), {"block_mask": k}, Unsupported, "block_mask is not served: .*use VariableBlock"),
-        ((*lists, 8, 8, 4, 4), {"q_scale": k}, Unsupported, "q_scale is not served: per-block scales"),
+        ((*lists, 8, 8, 4, 4), {"q_scale": k}, Unsupported, "q_scale is not served: scales of blocks"),
     ]
     for blocks, more, error, message in wrong:
         with pytest.raises(error, match=message):

@@ -11,7 +11,7 @@ from rocm_attn.errors import Unsupported
 
 _NVIDIA = "it runs NVIDIA's own kernels"
 
-# What was asked for -> why it is not served, and what to use.
+# Names -> the reason, and the name to use.
 REFUSED = {
     "BatchPrefillWithCausalBidirectionalRangesWrapper": "its spans change in every run() and masks here are planned; "
     "give the same mask as custom_mask to BatchPrefillWithPagedKVCacheWrapper.plan()",
@@ -89,7 +89,7 @@ REFUSED_ATTRIBUTES = {
 
 
 class NotServed(Unsupported, AttributeError):
-    """A name that is not served was read. As an AttributeError it answers getattr() with a default, and hasattr()."""
+    """A name that is not served was read. It is an AttributeError, so getattr() with a default and hasattr() work."""
 
 
 class NotImportable(Unsupported, ImportError):

@@ -61,8 +61,8 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
         refuse(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         _refuse_causal(causal)
-        if R < 1 or C < 1 or N % C:
-            raise BadBatch(f"blocks are {R} x {C} and there are {N} keys; sizes must be at least 1 and C divide N")
+        if min(M, R, C) < 1 or N % C:
+            raise BadBatch(f"{M} queries and {N} keys in blocks of {R} x {C}; sizes must be at least 1 and C divide N")
         (blocks,) = on_host(indptr)
         num_rows = -(-M // R)
         if len(blocks) != num_rows + 1 or blocks[0] != 0 or (np.diff(blocks) < 0).any() or blocks[-1] > len(indices):

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 and SGLang 0.5.23 do with FlashInfer's wrappers, written from their source lines.
+"""The calls of FlashInfer's wrappers by vLLM 0.32.0 and SGLang 0.5.23, written from their source lines.
 
 Only lines that touch a wrapper are here, with the engines' names of variables. `flashinfer` is given, as an engine
 imports it.

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fast(interpreted=0)
 
 NAMES = recorded_names()
 REFUSED_NAMES = [name for names in REFUSED for name in names.split()]
-# What is here and not at FlashInfer's top: its modules, a value of its mla, and the choice of kernels.
+# Names here that are not at FlashInfer's top: its modules, a value of its mla, and the choice of kernels.
 OURS = {"MLAPlanMetadata", "use_provider"} | {module for module in NAMES.values() if "." not in module}
 
 

@@ -135,7 +135,7 @@ def test_wrong_blocks_are_refused(device: torch.device) -> None:
     with pytest.raises(WrongState, match=r"call plan.. before run"):
         wrapper.run(q, k, k)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-        ((*lists, 8, 9, 4, 4), {}, BadBatch, "blocks are 4 x 4 and there are 9 keys"),
+        ((*lists, 8, 9, 4, 4), {}, BadBatch, "8 queries and 9 keys in blocks of 4 x 4"),
         ((*lists, 9, 8, 4, 4), {}, BadBatch, r"indptr is \[0, 1, 2\]...; it must begin at 0.* have 4 entries"),
         ((ints([0, 2, 1], device), lists[1], 8, 8, 4, 4), {}, BadBatch, "never fall"),
         ((ints([0, 1, 3], device), lists[1], 8, 8, 4, 4), {}, BadBatch, "end within the 2 indices"),

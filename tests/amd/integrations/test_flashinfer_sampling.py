@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer import philox as philox_module
@@ -182,6 +183,27 @@ def test_rows_without_a_distribution_are_reported(device: torch.device) -> None:
     assert found.equal(expected.int())
     with pytest.raises(BadTensor, match="logits has NaN"):
         flashinfer.sampling_from_logits(probs, check_nan=True)
+
+
+def test_a_recording_draws_by_the_seeds_of_its_replay(device: torch.device) -> None:
+    probs, seed, offset = probabilities(0, device), *torch.zeros((2, 1), dtype=torch.int64, device=device)
+    top_k, top_p = torch.tensor([3, 5, 7, 50], device=device), torch.tensor([0.3, 0.5, 0.9, 1.0], device=device)
+
+    def draw() -> Tensor:
+        found = flashinfer.top_k_top_p_sampling_from_probs(probs, top_k, top_p, seed=seed, offset=offset)
+        assert isinstance(found, Tensor)
+        return found
+
+    draw()
+    recording, drawn = recorder_for(device).record(draw)
+    seen = set()
+    for step in range(10):
+        probs.copy_(probabilities(step, device))
+        offset.fill_(4 * step)
+        recording.replay()
+        assert drawn.equal(draw())
+        seen.add(tuple(drawn.tolist()))
+    assert len(seen) > 3
 
 
 def test_words_are_those_of_philox(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, Scale, pages_of
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, is_deterministic, refuse
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
@@ -40,22 +40,12 @@ _ONCE_POSITIONAL = (
 
 
 def single_decode_with_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
+    v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+    sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     return_lse: bool = False,
-) -> Result:
+) -> Result:  # fmt: skip
     """Returns the attention of one new token: [q_heads, v_head_dim], and its LSE [q_heads] if asked for.
 
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
@@ -76,17 +66,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     """
 
     def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Tensor | None = None,
-        paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
-    ) -> None:
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None, paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto", jit_args: list[Any] | None = None,
+    ) -> None:  # fmt: skip
         refuse(jit_args=jit_args)
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -103,17 +87,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         return self._use_tensor_cores
 
     def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *deprecated_positional_args: Any,
-        **kwargs: Any,
-    ) -> None:
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, *deprecated_positional_args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Plans a batch for later calls of run(). Takes _plan_impl's optional arguments, by position with a warning.
 
         Raises Unsupported, BadBatch, BadTensor, NeverFits. Then nothing is planned.
@@ -137,34 +113,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         self._plan_impl(*of_kv, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs)
 
     def _plan_impl(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        window_right: int = 0,
-        logits_soft_cap: float | None = None,
-        q_data_type: Dtype = "float16",
-        kv_data_type: Dtype = None,
-        o_data_type: Dtype = None,
-        data_type: Dtype = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-        is_causal: bool | None = None,
-    ) -> None:
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, *, pos_encoding_mode: str = "NONE", window_left: int = -1, window_right: int = 0,
+        logits_soft_cap: float | None = None, q_data_type: Dtype = "float16", kv_data_type: Dtype = None,
+        o_data_type: Dtype = None, data_type: Dtype = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
+        block_tables: Tensor | None = None, seq_lens: Tensor | None = None, fixed_split_size: int | None = None,
+        disable_split_kv: bool = False, q_len_per_req: int = 1, is_causal: bool | None = None,
+    ) -> None:  # fmt: skip
         """Does the work of plan(). fixed_split_size, disable_split_kv: results are the same in any batch."""
         refuse(window_right=window_right or None)
         if q_len_per_req < 1:
@@ -181,7 +137,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
             q_dtype,
             as_dtype(kv_data_type or data_type or q_dtype),
             causal=True,
-            deterministic=fixed_split_size is not None or disable_split_kv,
+            deterministic=is_deterministic(fixed_split_size, disable_split_kv),
         )
         geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(indptr, indices, last_page_len, seq_lens)
@@ -201,23 +157,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedKV,
-        *args: Any,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
+        self, q: Tensor, paged_kv_cache: PagedKV, *args: Any, q_scale: Scale = None, k_scale: Scale = None,
+        v_scale: Scale = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        enable_pdl: bool | None = None, window_left: int | None = None, sinks: Tensor | None = None,
+        q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: PagedKV | None = None,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Returns the planned batch's attention over a layer's pages: [tokens, q_heads, head_dim], and LSE to base 2.
 
         paged_kv_cache: [pages, 2, page_size, kv_heads, head_dim] in NHD, [pages, 2, kv_heads, page_size, head_dim] in
@@ -242,21 +187,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedKV,
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-    ) -> Result:
+        self, q: Tensor, paged_kv_cache: PagedKV, pos_encoding_mode: str = "NONE", q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, *, return_lse: bool = False,
+    ) -> Result:  # fmt: skip
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
@@ -268,14 +203,32 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     """Decode whose run() is captured. Every batch has as many sequences as last_page_len_buffer has entries."""
 
     def __init__(
-        self,
-        workspace_buffer: Tensor,
-        indptr_buffer: Tensor,
-        indices_buffer: Tensor,
-        last_page_len_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_tensor_cores: bool = False,
-    ) -> None:
+        self, workspace_buffer: Tensor, indptr_buffer: Tensor, indices_buffer: Tensor, last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD", use_tensor_cores: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int,
+    num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+    logits_soft_cap: float | None = None, q_data_type: Dtype = None, kv_data_type: Dtype = None,
+    data_type: Dtype = None, sm_scale: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, non_blocking: bool = True, fixed_split_size: int | None = None,
+    disable_split_kv: bool = False, q_len_per_req: int = 1, global_override_indptr_cpu: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Plans as the wrapper's plan() does, and raises the same; engines put it in place of that one.
+
+    global_override_indptr_cpu: indptr on the host, int [S + 1]. With pages of one token no length is read from a device
+    """
+    if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
+        raise BadBatch(f"fast_decode_plan() got a {type(self).__name__}; give it a BatchDecodeWithPagedKVCacheWrapper")
+    last = torch.ones(len(last_page_len), dtype=torch.int32) if page_size == 1 else last_page_len
+    more: dict[str, Any] = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "sm_scale": sm_scale}
+    more |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}
+    more |= {"fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
+    more |= {"logits_soft_cap": logits_soft_cap, "q_len_per_req": q_len_per_req}
+    starts = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
+    self._plan_impl(starts, indices, last, num_qo_heads, num_kv_heads, head_dim, page_size, **more)

@@ -53,16 +53,11 @@ class Inputs:
     v_scale: Tensor | None = None
 
 
-class _Variant(NamedTuple):
-    """Additions of a call to the plan's geometry: sinks, and a multiplier of its scale."""
+class _Run(NamedTuple):
+    """The geometry of a plan, and that of a run after it, whose scores, scale or sinks may differ."""
 
-    sinks: bool = False
-    scale_value: float = 1.0
-
-    def over(self, geometry: Geometry) -> Geometry:
-        return (
-            replace(geometry, sinks=True).scaled(self.scale_value) if self.sinks else geometry.scaled(self.scale_value)
-        )
+    planned: Geometry
+    ran: Geometry
 
 
 @dataclass(slots=True)
@@ -90,7 +85,8 @@ class PlannedAttention:
         self._page_size = 0
         self._lists: PageLists | None = None
         self._built: dict[tuple[Problem, bool], _Built] = {}
-        self._ran: set[_Variant] = set()
+        self._ran: set[_Run] = set()
+        self._geometry: Geometry | None = None
         self._plan = 0
         self._batch: PlannedBatch | None = None
         self._sight: Sight | None = None
@@ -118,11 +114,13 @@ class PlannedAttention:
             np.concatenate([lengths.kv_len, lengths.q_indptr, lengths.first_page]).astype(np.int32), self.device
         )
         if self._fixed is not None or lengths.num_tokens:
-            for variant in self._ran or {_Variant()}:
-                self._begin(batch, variant.over(geometry))
+            # A recording reads the steps of all that ran; other wrappers are likely to run the same after a like plan.
+            likely = {run.ran for run in self._ran if self._fixed is not None or run.planned == geometry}
+            for each in likely or {geometry}:
+                self._begin(batch, each)
         if self._fixed is None:
             self._ran.clear()
-        self._batch = batch
+        self._batch, self._geometry = batch, geometry
 
     def run(self, geometry: Geometry, inputs: Inputs, *, scale_value: float = 1.0) -> None:
         """Computes attention. scale_value: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
@@ -137,10 +135,10 @@ class PlannedAttention:
         if not len(inputs.k):
             _see_nothing(inputs)
             return
-        variant = _Variant(inputs.sinks is not None, scale_value)
-        geometry = variant.over(geometry)
+        geometry = replace(geometry, sinks=inputs.sinks is not None).scaled(scale_value)
         attention = self._begin(batch, geometry)
-        self._ran.add(variant)
+        assert self._geometry is not None
+        self._ran.add(_Run(self._geometry, geometry))
         coded = None
         if inputs.k_scale is not None and inputs.v_scale is not None:
             coded = EnginePages(inputs.k_scale, inputs.v_scale, geometry.problem(causal=True, masked=False).page_format)

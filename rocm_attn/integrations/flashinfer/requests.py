@@ -31,6 +31,7 @@ _REFUSED = {
     "max_item_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
     "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
     "o_indptr": "a token's output lies where its query lies; leave it None",
+    **dict.fromkeys(("q_scale", "k_scale", "v_scale"), "scales of blocks belong to eight-bit queries"),
     "scale_q": "no kernel here reads eight-bit queries; pass them in 16 bits",
     "scale_k": "per-head scales belong to eight-bit queries, which no kernel here reads",
     "scale_v": "per-head scales belong to eight-bit queries, which no kernel here reads",
@@ -43,6 +44,12 @@ _REFUSED = {
     "scale_mode": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
     "bmm1_scale": "the scale is fixed by the plan; give sm_scale to plan()",
     "bmm2_scale": "scale the output",
+    "custom_mask_d": "a decode token sees all of its keys; FlashInfer ignores a mask here",
+    "packed_custom_mask_d": "a decode token sees all of its keys; FlashInfer ignores a mask here",
+    "custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
+    "packed_custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
+    **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), "use VariableBlockSparseAttentionWrapper"),
+    "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",
     "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
 }
 
@@ -52,6 +59,11 @@ def refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             raise Unsupported(f"{name} is not served: {_REFUSED[name]}")
+
+
+def is_deterministic(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+    """True if results must be the same in any batch. A fixed_split_size of -1 asks for nothing: vLLM passes it."""
+    return fixed_split_size not in (None, -1) or disable_split_kv
 
 
 def check_layout(kv_layout: str) -> str:

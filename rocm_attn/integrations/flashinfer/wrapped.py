@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadSetting, BadTensor, NeverFits, WrongState
 from rocm_attn.integrations.flashinfer.batch import BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
+from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServed, reason_in
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, check_layout, provider_of
 
@@ -24,6 +26,15 @@ class Wrapper:
         self.device = float_workspace_buffer.device
         # Engines pass this attribute of one wrapper to others, although it is not public in FlashInfer either.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises NotServed for attributes of FlashInfer's that engines read and no wrapper here has."""
+            reason = reason_in(REFUSED_ATTRIBUTES, name)
+            if reason is not None:
+                raise NotServed(f"{type(self).__name__}.{name} is not served: {reason}")
+            return object.__getattribute__(self, name)
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | list[Tensor]
@@ -73,6 +84,12 @@ class PlannedWrapper(Wrapper):
     def is_cuda_graph_enabled(self) -> bool:
         """True if run() is captured."""
         return self._use_cuda_graph
+
+    # Engines read these of the plan, although they are not public in FlashInfer either.
+    _window_left = property(lambda self: self._ready()[1].window_left)
+    _logits_soft_cap = property(lambda self: self._ready()[1].soft_cap)
+    _sm_scale = property(lambda self: self._ready()[1].scale)
+    _causal = property(lambda self: self._ready()[1].causal)
 
     def _new_planned(self, batch: PlannedBatch, *, each_one: bool = False) -> PlannedAttention:
         """Makes the attention of a wrapper whose first batch this is. each_one: see PlannedAttention"""

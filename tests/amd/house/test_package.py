@@ -42,6 +42,7 @@ DATA = {
         "py.typed",
         "__init__.pyi",
         "guards/guards.json",
+        "integrations/flashinfer/__init__.pyi",
         "integrations/sglang_interfaces.json",
         "integrations/vllm_interfaces.json",
         "machine/aiter_releases.json",

@@ -44,6 +44,11 @@ _SIZES = (
     "head_dim",
     "qo_len",
     "max_seq_len",
+    "batch_size_d",
+    "kv_len_d",
+    "kv_len_p",
+    "qo_len_p",
+    "vocab_size",
 )
 
 
@@ -89,12 +94,17 @@ def _refusal(name: str) -> Any:
 
 
 class _FlashInfer(_Absent):
-    """Our module, for names that we have."""
+    """A module of ours, for names that it has."""
+
+    def __init__(self, name: str, own: ModuleType) -> None:
+        super().__init__(name)
+        self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(ours, name):
-            return getattr(ours, name)
-        return super().__getattr__(name)
+        if not hasattr(self._own, name):
+            return super().__getattr__(name)
+        found = getattr(self._own, name)
+        return _FlashInfer(f"{self.__name__}.{name}", found) if isinstance(found, ModuleType) else found
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -106,10 +116,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        own = getattr(ours, spec.name.partition(".")[2], None)
-        return (
-            own if isinstance(own, ModuleType) else (_FlashInfer if spec.name == "flashinfer" else _Absent)(spec.name)
-        )
+        own = ours if spec.name == "flashinfer" else getattr(ours, spec.name.partition(".")[2], None)
+        return _FlashInfer(spec.name, own) if isinstance(own, ModuleType) else _Absent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing: the module is complete when it is created."""

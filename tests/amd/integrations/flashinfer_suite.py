@@ -20,36 +20,41 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 FILES = (
-    "test_batch_decode_kernels",
-    "test_tensor_cores_decode",
-    "test_non_contiguous_decode",
-    "test_decode_fp8_calibration_scale",
-    "test_batch_prefill_kernels",
-    "test_batch_prefill",
-    "test_non_contiguous_prefill",
-    "test_single_prefill",
-    "test_decode_prefill_lse",
-    "test_sliding_window",
-    "test_logits_cap",
-    "test_alibi",
-    "test_attention_sink",
-    "test_page",
-    "test_mla_page",
-    "test_shared_prefix_kernels",
-    "test_deepseek_mla",
+    "attention/test_batch_decode_kernels",
+    "attention/test_tensor_cores_decode",
+    "attention/test_non_contiguous_decode",
+    "attention/test_decode_fp8_calibration_scale",
+    "attention/test_batch_prefill_kernels",
+    "attention/test_batch_prefill",
+    "attention/test_non_contiguous_prefill",
+    "attention/test_single_prefill",
+    "attention/test_decode_prefill_lse",
+    "attention/test_sliding_window",
+    "attention/test_logits_cap",
+    "attention/test_alibi",
+    "attention/test_attention_sink",
+    "attention/test_block_sparse",
+    "attention/test_rope",
+    "utils/test_pod_kernels",
+    "utils/test_quantization",
+    "utils/test_sampling",
+    "attention/test_page",
+    "attention/test_mla_page",
+    "attention/test_shared_prefix_kernels",
+    "attention/test_deepseek_mla",
 )
 BEGIN, END = "<!-- flashinfer_suite begins -->", "<!-- flashinfer_suite ends -->"
 
 
 def outcomes(checkout: Path, name: str) -> dict[str, Any]:
-    """Runs the cases of a file in a separate process and returns their results."""
+    """Runs the cases of a file, folder/name, in a separate process and returns their results."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "outcomes.json"
         path = os.pathsep.join(map(str, (checkout, Path(__file__).parent, ROOT, os.environ.get("PYTHONPATH", ""))))
         environment = {**os.environ, "PYTHONPATH": path, "FLASHINFER_OUTCOMES": str(written)}
         options = ["-p", "flashinfer_stand_in", "--noconftest", "-p", "no:cacheprovider", "-q", "-c", os.devnull]
         finished = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, f"--rootdir={checkout}", f"tests/attention/{name}.py"],
+            [sys.executable, "-m", "pytest", *options, f"--rootdir={checkout}", f"tests/{name}.py"],
             cwd=checkout,
             env=environment,
             capture_output=True,
@@ -68,7 +73,8 @@ def line(name: str, found: dict[str, Any]) -> str:
     why = Counter(_short(each) for each in found["outcomes"] if each["outcome"] != "passed")
     reasons = "; ".join(f"{reason} ({count})" for reason, count in why.most_common())
     cells = [counts[each] for each in ("passed", "refused", "skipped", "failed")]
-    return f"| `{name}` | {found['cases']} | {len(found['outcomes'])} | {' | '.join(map(str, cells))} | {reasons} |"
+    head = f"| `{Path(name).name}` | {found['cases']} | {len(found['outcomes'])}"
+    return f"{head} | {' | '.join(map(str, cells))} | {reasons} |"
 
 
 def _short(each: dict[str, str]) -> str:

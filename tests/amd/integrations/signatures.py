@@ -1,8 +1,8 @@
-"""FlashInfer's public signatures, read from its files: names, kinds and defaults.
+"""FlashInfer's names and public signatures, read from its files: parameters, kinds and defaults.
 
     python -m tests.amd.integrations.signatures FOLDER
 
-writes those of FlashInfer to flashinfer_signatures.json. FOLDER: its package, as in its wheel. None of its code runs.
+writes them to flashinfer_signatures.json. FOLDER: its package, as in its wheel. None of its code runs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 DATA = Path(__file__).with_name("flashinfer_signatures.json")
 RELEASE = "0.7.2.post1"
 
 # Module -> names, as in FlashInfer; a folder of several files has the module's name.
 NAMES = {
+    "attention": ("BatchAttentionWithAttentionSinkWrapper",),
     "decode": (
+        "fast_decode_plan",
         "single_decode_with_kv_cache",
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
@@ -43,6 +46,34 @@ NAMES = {
         "get_batch_indices_positions",
         "get_seq_lens",
     ),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
+    "quantization": ("packbits", "segment_packbits"),
+    "rope": tuple(
+        f"apply_{form}{copy}"
+        for form in (
+            "llama31_rope",
+            "llama31_rope_pos_ids",
+            "rope",
+            "rope_pos_ids",
+            "rope_with_cos_sin_cache",
+        )
+        for copy in ("", "_inplace")
+    ),
+    "sampling": (
+        "chain_speculative_sampling",
+        "min_p_sampling_from_probs",
+        "sampling_from_logits",
+        "sampling_from_probs",
+        "softmax",
+        "top_k_mask_logits",
+        "top_k_renorm_probs",
+        "top_k_sampling_from_probs",
+        "top_k_top_p_sampling_from_logits",
+        "top_k_top_p_sampling_from_probs",
+        "top_p_renorm_probs",
+        "top_p_sampling_from_probs",
+    ),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
 }
 
 # Methods of FlashInfer that mean nothing here, because they concern its own memory and kernels.
@@ -96,12 +127,36 @@ def of_flashinfer(folder: Path) -> Signatures:
     return found
 
 
+def names_of_flashinfer(folder: Path) -> dict[str, str]:
+    """Returns the public names at FlashInfer's top, each with the module it is from; "." for a module."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {each.asname or each.name: node.module or "." for each in node.names}
+        # Names of fused_moe that its __getattr__ imports are in a set.
+        if isinstance(node, ast.Set):
+            found |= {str(ast.literal_eval(each)): "fused_moe" for each in node.elts}
+    return {name: found[name] for name in sorted(found) if not name.startswith("_")}
+
+
+def _record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
 def recorded() -> Signatures:
     """Returns the signatures of the release that was read last."""
-    found: Signatures = json.loads(DATA.read_text(encoding="utf-8"))["signatures"]
+    found: Signatures = _record()["signatures"]
+    return found
+
+
+def recorded_names() -> dict[str, str]:
+    """Returns the names of the release that was read last, each with its module."""
+    found: dict[str, str] = _record()["names"]
     return found
 
 
 if __name__ == "__main__":
-    kept = {"release": RELEASE, "signatures": of_flashinfer(Path(sys.argv[1]))}
+    package = Path(sys.argv[1])
+    kept = {"release": RELEASE, "names": names_of_flashinfer(package), "signatures": of_flashinfer(package)}
     DATA.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

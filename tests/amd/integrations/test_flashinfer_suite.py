@@ -30,7 +30,7 @@ def test_is_refused():
 
 
 def test_asks_for_what_is_not_here():
-    flashinfer.quantization.packbits(torch.ones(8))
+    flashinfer.xqa(torch.ones(8))
 
 
 def test_is_skipped():
@@ -49,9 +49,9 @@ def test_each_outcome_is_reported_from_the_others(tmp_path: Path, monkeypatch: p
     (folder / "test_broken.py").write_text("import nowhere_to_be_found")
     monkeypatch.setenv("FLASHINFER_CASES", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = line("test_made_up", outcomes(tmp_path, "test_made_up"))
+    found = line("attention/test_made_up", outcomes(tmp_path, "attention/test_made_up"))
     assert found.startswith("| `test_made_up` | 14 | 7 | 3 | 2 | 1 | 1 | ")
-    for reason in ("pos_encoding_mode ROPE_LLAMA is not served (1)", "packbits is not offered (1)", "for reasons (1)"):
+    for reason in ("pos_encoding_mode ROPE_LLAMA is not served (1)", "xqa is not offered (1)", "for reasons (1)"):
         assert reason in found
-    broken = line("test_broken", outcomes(tmp_path, "test_broken"))
+    broken = line("attention/test_broken", outcomes(tmp_path, "attention/test_broken"))
     assert "| 0 | 0 | 0 | 1 | the file does not load: ModuleNotFoundError: No module named" in broken

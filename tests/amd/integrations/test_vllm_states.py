@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.integrations.vllm.state_slots import ALL_NEW, StateSlots, slots_of
-from rocm_attn.integrations.vllm.state_watch import HEADER_WORDS, StateWatch
+from rocm_attn.integrations.state_watch import ALL_NEW, HEADER_WORDS, StateSlots, StateWatch
+from rocm_attn.integrations.vllm.state_slots import slots_of
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 

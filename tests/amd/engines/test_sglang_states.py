@@ -1,0 +1,97 @@
+"""SGLang's whole engine with recurrent layers: our attention gives its own tokens, and faults of states are found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.amd.engines.models import VOCABULARY
+from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
+from tests.amd.engines.sglang_models import hybrid_model
+from tests.amd.engines.sglang_runs import SglangVenv, sglang_venv
+from tests.amd.engines.sglang_state_faults import LOST_TOKEN, SHARED, STALE_HIT, SWAPPED, UNCLEARED
+from tests.amd.engines.sglang_text import Answer, Run
+
+_WRONG_STATE = "a slot that the engine names for a sequence's recurrent state does not hold"
+# Mamba2 reads no slot where a sequence begins, so a slot that was not cleared changes nothing there.
+_FAULTS = {
+    "mamba": (SWAPPED, SHARED, LOST_TOKEN, STALE_HIT),
+    "delta_net": (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT),
+}
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
+    return sglang_venv(tmp_path_factory.mktemp("plugin"))
+
+
+def fresh(seed: int) -> list[list[int]]:
+    """Three prompts that no round before has had."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(count)] for count in (20, 33, 61)]
+
+
+def run(sglang: SglangVenv, name: str, *, faults: bool = False, **engine: Any) -> Run:
+    """Returns a run of prompts in chunks, then the last ones again, which are cached, and a round for each fault.
+
+    In the last of these rounds prompts are cached; the others have prompts of their own.
+    """
+    planted = _FAULTS[name]
+    of_faults = [fresh(place) for place in range(len(planted) - 1)]
+    arguments = {
+        "model_path": str(hybrid_model(name, sglang.folder)),
+        "dtype": "float32",
+        "page_size": 1,
+        "chunked_prefill_size": 48,
+        "max_total_tokens": 4096,
+        "max_running_requests": 16,
+        "max_mamba_cache_size": 40,
+        "context_length": 256,
+        "mem_fraction_static": 0.5,
+        # The only strategy that SGLang has on a CPU, and it asks for the two others.
+        "mamba_radix_cache_strategy": "no_buffer",
+        "disable_overlap_schedule": True,
+        "log_level": "info",
+        **engine,
+    }
+    rounds = [prompts(), prompts()[-3:], *of_faults, of_faults[-1]]
+    return Run(arguments, rounds, 12, state_faults=[*planted] * faults)
+
+
+def assert_planted(name: str, answer: Answer) -> dict[str, int]:
+    """Checks that each fault was planted. Returns the numbers of their steps."""
+    planted = {line["planted"]: line["step"] for line in answer.faults if "planted" in line}
+    assert [*planted] == [*_FAULTS[name]]
+    return planted
+
+
+@pytest.mark.parametrize("name", [*_FAULTS])
+def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported(
+    name: str, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, name)], tmp_path)
+    ours, faulty = sglang.ours([run(sglang, name), run(sglang, name, faults=True)], tmp_path, watches_states=True)
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert ours.cached == stock.cached
+    assert all(cached > 0 for cached in ours.cached[1])
+    for fault, step in assert_planted(name, faulty).items():
+        reports = [line for line in faulty.faults if f"step {step}: {_WRONG_STATE}" in line.get("reported", "")]
+        assert reports, f"{fault} in step {step} was not reported: {faulty.faults}"
+        assert reports[0]["begun"] - step <= MOST_STEPS_LATER, fault
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*_FAULTS])
+def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(
+    name: str, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, name)], tmp_path)
+    (faulty,) = sglang.ours([run(sglang, name, faults=True)], tmp_path)
+    assert faulty.tokens[:2] == stock.tokens[:2]
+    assert_planted(name, faulty)
+    assert not [line for line in faulty.faults if "reported" in line]
+    for fault, ours, own in zip(_FAULTS[name], faulty.tokens[2:], stock.tokens[2:], strict=True):
+        assert ours != own, fault

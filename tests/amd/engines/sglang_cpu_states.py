@@ -4,8 +4,7 @@ They take and give what SGLang 0.5.23 passes, and are written from its Triton ke
 sglang/kernels/ops: attention/fla/fused_recurrent.py and chunk.py for gated delta nets, mamba/causal_conv1d_triton.py
 for convolutions, attention/fla/fused_norm_gate.py for norms, mamba/triton_ops/mamba_ssm.py and ssd_combined.py for
 Mamba2, elementwise/elementwise.py for the shared expert. Tokens come one after the other. SGLang's own attention and
-ours run over the same ones, so that texts differ by attention alone. Steps that verify drafts, and states that are kept
-from within a step (the strategies extra_buffer), are not there.
+ours run over the same ones, so that texts differ by attention alone. Steps that verify drafts are not there.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _NORM_EPSILON = 1e-6
+# Tokens of a chunk of a delta net: CHUNK_SIZE of attention/fla/chunk_delta_h.py.
+_CHUNK = 64
 _GATING, _UPDATE = "fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"
 
 
@@ -39,8 +40,15 @@ def give_kernels() -> None:
 def replace_triton_kernels() -> None:
     """Replaces Triton kernels in SGLang's modules; its mixer of Mamba2 imports no others, and on a CPU not all."""
     from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
     from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.models import qwen2_moe
+
+    # SGLang keeps states from within a step on GPUs alone, because the kernel that copies them is Triton's.
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+    hybrid_linear_attn_backend.track_mamba_states_if_needed = track
+    hybrid_linear_attn_backend.track_mamba_states_all_layers = track_all
 
     fused_norm_gate.rms_norm_gated = normalise
     qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
@@ -115,21 +123,26 @@ def delta_rule(
     initial_state_indices: Tensor,
     cu_seqlens: Tensor,
     **_: Any,
-) -> tuple[Tensor, None, None]:
-    """Outputs [1, T, heads of v, v_dim]. Slots [heads of v, v_dim, k_dim] are read, and get the state after all."""
-    out = torch.zeros_like(v)
+) -> tuple[Tensor, None, Tensor]:
+    """Outputs [1, T, heads of v, v_dim]. Slots [heads of v, v_dim, k_dim] are read, and get the state after all.
+
+    Also returns the states before each chunk of a sequence, one sequence after the other, [1, chunks, ...].
+    """
+    out, before_chunks = torch.zeros_like(v), list[Tensor]()
     group = v.shape[2] // q.shape[2]
     q, k = (_normal(each[0].float()).repeat_interleave(group, 1) for each in (q, k))
     for seq, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         slot = initial_state[int(initial_state_indices[seq])]
         state = slot.float().clone()
         for token in range(first, end):
+            if (token - first) % _CHUNK == 0:
+                before_chunks.append(state.clone())
             state *= g[0, token].exp()[:, None, None]
             change = beta[0, token][:, None] * (v[0, token].float() - torch.einsum("hvk,hk->hv", state, k[token]))
             state += change[:, :, None] * k[token][:, None, :]
             out[0, token] = torch.einsum("hvk,hk->hv", state, q[token]) * q.shape[-1] ** -0.5
         slot.copy_(state)
-    return out, None, None
+    return out, None, torch.stack(before_chunks)[None]
 
 
 def delta_rule_of_ones(
@@ -172,17 +185,33 @@ def scan(
     cu_seqlens: Tensor,
     initial_states: Tensor | None,
     out: Tensor,
+    chunk_size: int,
+    track_seq_idx: Tensor | None,
+    track_end_locs: Tensor | None,
     **_: Any,
-) -> tuple[None, Tensor, None]:
-    """Writes out [1, T, heads, dim]. Returns the states after each sequence's tokens, [S, heads, dim, state_dim]."""
-    states = torch.zeros(len(cu_seqlens) - 1, *x.shape[2:], b.shape[-1])
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Writes out [1, T, heads, dim]. Returns states [..., heads, dim, state_dim] of three kinds.
+
+    [1, chunks]: before each chunk of the batch, in the sequence that has the chunk's first token
+    [S]:         after each sequence's tokens
+    [1, n]:      of sequences track_seq_idx, before their tokens track_end_locs; none if these are not given
+    """
+    bounds = [*pairwise(cu_seqlens.tolist())]
+    states = torch.zeros(len(bounds), *x.shape[2:], b.shape[-1])
     dt = functional.softplus(dt[0].float() + dt_bias)
-    for seq, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+    asked = set() if track_end_locs is None else {*track_end_locs.tolist()}
+    before = dict[int, Tensor]()
+    for seq, (first, end) in enumerate(bounds):
         if initial_states is not None:
             states[seq] = initial_states[seq]
         for token in range(first, end):
+            if token % chunk_size == 0 or token in asked:
+                before[token] = states[seq].clone()
             out[0, token] = _step(states[seq], x[0, token], dt[token], a, b[0, token], c[0, token], D)
-    return None, states, None
+    chunks = torch.stack([before[token] for token in range(0, x.shape[1], chunk_size)])[None]
+    if track_seq_idx is None or track_end_locs is None or not len(track_end_locs):
+        return chunks, states, None
+    return chunks, states, torch.stack([before[token] for token in track_end_locs.tolist()])[None]
 
 
 def scan_one(
@@ -212,3 +241,18 @@ def _step(state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
     new = state.float() * (dt * a).exp()[:, None, None] + (dt[:, None] * x.float())[:, :, None] * b[:, None, :]
     state.copy_(new)
     return torch.einsum("hdn,hn->hd", new, c) + d.float()[:, None] * x.float()
+
+
+def track(
+    inputs: Tensor, states: Tensor, slots: Tensor, mask: Tensor, targets: Tensor, num_seqs: int, **_: Any
+) -> None:
+    """Copies a layer's slots of the sequences in the mask to others: [slots, ...]."""
+    source, target = slots[:num_seqs][mask[:num_seqs]].long(), targets[:num_seqs][mask[:num_seqs]].long()
+    for part in (inputs, states):
+        part[target] = part[source]
+
+
+def track_all(inputs: Tensor, states: Tensor, *given: Any, **named: Any) -> None:
+    """The same in all layers: [layers, slots, ...]."""
+    for of_layer in zip(inputs, states, strict=True):
+        track(*of_layer, *given, **named)

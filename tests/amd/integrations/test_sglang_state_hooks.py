@@ -223,6 +223,20 @@ def test_states_that_a_radix_cache_tracks_are_those_after_whole_chunks_and_after
     assert hybrid.is_reported()
 
 
+def test_a_slot_for_a_state_that_is_not_tracked_keeps_what_it_has(
+    sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device)
+    one = hybrid.engine.admit()
+    hybrid.recurrent.tracked = [6]
+    off, chunk = torch.tensor([False], device=device), torch.tensor([4], device=device)
+    hybrid.step([one], [6], [3], mamba_track_mask=off, mamba_track_aligned_lens=lambda: chunk)
+    hybrid.check()
+    one.kv_len = 4
+    hybrid.step([one], [2], [6])
+    assert hybrid.is_reported()
+
+
 def test_two_requests_with_one_slot_are_reported(sglang: Any, provider: str, device: torch.device) -> None:
     hybrid = Hybrid(sglang, provider, device)
     hybrid.step([hybrid.engine.admit(), hybrid.engine.admit()], [5, 5], [3, 3])

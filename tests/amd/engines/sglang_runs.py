@@ -125,6 +125,7 @@ class SglangVenv:
         settings = {
             **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG, STATES_LOG)},
             **{name: str(int(is_on)) for name, is_on in switches.items()},
+            "SGLANG_MAMBA_CONV_DTYPE": "float32",
             **more,
         }
         ranks = max(run.engine.get("tp_size", 1) for run in runs)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # The first decode step of a round that a fault may be planted in.
@@ -44,12 +45,13 @@ class StatePlanter:
         named = HybridReqToTokenPool.get_mamba_indices
 
         def cleared(pool: Any, indices: Tensor) -> None:
-            """UNCLEARED: a slot is handed to another request with the state of the one before."""
-            again = [slot for slot in indices.tolist() if slot in self._used]
+            """UNCLEARED: a slot is handed to a request with the state of one before."""
+            before = self._used - {*indices.tolist()}
             self._used.update(indices.tolist())
-            if again and self._takes(UNCLEARED):
+            if before and self._takes(UNCLEARED):
                 self._pending = UNCLEARED
-                indices = indices[indices != again[0]]
+                copy(pool, torch.tensor([min(before)]), indices[:1].long())
+                indices = indices[1:]
             clear(pool, indices)
 
         def copied(pool: Any, source: Tensor, target: Tensor) -> None:

@@ -13,6 +13,8 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
 from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
+from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
+from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, write_record
 from rocm_attn.recurrence import Recurrence, Update
 from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid, Told
 from tests.amd.worlds.problems import providers
@@ -304,6 +306,24 @@ def test_bytes_of_a_state_that_changed_on_their_way_are_refused_and_nothing_is_w
     assert not target.runtime.table.tokens.stored_len[row]
     importer.import_row(row, sent.extent, good)
     target.step([Told(row, sent.ids)], [target.ids(2)])
+
+
+@pytest.mark.parametrize("num_words", [0, 1, 31, 32, 37, 96])
+def test_any_word_of_a_buffer_of_any_length_counts(num_words: int, device: torch.device) -> None:
+    """Bytes of tokens need not fill whole lines, as of 16-bit K and V."""
+    states = StatePool(RecurrentLayers([replace(SUMS, num_heads=1, k_dim=4, v_dim=4)]), num_rows=2, device=device)
+    states.memory.random_(generator=torch.Generator(device).manual_seed(0))
+    states.headers[2] = torch.tensor([7, -1, 5, 5], device=device)
+    buffer = torch.zeros(8 * num_words + num_record_bytes(states), dtype=torch.uint8, device=device)
+    words = buffer.view(torch.int64)
+    words[:num_words].random_(generator=torch.Generator(device).manual_seed(1))
+    write_record(states, StateSource(2, 2, 7, 5), buffer)
+    assert read_head(states, buffer) == RecordHead(5, 5, 0)
+    for place in range(len(words)):
+        words[place] ^= 1 << place % 63
+        assert read_head(states, buffer).checksum, place
+        words[place] ^= 1 << place % 63
+    assert read_head(states, buffer).checksum == 0
 
 
 def test_a_buffer_without_a_state_is_refused(device: torch.device) -> None:

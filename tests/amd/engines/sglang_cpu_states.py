@@ -49,6 +49,8 @@ def replace_triton_kernels() -> None:
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
     hybrid_linear_attn_backend.track_mamba_states_if_needed = track
     hybrid_linear_attn_backend.track_mamba_states_all_layers = track_all
+    # It pins memory for that, which torch refuses without a GPU.
+    torch.Tensor.pin_memory = not_pinned  # type: ignore[method-assign,assignment]  # for this process
 
     fused_norm_gate.rms_norm_gated = normalise
     qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
@@ -256,3 +258,8 @@ def track_all(inputs: Tensor, states: Tensor, *given: Any, **named: Any) -> None
     """The same in all layers: [layers, slots, ...]."""
     for of_layer in zip(inputs, states, strict=True):
         track(*of_layer, *given, **named)
+
+
+def not_pinned(memory: Tensor, device: Any = None) -> Tensor:
+    """Returns memory as it is."""
+    return memory

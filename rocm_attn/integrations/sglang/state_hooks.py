@@ -107,6 +107,7 @@ def watch() -> None:
         ("init_forward_metadata", _then_checked),
         ("init_cuda_graph_state", _refuse_graphs),
         ("init_cpu_graph_state", _refuse_graphs),
+        ("init_forward_metadata_for_breakable_cuda_graph_capture", _refuse_graphs),
     ):
         hook_once(HybridLinearAttnBackend, name, hook)
 

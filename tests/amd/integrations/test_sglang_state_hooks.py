@@ -38,6 +38,9 @@ class HybridLinearAttnBackend:
 
     init_cpu_graph_state = init_cuda_graph_state
 
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> None:
+        raise AssertionError("graphs are refused before")
+
 
 class GDNAttnBackend:
     """Names the slots that it was given. A state is read in each step."""
@@ -278,6 +281,8 @@ def test_other_layers_and_graphs_are_refused(sglang: Any, device: torch.device) 
     for prepare in (hybrid.backend.init_cuda_graph_state, hybrid.backend.init_cpu_graph_state):
         with pytest.raises(Unsupported, match="SGLang captures graphs"):
             prepare(4, 4)
+    with pytest.raises(Unsupported, match="SGLang captures graphs"):
+        hybrid.backend.init_forward_metadata_for_breakable_cuda_graph_capture(None)
 
 
 def test_folded_tokens_of_slots(sglang: Any) -> None:

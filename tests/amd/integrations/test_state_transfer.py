@@ -362,6 +362,10 @@ def test_a_row_of_pages_alone_is_refused_by_the_step_that_needs_its_state(device
         ((), "the source has 3 recurrent layers, and this side has 0"),
         ((GATED_DELTA, CHANNELS, replace(SUMS, state_dtype=torch.bfloat16)), "recurrent layer 2: .*must be equal"),
         ((replace(GATED_DELTA, v_dim=32, num_heads=2), CHANNELS, SUMS), "recurrent layer 0: .*must be equal"),
+        # Slots with other parts, and slots of the same bytes that mean something else.
+        ((replace(GATED_DELTA, convolution=replace(GATED_DELTA.convolution, width=3)), CHANNELS, SUMS), "layer 0: .*"),
+        ((GATED_DELTA, replace(CHANNELS, update=Update.SUM), SUMS), "recurrent layer 1: .*must be equal"),
+        ((CHANNELS, GATED_DELTA, SUMS), "recurrent layer 0: .*must be equal"),
     ],
 )
 def test_other_recurrent_layers_are_refused(layers: Sequence[Recurrence], reason: str, device: torch.device) -> None:

@@ -150,6 +150,7 @@ def test_a_round_trip_between_pools_of_other_sizes_keeps_every_bit(
         world.runtime.check_device()
 
 
+@pytest.mark.fast(2, interpreted=1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
 def test_rows_and_kept_pages_go_on_with_their_states_after_a_reopen(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import VOCABULARY
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_models import hybrid_model
@@ -76,6 +77,17 @@ def assert_planted(name: str, answer: Answer) -> dict[str, int]:
     return planted
 
 
+def assert_reported(name: str, answer: Answer) -> None:
+    """Checks that each fault was reported before more than two further steps had begun, and no step before it was."""
+    for fault, step in assert_planted(name, answer).items():
+        reports = [line for line in answer.faults if f"step {step}: {_WRONG_STATE}" in line.get("reported", "")]
+        assert reports, f"{fault} in step {step} was not reported: {answer.faults}"
+        assert reports[0]["begun"] - step <= MOST_STEPS_LATER, fault
+        if fault in (SWAPPED, SHARED, LOST_TOKEN):  # in the middle of their rounds
+            assert not [line for line in answer.faults if f"step {step - 1}: " in line.get("reported", "")], fault
+    assert "planted" in answer.faults[0], answer.faults[0]
+
+
 @each_model
 @each_strategy
 def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported(
@@ -88,14 +100,7 @@ def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported
     assert_equal_tokens([ours.tokens], stock.tokens)
     assert ours.cached == stock.cached
     assert all(cached > 0 for cached in ours.cached[1])
-    for fault, step in assert_planted(name, faulty).items():
-        reports = [line for line in faulty.faults if f"step {step}: {_WRONG_STATE}" in line.get("reported", "")]
-        assert reports, f"{fault} in step {step} was not reported: {faulty.faults}"
-        assert reports[0]["begun"] - step <= MOST_STEPS_LATER, fault
-        if fault in (SWAPPED, SHARED, LOST_TOKEN):  # in the middle of their rounds
-            assert not [line for line in faulty.faults if f"step {step - 1}: " in line.get("reported", "")], fault
-    first = next(place for place, line in enumerate(faulty.faults) if "planted" in line)
-    assert first == 0, faulty.faults[:first]
+    assert_reported(name, faulty)
 
 
 @pytest.mark.nightly
@@ -111,3 +116,15 @@ def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(
     assert not [line for line in faulty.faults if "reported" in line]
     for fault, ours, own in zip(_FAULTS[name], faulty.tokens[2:], stock.tokens[2:], strict=True):
         assert ours != own, fault
+
+
+@pytest.mark.nightly
+def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens_and_reports_the_same(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, "delta_net", "extra_buffer")], tmp_path)
+    oldest = SGLANG_PLUGIN.checked[0].version
+    requested = [run(sglang, "delta_net", "extra_buffer"), run(sglang, "delta_net", "extra_buffer", faults=True)]
+    ours, faulty = sglang.ours(requested, tmp_path, watches_states=True, release=oldest)
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert_reported("delta_net", faulty)

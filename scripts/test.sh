@@ -95,14 +95,14 @@ run_engines() {
     local engine found=()
     for engine in sglang vllm; do
         if [ -e "$ENGINE_VENVS/$engine/bin/python" ]; then
-            found+=("tests/amd/engines/test_$engine.py")
+            found+=(tests/amd/engines/test_"$engine"*.py) # its states have a file of their own
         else
             echo "NOT RUN: engines: $engine has no environment in ENGINE_VENVS='$ENGINE_VENVS';" \
                 "run ENGINE_VENVS='$ENGINE_VENVS' bash scripts/engine_venv.sh $engine" | tee -a "$verdicts" >&2
         fi
     done
     [ ${#found[@]} -gt 0 ] || return $NOT_RUN
-    run_pytest -n auto --dist loadfile "${found[@]}" "$@" # each engine has a worker
+    run_pytest -n auto --dist loadfile "${found[@]}" "$@" # each file has a worker
 }
 
 # spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.

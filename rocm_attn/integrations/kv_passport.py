@@ -3,7 +3,7 @@
 A buffer has no pages. For each layer, in order, it holds K, V, their scales per token, index keys and their scales, if
 the layer has them. Each of these is one stretch: a row [heads, dim] per token, token after token. Each stretch begins
 at a multiple of 16 bytes. So pages may have any size and layout on either side. The state of recurrent layers follows,
-as a record (state_record.py).
+as a record (rocm_attn/paging/state_record.py).
 """
 
 from __future__ import annotations

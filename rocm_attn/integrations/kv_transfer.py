@@ -34,7 +34,6 @@ from rocm_attn.integrations.owners import (
     spaces_of,
     states_of,
 )
-from rocm_attn.integrations.state_record import num_record_bytes, read_head, read_state, write_record
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -43,6 +42,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.convert import KEEPING_BITS, code_tables
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.state_record import num_record_bytes, read_head, read_state, write_record
 from rocm_attn.providers.launches import MoveRows
 from rocm_attn.runtime import AttentionRuntime
 
@@ -278,7 +278,7 @@ class KVExporter(_Mover):
             source = self._runtime.table.states.source_of(row, kv_len)
             used = self._buffer(buffer, self.num_bytes(extent))
             self.export(pages, extent, used)
-            write_record(self._states, source, used[-num_record_bytes(self._states) :])
+            write_record(self._states, source, used)
         return extent
 
     def export(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
@@ -371,7 +371,7 @@ class KVImporter(_Mover):
     def import_row(self, row: int, extent: KVExtent, buffer: Tensor) -> None:
         """Copies an extent into a row's pages, for all layers, and marks its tokens as stored.
 
-        If there are recurrent layers, it waits for the device, to check the bytes of their state.
+        If there are recurrent layers, it waits for the device, to check the bytes of their state and of the tokens.
 
         row: a row of admit(). It shares no pages, and no step has stored in it
         buffer: a buffer that KVExporter.export_row() filled
@@ -390,14 +390,14 @@ class KVImporter(_Mover):
     def _import_with_state(self, row: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         num_bytes = _num_bytes(stretches(self.source, extent, self._all)) + num_record_bytes(self._states)
         used = self._buffer(buffer, num_bytes)
-        record = used[-num_record_bytes(self._states) :]
-        folded = read_head(self._states, extent.kv_len, record)
+        head = read_head(self._states, used)
+        self._runtime.guards.table.sent_state(head, extent.kv_len, self._states.recurrent.kept)
         self._import_idle(self._all, pages, extent, used)
         self._runtime.table.mark_stored([row], [extent.kv_len])
         of_row, kv_len = np.array([row], np.int32), np.array([extent.kv_len], np.int32)
         slots, headers = self._runtime.table.states.give(self._states, of_row, kv_len)
-        headers[:, 2] = folded  # the next step folds the others, which are kept next to the state
-        read_state(self._states, int(slots[0]), torch.from_numpy(headers[0]), record)
+        headers[:, 2] = head.folded  # the next step folds the others, which are kept next to the state
+        read_state(self._states, int(slots[0]), torch.from_numpy(headers[0]), used)
 
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         """Copies an extent into pages, for all layers but recurrent ones.

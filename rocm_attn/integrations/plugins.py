@@ -189,7 +189,11 @@ SGLANG = Plugin(
     distributions=("sglang",),
     checked=(
         Checked("0.5.22", "on a CPU, whole, over the environment of 0.5.23"),
-        Checked("0.5.23", "on a CPU, whole and by its attention kit; on an H200 by the kit"),
+        Checked(
+            "0.5.23",
+            "on a CPU, whole and by its attention kit, hybrid models with recurrent operations in torch; on an H200 by "
+            "the kit",
+        ),
     ),
     before=(0, 5, 24),
     takes=("aiter", "torch_native", "triton"),

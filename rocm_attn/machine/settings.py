@@ -64,8 +64,8 @@ VARIABLES = (
         WATCH_STATES,
         "plug-ins",
         ("0", "1"),
-        "vLLM's recurrent states are checked before each step: they must hold the tokens of their request "
-        "([how](vllm.md#recurrent-states)).",
+        "An engine's recurrent states are checked before each step: they must hold the tokens of their request "
+        "([in vLLM](vllm.md#recurrent-states), [in SGLang](sglang.md#recurrent-states)).",
     ),
     Variable(
         TAKE_BACKENDS,
@@ -125,7 +125,7 @@ class Settings:
     disable_plugins:  names of the plug-ins to switch off, as written
     take_backends:    names of engines' own backends that ours serves, as written
     tuning:           the file of measured tiles, or "off"; empty: the one in the cache
-    watch_states:     True if vLLM's recurrent states are to be checked
+    watch_states:     True if an engine's recurrent states are to be checked
     untested_engines: True if engines of any release are to be served
     """
 

@@ -17,6 +17,7 @@ from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Index, Space, num_pages
+from rocm_attn.paging.state_record import RecordHead, must_be_after
 from rocm_attn.paging.stored_tokens import StoredTokens
 
 # int64 [n]: places in a table, row * width + page_no.
@@ -54,6 +55,7 @@ class TableGuards:
     sources:    copies that no launch has made yet -> pages that are not handed out yet, though no one holds them
     new_tokens: makes the record of tokens that neither a fork nor its parent stores again
     is_kept:    given ids, ids in their places -> which of them are kept
+    sent_state: refuses a record of a state that is not the one after the tokens which came with it
     """
 
     row_width: Callable[[int, int], None] = within_the_row
@@ -61,6 +63,7 @@ class TableGuards:
     sources: Callable[[dict[int, int]], Collection[int]] = dict.values
     new_tokens: Callable[[int], StoredTokens] = StoredTokens
     is_kept: Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.bool_]] = np.equal
+    sent_state: Callable[[RecordHead, int, int], None] = must_be_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.states.arguments import BEGINS, LEFT_OUT, StatePlaces
 from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.kept_pages import KeptIds
+from rocm_attn.paging.state_record import RecordHead
 from rocm_attn.paging.stored_tokens import StoredTokens
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds
@@ -504,6 +505,10 @@ def over_the_boundaries(counts: Tensor, step: StepTensors) -> Tensor:
     return place[: counts.numel()] if counts.numel() <= place.numel() else counts
 
 
+def whatever_was_sent(head: RecordHead, kv_len: int, kept: int) -> None:
+    """The bytes of a state are taken as they arrived, like those of an engine that copies states without a name."""
+
+
 # Id of each safeguard -> its value when it is switched off; the entry point of rocm_attn.guards.registry.WRONG_TWINS.
 WRONG_TWINS: Mapping[str, Any] = {
     "pads": leave_pads,
@@ -539,6 +544,7 @@ WRONG_TWINS: Mapping[str, Any] = {
     "graph_key": key_without_length,
     "full_refresh": fill_once,
     "state_lineage": states_as_they_come,
+    "sent_state": whatever_was_sent,
     "graph_epoch": EpochlessPins,
     "sealed_capture": sealed_or_not,
     "table_first": table_one_update_late,

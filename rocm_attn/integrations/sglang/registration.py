@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from rocm_attn.integrations.sglang.names import NAME, ours
+from rocm_attn.machine.settings import read_settings
 
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -53,6 +55,10 @@ def _create(runner: Any) -> Any:
     if runner.use_mla_backend:
         attend_over_latent_rows(ours())
         choose_by_our_kernels()
+    if read_settings(os.environ).watch_states and hasattr(runner.req_to_token_pool, "mamba_pool"):
+        from rocm_attn.integrations.sglang.state_hooks import watch
+
+        watch()
     return create(runner)
 
 

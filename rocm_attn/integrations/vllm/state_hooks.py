@@ -18,16 +18,14 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-from rocm_attn.errors import Unsupported
+from rocm_attn.integrations.hooked import hook_once
+from rocm_attn.integrations.state_watch import HEADER_WORDS, StateWatch, refused
 from rocm_attn.integrations.vllm.group import KVGroup
 from rocm_attn.integrations.vllm.state_slots import has_states, slots_of
-from rocm_attn.integrations.vllm.state_watch import HEADER_WORDS, StateWatch
-from rocm_attn.machine.settings import WATCH_STATES
 
 # The kinds of layers whose states get a header, by vLLM's names.
 _KINDS = ("gated_delta_net", "mamba2")
 _HEADER = 2  # its place among the parts of a state
-_HOOKED = "_rocm_attn_hooked"
 _watches: WeakKeyDictionary[KVGroup, StateWatch] = WeakKeyDictionary()
 
 
@@ -39,7 +37,7 @@ def add_headers() -> None:
             (mamba_utils.MambaStateDtypeCalculator, f"{kind}_state_dtype", torch.int32),
             (mamba_utils.MambaStateCopyFuncCalculator, f"{kind}_state_copy_func", mamba_utils.get_temporal_copy_spec),
         ):
-            _hook(owner, name, functools.partial(_with_part, part))
+            hook_once(owner, name, functools.partial(_with_part, part))
 
 
 def _with_part(part: object, parts: Callable[..., tuple[object, ...]]) -> Any:
@@ -57,7 +55,7 @@ def watch(vllm_config: VllmConfig) -> None:
         return
     for name, layer in layers.items():
         if tuple(layer.get_state_shape())[_HEADER:] != ((HEADER_WORDS,),):
-            raise _refused(f"the states of {name} ({type(layer).__name__}) have no header")
+            raise refused(f"the states of {name} ({type(layer).__name__}) have no header")
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for words, is_used in (
         ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
@@ -67,14 +65,14 @@ def watch(vllm_config: VllmConfig) -> None:
         ("mamba_cache_mode 'all'", cache.mamba_cache_mode == "all"),
     ):
         if is_used:
-            raise _refused(f"vLLM runs with {words}")
+            raise refused(f"vLLM runs with {words}")
     runners = {
         "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner", "_model_forward", _in_first_runner),
         "vllm.v1.worker.gpu.model_states.mamba_hybrid": ("MambaHybridModelState", "prepare_attn", _in_second_runner),
     }
     for module, (owner, name, hook) in runners.items():
         if module in sys.modules:
-            _hook(getattr(sys.modules[module], owner), name, hook)
+            hook_once(getattr(sys.modules[module], owner), name, hook)
 
 
 def _in_first_runner(forward: Callable[..., Any]) -> Any:
@@ -111,7 +109,7 @@ def check(metadata: Mapping[str, Any] | None, token_ids: Tensor, compilation: An
         return
     group = next((each.group for each in metadata.values() if isinstance(getattr(each, "group", None), KVGroup)), None)
     if group is None:
-        raise _refused("no attention layer with K and V per head is served by rocm_attn")
+        raise refused("no attention layer with K and V per head is served by rocm_attn")
     attention = group.attention
     step, page_size = attention.gate.begun().step.spaces[0], attention.tables.page_size
     if group not in _watches:
@@ -121,16 +119,3 @@ def check(metadata: Mapping[str, Any] | None, token_ids: Tensor, compilation: An
         for name, each in of_states.values():
             headers = compilation.static_forward_context[name].kv_cache[_HEADER]
             _watches[group].check(tokens, headers, slots_of(each, len(tokens.live)))
-
-
-def _hook(owner: Any, name: str, hook: Callable[[Any], Any]) -> None:
-    """Replaces an attribute of a class once in a process."""
-    before = getattr(owner, name)
-    if not getattr(before, _HOOKED, False):
-        after = hook(before)
-        setattr(getattr(after, "__func__", after), _HOOKED, True)
-        setattr(owner, name, after)
-
-
-def _refused(why: str) -> Unsupported:
-    return Unsupported(f"{WATCH_STATES} is 1 and {why}; unset it, or run without that")

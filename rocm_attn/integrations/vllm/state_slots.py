@@ -8,25 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALL_NEW = -1
-
-
-@dataclass(frozen=True, slots=True)
-class StateSlots:
-    """The slots of states that a step's S sequences use, as the engine names them; slot 0 is no sequence's.
-
-    W: the most slots that a sequence writes
-    read:    int [S], the state before the first new token; not looked at if the sequence begins
-    is_read: bool [S], whether layers read it; they must if the sequence goes on, and must not if it begins
-    written: int [S, W]
-    folded:  int [S, W], new tokens that are in the state written; 0, or more than there are: nothing is written;
-             ALL_NEW: all of them
-    """
-
-    read: Tensor
-    is_read: Tensor
-    written: Tensor
-    folded: Tensor
+from rocm_attn.integrations.state_watch import ALL_NEW, StateSlots
 
 
 def has_states(metadata: Any) -> bool:

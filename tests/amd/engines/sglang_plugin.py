@@ -7,11 +7,13 @@ ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype 
 ENGINE_DRAFTS=1        gives SGLang the kernels around drafts, which no CPU wheel has
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
+ENGINE_RECURRENT=1     gives SGLang the operations of recurrent layers, which no CPU wheel has
 ENGINE_HALVES_LOG=FILE with ENGINE_OVERLAP, receives a line of JSON for each batch of two halves
 ENGINE_MODES_LOG=FILE  receives a line per process for each mode of the steps that our backend begins, and for MIXED
 ENGINE_FAULTS_LOG=FILE once the file exists, one of FAULTS is planted in every fourth step that decodes or verifies
                        drafts. Each adds a line of JSON with planted (its name) and step, and each report a line with
                        reported and begun
+ENGINE_STATE_FAULTS_LOG=FILE lets FILE.next request faults of states (sglang_state_faults.py), which FILE gets lines of
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines import sglang_cpu_deterministic, sglang_cpu_drafts, sglang_cpu_overlap
+from tests.amd.engines import sglang_cpu_deterministic, sglang_cpu_drafts, sglang_cpu_overlap, sglang_cpu_states
+from tests.amd.engines.sglang_state_faults import StatePlanter
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
-DETERMINISTIC = "ENGINE_DETERMINISTIC"
+DETERMINISTIC, RECURRENT, STATES_LOG = "ENGINE_DETERMINISTIC", "ENGINE_RECURRENT", "ENGINE_STATE_FAULTS_LOG"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -45,10 +49,21 @@ def register() -> None:
         sglang_cpu_overlap.overlap_on_a_cpu(Path(os.environ[HALVES_LOG]))
     if os.environ.get(DETERMINISTIC) == "1":
         sglang_cpu_deterministic.multiply_rows_by_themselves()
+    if os.environ.get(RECURRENT) == "1":
+        sglang_cpu_states.replace_triton_kernels()
     if MODES_LOG in os.environ:
         write_modes(Path(os.environ[MODES_LOG]))
     if FAULTS_LOG in os.environ:
         Planter(Path(os.environ[FAULTS_LOG])).plant()
+    if STATES_LOG in os.environ and faults_of_states(Path(os.environ[STATES_LOG])).exists():
+        StatePlanter(
+            faults_of_states(Path(os.environ[STATES_LOG])), partial(_write, Path(os.environ[STATES_LOG]))
+        ).plant()
+
+
+def faults_of_states(log: Path) -> Path:
+    """Returns the file that requests faults of states."""
+    return log.with_suffix(".next")
 
 
 def give_gemma3_a_window_pool() -> None:
@@ -190,5 +205,10 @@ class Planter:
         AttentionHooks.init_forward_metadata = planted  # type: ignore[method-assign,assignment]  # for this process
 
     def write(self, **line: Any) -> None:
-        with self.log.open("a") as log:
-            print(json.dumps(line), file=log)
+        _write(self.log, **line)
+
+
+def _write(log: Path, **line: Any) -> None:
+    """Adds a line of JSON."""
+    with log.open("a") as out:
+        print(json.dumps(line), file=out)

@@ -10,10 +10,11 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rocm_attn.machine.settings import WATCH_STATES
 from tests.amd.engines.serving import (
     engine_folder,
     environment_without_settings,
@@ -30,7 +31,9 @@ from tests.amd.engines.sglang_plugin import (
     HALVES_LOG,
     MODES_LOG,
     OVERLAP,
+    RECURRENT,
     SPARSE,
+    STATES_LOG,
     WINDOW_POOL,
 )
 from tests.amd.engines.sglang_text import Answer, Run
@@ -62,13 +65,14 @@ class SglangVenv:
         window_pool: bool = False,
         release: str = SGLANG,
         asks: bool = True,
+        watches_states: bool = False,
     ) -> list[Answer]:
         """Returns the answers of our backend, under its own name or one that it takes.
 
         asks:    true if the server's arguments name a backend; else SGLang chooses one itself
         release: another one than the environment's, run from a folder next to it with the environment's other packages
         """
-        settings = {WINDOW_POOL: "1" if window_pool else "0"}
+        settings = {WINDOW_POOL: str(int(window_pool)), WATCH_STATES: str(int(watches_states))}
         if name != "rocm_attn":
             settings["ROCM_ATTN_TAKE_BACKENDS"] = name
         if release != SGLANG:
@@ -80,7 +84,8 @@ class SglangVenv:
         return answers
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
-        """Returns the answers of SGLang's own CPU backend."""
+        """Returns the answers of SGLang's own CPU backend. No faults of states are planted."""
+        runs = [replace(run, state_faults=[]) for run in runs]
 
         def stock_answers() -> list[dict[str, Any]]:
             answers = self._answers(runs, "torch_native", scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "sglang"})
@@ -97,7 +102,9 @@ class SglangVenv:
 
     def _words(self, run: Run) -> dict[str, Any]:
         """Returns a run with its model's name in place of its folder, which may be elsewhere the next time."""
-        return {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
+        words = {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
+        del words["state_faults"]
+        return words
 
     def _answers(
         self, runs: Sequence[Run], backend: str | None, scratch: Path, more: Mapping[str, str]
@@ -107,10 +114,18 @@ class SglangVenv:
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
         overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
         deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
-        switches = {DRAFTS: drafts, SPARSE: sparse, OVERLAP: overlap, DETERMINISTIC: deterministic}
+        recurrent = any("mamba_radix_cache_strategy" in run.engine for run in runs)
+        switches = {
+            DRAFTS: drafts,
+            SPARSE: sparse,
+            OVERLAP: overlap,
+            DETERMINISTIC: deterministic,
+            RECURRENT: recurrent,
+        }
         settings = {
-            **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG)},
+            **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG, STATES_LOG)},
             **{name: str(int(is_on)) for name, is_on in switches.items()},
+            "SGLANG_MAMBA_CONV_DTYPE": "float32",
             **more,
         }
         ranks = max(run.engine.get("tp_size", 1) for run in runs)

@@ -14,12 +14,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.amd.engines import sglang_cpu_states
 from tests.amd.engines.sglang_cpu_drafts import give_kernels
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG, MODES_LOG
+from tests.amd.engines.sglang_plugin import (
+    DRAFTS,
+    FAULTS_LOG,
+    HALVES_LOG,
+    MODES_LOG,
+    RECURRENT,
+    STATES_LOG,
+    faults_of_states,
+)
 
 # SGLang's own processes import this module, too, before any SGLang module.
 if os.environ.get(DRAFTS) == "1":
     give_kernels()
+if os.environ.get(RECURRENT) == "1":
+    sglang_cpu_states.give_kernels()
 
 
 @dataclass
@@ -31,6 +42,7 @@ class Run:
     new_tokens: of each prompt
     faults:     true if the first round runs once more, with faults in its steps
     chances:    true if log probabilities are requested
+    state_faults: a fault of states for each of the last rounds
     """
 
     engine: dict[str, Any]
@@ -38,6 +50,7 @@ class Run:
     new_tokens: int
     faults: bool = False
     chances: bool = False
+    state_faults: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -65,13 +78,18 @@ class Answer:
 def answer(run: Run) -> Answer:
     import sglang
 
-    log, modes, halves = (Path(os.environ[name]) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG))
-    for each in (log, modes, halves):
+    log, modes, halves, of_states = (Path(os.environ[name]) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG, STATES_LOG))
+    for each in (log, modes, halves, of_states, faults_of_states(of_states)):
         each.unlink(missing_ok=True)
+    if run.state_faults:
+        faults_of_states(of_states).touch()
     engine = sglang.Engine(skip_tokenizer_init=True, device="cpu", disable_cuda_graph=True, **run.engine)
     found = Answer()
     sampling = {"temperature": 0, "max_new_tokens": run.new_tokens, "ignore_eos": True}
-    for prompts in run.rounds:
+    faults = [""] * (len(run.rounds) - len(run.state_faults)) + run.state_faults
+    for prompts, fault in zip(run.rounds, faults, strict=True):
+        if run.state_faults:
+            faults_of_states(of_states).write_text(fault)
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=run.chances)
         found.tokens.append([output["output_ids"] for output in outputs])
         if run.chances:
@@ -83,6 +101,8 @@ def answer(run: Run) -> Answer:
         log.touch()
         engine.generate(input_ids=run.rounds[0], sampling_params={**sampling, "max_new_tokens": 40})
         found.faults = [json.loads(line) for line in lines(log)]
+    if run.state_faults:
+        found.faults = [json.loads(line) for line in lines(of_states)]
     found.modes = sorted({*lines(modes)})
     found.halves = [json.loads(line) for line in lines(halves)]
     engine.shutdown()

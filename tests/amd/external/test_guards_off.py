@@ -153,7 +153,7 @@ NOT_HERE = {
     "draft_order": "an engine makes a step of each draft step: tests/amd/guards/test_same_rows.py",
     "same_rows": "the engine runs its graphs again, and moves what it accepts: tests/amd/guards/test_same_rows.py",
     "path_pages": "the engine moves what it accepts: tests/amd/guards/test_drafts.py",
-    "state_lineage": "the engine owns the states of recurrent layers",
+    **dict.fromkeys(("state_lineage", "sent_state"), "the engine owns the states of recurrent layers"),
     "kv_scales": "the engine owns the factors: tests/amd/guards/test_formats.py",
     "fresh_selection": "of layers that select keys: tests/amd/external/test_selections.py",
     "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",

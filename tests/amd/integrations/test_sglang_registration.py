@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rocm_attn.integrations.plugins import SGLANG
+from rocm_attn.machine.settings import WATCH_STATES
 
 # Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -174,3 +175,23 @@ def test_sinks_are_read_again_after_an_update_of_weights_in_whatever_our_backend
     assert len(updates) == 4
     assert updates[0]((True, "done"), SimpleNamespace(get_model_runner=lambda: runner), "a path") is None
     assert renewed == ["primary", "left", "right", "draft"]
+
+
+@pytest.mark.parametrize("value", ["", "0", "1"])
+@pytest.mark.parametrize("has_states", [True, False])
+def test_states_are_watched_if_that_is_asked_for_and_the_model_has_some(
+    has_states: bool, value: str, sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend of recurrent layers is made after ours."""
+    order: list[str] = []
+    for name, function in (
+        ("backend", Stand("backend", create=lambda runner: order.append("created"))),
+        ("state_hooks", Stand("state_hooks", watch=lambda: order.append("watched"))),
+        ("latent", Stand("latent", attend_over_latent_rows=None, choose_by_our_kernels=None)),
+    ):
+        monkeypatch.setitem(sys.modules, f"rocm_attn.integrations.sglang.{name}", function)
+    monkeypatch.setenv(WATCH_STATES, value)
+    registration.register_names()
+    pool = SimpleNamespace(mamba_pool=None) if has_states else SimpleNamespace()
+    sglang.backends["rocm_attn"](SimpleNamespace(use_mla_backend=False, req_to_token_pool=pool))
+    assert order == ["watched"] * (has_states and value == "1") + ["created"]

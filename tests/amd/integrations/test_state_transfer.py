@@ -13,8 +13,10 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
 from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
+from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
+from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, write_record
 from rocm_attn.recurrence import Recurrence, Update
-from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, SUMS, Hybrid, Told
+from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid, Told
 from tests.amd.worlds.problems import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -40,14 +42,18 @@ class Sent:
         return self.buffer[-(256 + world.runtime.states.memory.shape[1]) :].view(torch.int64)
 
     def to(self, world: Hybrid) -> Told:
-        """The request in another world. Slots of other rows stay as they are."""
-        importer = KVImporter(world.runtime, KVPassport.from_json(self.text))
+        """The request in another world. Other pages stay as they are, and other slots but for copies that are due."""
+        importer, pages = KVImporter(world.runtime, KVPassport.from_json(self.text)), world.runtime.pool.layer(0)
         row, states = importer.admit(self.extent), world.runtime.states
-        before = states.memory.clone(), states.headers.clone()
+        memory = (states.memory, states.headers, pages.k, pages.v)
+        before = [each.clone() for each in memory]
+        written = {row, *(copy.target // 2 for copy in world.runtime.table.states.copies)}
         importer.import_row(row, self.extent, self.buffer)
-        others = [slot for slot in range(len(states.memory)) if slot // 2 != row]
-        for now, was in zip((states.memory, states.headers), before, strict=True):
-            assert torch.equal(now[others], was[others])
+        own = world.runtime.table.pages_of(row).tolist()
+        others = [slot for slot in range(len(states.memory)) if slot // 2 not in written]
+        other_pages = [page for page in range(len(pages.k)) if page not in own]
+        for now, was, kept in zip(memory, before, (others, others, other_pages, other_pages), strict=True):
+            assert torch.equal(now[kept].view(torch.uint8), was[kept].view(torch.uint8))
         return Told(row, list(self.ids))
 
 
@@ -84,8 +90,22 @@ def forked(world: Hybrid) -> Told:
     return one
 
 
+def begun_over_kept_pages(world: Hybrid) -> Told:
+    """A row over another one's pages. The copy from the checkpoint was not launched, and the other row is gone."""
+    one, kept = world.admit(), world.runtime.table.kept
+    world.step([one], [world.ids(2 * PAGE_SIZE)])
+    ids = kept.keep(one.row, 0, 2)
+    world.runtime.table.free(one.row)
+    over = Told(kept.admit_over(ids, 2 * PAGE_SIZE), list(one.ids))
+    assert world.runtime.table.states.copies
+    return over
+
+
+LIVES = [whole, drafts, none_accepted, forked, begun_over_kept_pages]
+
+
 @pytest.mark.fast(5, interpreted=1)
-@pytest.mark.parametrize("life", [whole, drafts, none_accepted, forked], ids=lambda life: life.__name__)
+@pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
 def test_a_request_that_moved_goes_on_with_its_state(
@@ -103,6 +123,54 @@ def test_a_request_that_moved_goes_on_with_its_state(
     source.step([back, stays], [source.ids(1), source.ids(1)])
     for world in (source, target):
         world.runtime.check_device()
+
+
+@pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
+def test_a_round_trip_between_pools_of_other_sizes_keeps_every_bit(
+    life: Callable[[Hybrid], Told], device: torch.device
+) -> None:
+    """Pages, rows, slots and checkpoints have other numbers there, and the memory around them is NaN."""
+    source = Hybrid(device, "torch")
+    target = Hybrid(device, "torch", page_size=2 * PAGE_SIZE, num_rows=5, checkpoints=0)
+    for world, layer in ((source, source.runtime.pool.layer(0)), (target, target.runtime.pool.layer(0))):
+        layer.k[1:], layer.v[1:] = float("nan"), float("nan")
+        assert world.runtime.states.memory[2:].view(torch.float32).isnan().all()
+    occupied = [target.admit() for _ in range(3)]
+    target.step(occupied, [target.ids(3), target.ids(1), target.ids(2)])
+    stays = life(source)
+    there = Sent(source, stays, len(stays.ids))
+    moved = there.to(target)
+    assert moved.row != stays.row
+    again = Sent(target, moved, len(moved.ids))
+    assert torch.equal(again.buffer, there.buffer)
+    back = again.to(source)
+    source.step([back, stays], [source.ids(2), source.ids(1)])
+    target.step([moved, *occupied], [target.ids(1)] * 4)
+    for world in (source, target):
+        world.runtime.check_device()
+
+
+@pytest.mark.fast(2, interpreted=1)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@each_provider
+def test_rows_and_kept_pages_go_on_with_their_states_after_a_reopen(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    """Graphs and their memory are new, and states stay: also those whose copies were not launched."""
+    world = Hybrid(device, provider, graphs=graphs)
+    one = drafts(world)
+    moved = Sent(world, one, len(one.ids)).to(world)
+    over, child = begun_over_kept_pages(world), Told(world.runtime.table.fork(one.row, len(one.ids)), list(one.ids))
+    kept, late = world.runtime.table.kept, Sent(world, over, len(over.ids))
+    ids = sorted(kept.ids(), key=lambda id_: bool(kept.have_states([id_])))  # the state is that after the last page
+    assert len(world.runtime.table.states.copies) == 3
+    world.runner.reopen((1, 4), (1, 4, 16))
+    assert len(world.runtime.table.states.copies) == 3
+    world.step([one, child, over, moved], [world.ids(1), world.ids(KEPT), world.ids(5), world.ids(2)])
+    assert kept.have_states(ids).tolist() == [False, True]
+    again = Told(kept.admit_over(ids, 2 * PAGE_SIZE), late.ids)
+    world.step([again, late.to(world)], [world.ids(1), world.ids(1)])
+    world.runtime.check_device()
 
 
 def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_sent(device: torch.device) -> None:
@@ -208,11 +276,19 @@ def one_bit(words: Tensor) -> None:
     words[70] ^= 1 << 40
 
 
+def one_byte_of_a_token(words: Tensor) -> None:
+    """The tokens lie before the state."""
+    before = words.as_strided((1,), (1,), words.storage_offset() - 9)
+    before ^= 255 << 16
+
+
 def fewer_folded(words: Tensor) -> None:
     words[1] -= 1
 
 
-@pytest.mark.parametrize("change", [lost, exchanged, one_bit, fewer_folded], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [lost, exchanged, one_bit, one_byte_of_a_token, fewer_folded], ids=lambda change: change.__name__
+)
 def test_bytes_of_a_state_that_changed_on_their_way_are_refused_and_nothing_is_written(
     change: Callable[[Tensor], None], device: torch.device
 ) -> None:
@@ -233,15 +309,30 @@ def test_bytes_of_a_state_that_changed_on_their_way_are_refused_and_nothing_is_w
     target.step([Told(row, sent.ids)], [target.ids(2)])
 
 
-def test_the_state_of_other_tokens_and_a_buffer_without_one_are_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("num_words", [0, 1, 31, 32, 37, 96])
+def test_any_word_of_a_buffer_of_any_length_counts(num_words: int, device: torch.device) -> None:
+    """Bytes of tokens need not fill whole lines, as of 16-bit K and V."""
+    states = StatePool(RecurrentLayers([replace(SUMS, num_heads=1, k_dim=4, v_dim=4)]), num_rows=2, device=device)
+    states.memory.random_(generator=torch.Generator(device).manual_seed(0))
+    states.headers[2] = torch.tensor([7, -1, 5, 5], device=device)
+    buffer = torch.zeros(8 * num_words + num_record_bytes(states), dtype=torch.uint8, device=device)
+    words = buffer.view(torch.int64)
+    words[:num_words].random_(generator=torch.Generator(device).manual_seed(1))
+    write_record(states, StateSource(2, 2, 7, 5), buffer)
+    assert read_head(states, buffer) == RecordHead(5, 5, 0)
+    for place in range(len(words)):
+        words[place] ^= 1 << place % 63
+        assert read_head(states, buffer).checksum, place
+        words[place] ^= 1 << place % 63
+    assert read_head(states, buffer).checksum == 0
+
+
+def test_a_buffer_without_a_state_is_refused(device: torch.device) -> None:
+    """States of other tokens: tests/amd/guards/test_sent_states.py."""
     source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
     one = whole(source)
-    before = Sent(source, one, 7)
     source.step([one], [source.ids(1)])
     sent = Sent(source, one, 8)
-    sent.record(source).copy_(before.record(source))
-    with pytest.raises(BadTensor, match="holds the state after 7 tokens, 7 of them folded, and the extent has 8"):
-        sent.to(target)
     exporter = KVExporter(source.runtime)
     pages = exporter.pages_of(one.row, 8)
     sent.buffer.fill_(POISON)
@@ -272,6 +363,10 @@ def test_a_row_of_pages_alone_is_refused_by_the_step_that_needs_its_state(device
         ((), "the source has 3 recurrent layers, and this side has 0"),
         ((GATED_DELTA, CHANNELS, replace(SUMS, state_dtype=torch.bfloat16)), "recurrent layer 2: .*must be equal"),
         ((replace(GATED_DELTA, v_dim=32, num_heads=2), CHANNELS, SUMS), "recurrent layer 0: .*must be equal"),
+        # Slots with other parts, and slots of the same bytes that mean something else.
+        ((replace(GATED_DELTA, convolution=replace(GATED_DELTA.convolution, width=3)), CHANNELS, SUMS), "layer 0: .*"),
+        ((GATED_DELTA, replace(CHANNELS, update=Update.SUM), SUMS), "recurrent layer 1: .*must be equal"),
+        ((CHANNELS, GATED_DELTA, SUMS), "recurrent layer 0: .*must be equal"),
     ],
 )
 def test_other_recurrent_layers_are_refused(layers: Sequence[Recurrence], reason: str, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault, Unsupported
-from rocm_attn.integrations.vllm.state_watch import HEADER_WORDS
+from rocm_attn.integrations.state_watch import HEADER_WORDS
 from rocm_attn.machine.settings import WATCH_STATES
 from tests.amd.integrations.vllm_runner import MAX_TOKENS, TERMS, Runner
 

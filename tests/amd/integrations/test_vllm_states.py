@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.integrations.vllm.state_slots import ALL_NEW, StateSlots, slots_of
-from rocm_attn.integrations.vllm.state_watch import HEADER_WORDS, StateWatch
+from rocm_attn.integrations.state_watch import ALL_NEW, HEADER_WORDS, StateSlots, StateWatch, cleared_headers
+from rocm_attn.integrations.vllm.state_slots import slots_of
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
@@ -29,7 +29,7 @@ class Sequence:
     request: its number
     new:     its tokens
     read, written, folded: see StateSlots
-    misread: whether layers read a state where it begins, or none where it goes on
+    misread: whether layers read a state where it begins, which is right if it was cleared, or none where it goes on
     """
 
     request: int
@@ -91,8 +91,9 @@ class World:
                 for slot, folded in zip(seq.written, seq.folded, strict=True)
                 if folded == ALL_NEW or 0 < folded <= end
             ]
-            wrong = seq.misread or any(not 0 < slot < NUM_SLOTS for slot, _ in writes)
-            if before:
+            reads = bool(before) != seq.misread
+            wrong = any(not 0 < slot < NUM_SLOTS for slot, _ in writes) or (bool(before) and not reads)
+            if reads:
                 users.setdefault(seq.read, set()).add(place)
                 wrong |= not 0 < seq.read < NUM_SLOTS or self.held.get(seq.read) != before
             for slot, _ in writes:
@@ -101,6 +102,11 @@ class World:
                 self.held[slot] = None if wrong else (*before, *seq.new[:folded])
             is_wrong |= wrong
         return is_wrong or any(slot > 0 and len(places) > 1 for slot, places in users.items())
+
+    def clear(self, slot: int) -> None:
+        """The engine clears a slot: it has the state of no tokens."""
+        self.held[slot] = ()
+        self.headers[slot] = cleared_headers(2, torch.device("cpu"))[1]
 
     def _step(self, seqs: list[Sequence], starts: list[int], num_pads: int) -> StepTensors:
         rows = [seq.request + 1 for seq in seqs] + [0] * num_pads
@@ -137,7 +143,8 @@ class World:
 
 
 # A step of up to three requests: new tokens of few kinds, so that requests are often alike; which slot is read, and
-# which are written, 0: the right one, or a free one; whether they are drafts, and how many of them are accepted.
+# which are written, 0: the right one, or a free one; whether they are drafts, how many of them are accepted; whether
+# the slot of a request that begins is cleared and then read.
 steps = st.lists(
     st.lists(
         st.tuples(
@@ -147,6 +154,7 @@ steps = st.lists(
             st.sampled_from([0, 0, 0, 0, 1, 2, NUM_SLOTS]),
             st.booleans(),
             st.integers(1, 3),
+            st.booleans(),
         ),
         min_size=1,
         max_size=3,
@@ -159,29 +167,32 @@ steps = st.lists(
 
 @given(steps)
 def test_a_step_is_reported_if_and_only_if_a_slot_holds_other_tokens_or_two_sequences_have_it(
-    planned: list[list[tuple[int, list[int], int, int, bool, int]]],
+    planned: list[list[tuple[int, list[int], int, int, bool, int, bool]]],
 ) -> None:
     world = World()
     for step in planned:
         free = list(range(NUM_SLOTS - 1, 0, -1))
         seqs = []
-        for request, new, read, write, drafts, _ in step:
+        for request, new, read, write, drafts, _, clears in step:
             before = tuple(world.tokens[request])
             right = [slot for slot, held in world.held.items() if held == before and slot in free]
             source = read or (right[0] if right else free[-1])
             if source in free:
                 free.remove(source)
+            begins_from_cleared = clears and not before
+            if begins_from_cleared and not read:
+                world.clear(source)
             written = [source if not drafts else free.pop() if len(free) > 3 else free[-1]]
             if drafts and len(free) > 3:
                 written += [free.pop() for _ in new[1:]]
             written[0] = write or written[0]
             folded = list(range(1, len(written) + 1)) if drafts else [ALL_NEW]
-            seqs.append(Sequence(request, new, source, written, folded))
+            seqs.append(Sequence(request, new, source, written, folded, misread=begins_from_cleared))
         wrong = world.expected(seqs)
         assert world.run(seqs) == wrong
         if wrong:
             return
-        for request, new, _, _, drafts, accepted in step:
+        for request, new, _, _, drafts, accepted, _ in step:
             if drafts and accepted < len(new):
                 del world.tokens[request][accepted - len(new) :]
 
@@ -202,6 +213,15 @@ def test_a_state_that_layers_read_where_a_sequence_begins_is_wrong_and_so_is_one
     assert world.run([Sequence(0, [1, 0], 3, [3], [ALL_NEW], misread=True)])
     assert not world.run([Sequence(1, [1, 0], 4, [4], [ALL_NEW])])
     assert world.run([Sequence(1, [1, 0], 4, [4], [ALL_NEW], misread=True)])
+
+
+def test_a_slot_is_cleared_for_one_sequence_and_stays_so_until_it_is_written() -> None:
+    world = World()
+    world.clear(3)
+    assert not world.run([Sequence(0, [1, 0], 3, [3], [ALL_NEW], misread=True)])
+    assert world.run([Sequence(1, [1, 0], 3, [3], [ALL_NEW], misread=True)])
+    world.clear(4)
+    assert world.run([Sequence(0, [1], 4, [4], [ALL_NEW])])
 
 
 def test_a_header_moves_with_its_state_and_what_follows_a_wrong_state_is_wrong_too() -> None:

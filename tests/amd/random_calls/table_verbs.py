@@ -313,10 +313,12 @@ def import_row(scene: Scene) -> None:
     scene.admitted(row)
     scene.unsure.add(row)  # what its window needs is not there yet
     target = row if scene.kind == "windows" or scene.rng.random() < 0.8 else scene.a_row()
+    buffer, spoiled = _on_its_way(scene, sent)
+    wrong = "no state was sent" if not sent.has_state else spoiled
     given = scene.call(
         f"import into row {target}",
-        lambda: scene.movers.importer.import_row(target, sent.extent, sent.buffer),
-        wrong="it is no request's" if target not in scene.oracle.kv else "no state was sent" * (not sent.has_state),
+        lambda: scene.movers.importer.import_row(target, sent.extent, buffer),
+        wrong="it is no request's" if target not in scene.oracle.kv else wrong,
     )
     if given is not REFUSED:
         scene.oracle.begin(target, list(sent.stored))
@@ -326,6 +328,21 @@ def import_row(scene: Scene) -> None:
         else:
             scene.unsure.add(target)  # what it shares may reach further
     return None
+
+
+def _on_its_way(scene: Scene, sent: Sent) -> tuple[Tensor, str]:
+    """The buffer as it arrives, and why it is wrong: of states, some have changed bytes or are those of others."""
+    if not scene.model.recurrent or not sent.has_state or scene.rng.random() < 0.7:
+        return sent.buffer, ""
+    spoiled = sent.buffer.clone()
+    record = 256 + scene.runtime.states.memory.shape[1]
+    others = [each for each in scene.sent if each.has_state and each.stored != sent.stored]
+    if others and scene.rng.random() < 0.6:
+        spoiled[-record:] = scene.rng.choice(others).buffer[-record:]
+        return spoiled, "its state is that of other tokens"
+    at = scene.rng.randrange(len(spoiled))
+    spoiled[at] ^= 1 << scene.rng.randrange(8)
+    return spoiled, f"byte {at} has changed"
 
 
 def import_pages(scene: Scene) -> None:

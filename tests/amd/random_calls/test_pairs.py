@@ -50,6 +50,7 @@ SERVERS = {
     "batch_check": 1,
     "copy_on_write": 10,
     "state_lineage": 7,
+    "sent_state": 27,
 }
 ENGINES = {
     **dict.fromkeys(("pads", "store_drops", "full_refresh", "length_bounds", "v_mask", "table_moved", "last_steps"), 2),

@@ -122,7 +122,11 @@ class Told:
 
 
 class Hybrid:
-    """One attention layer and recurrent layers. graphs: whether steps run as graphs where they can"""
+    """One attention layer and recurrent layers.
+
+    graphs:   whether steps run as graphs where they can
+    num_rows: rows of the request table
+    """
 
     def __init__(
         self,
@@ -132,16 +136,18 @@ class Hybrid:
         graphs: bool = False,
         layers: Sequence[Recurrence] = ALL_KINDS,
         checkpoints: int = 4,
+        page_size: int = PAGE_SIZE,
+        num_rows: int = 8,
         guards: Guards | None = None,
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-        problem = small_problem(PAGE_SIZE)
+        problem = small_problem(page_size)
         options = RuntimeOptions(
             num_pages=80,
             max_num_seqs=4,
-            max_num_rows=8,
+            max_num_rows=num_rows,
             max_kv_len=96,
             provider=provider,
             capture_sizes=(1, 4),

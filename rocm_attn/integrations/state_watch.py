@@ -6,6 +6,8 @@ slot of its KV too, so the table of its attention says which header a step must 
 the same tokens may share a state, as a prefix cache lets them.
 
 A hash is the sum over tokens of 64 mixed bits of id and position, modulo 2^64, so a step adds up its own tokens alone.
+That of no tokens is not 0. So a header of zeros is never right, and a slot that an engine has cleared has another one,
+which is right where a sequence begins.
 
 Nothing here waits for the device, and no size depends on a value there.
 """
@@ -17,16 +19,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor
-from rocm_attn.integrations.vllm.state_slots import ALL_NEW, StateSlots
+from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.settings import WATCH_STATES
 
 # int32 words of a header: low and high half of the hash, number of tokens.
 HEADER_WORDS = 3
 # The multipliers of SplitMix64 (Steele, Lea, Flood 2014), and its increment, as int64.
 _MIX = tuple(each - (1 << 64) if each >> 63 else each for each in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
+_NO_TOKENS = _INCREMENT
+ALL_NEW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """The slots of states that a step's S sequences use, as the engine names them; slot 0 is no sequence's.
+
+    W: the most slots that a sequence writes
+    read:    int [S], the state before the first new token; not looked at if layers do not read it
+    is_read: bool [S], whether layers read it; they must if the sequence goes on. If it begins, they may read one that
+             the engine has cleared for it
+    written: int [S, W]
+    folded:  int [S, W], new tokens that are in the state written; 0, or more than there are: nothing is written;
+             ALL_NEW: all of them
+    """
+
+    read: Tensor
+    is_read: Tensor
+    written: Tensor
+    folded: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +99,7 @@ class StateWatch:
         column = (last // page_size).clamp(max=step.table.shape[1] - 1)
         page = step.table[step.row_of_seq.long(), column].long()
         place = (page * page_size + last % page_size).clamp(0, len(hashes) - 1)
-        before = torch.where(live & (start > 0), hashes[place], 0)
+        before = torch.where(start > 0, hashes[place], _NO_TOKENS)
         seq = step.seq_of_token.long()
         after = sums[1:] + (before - sums[first.clamp(max=num_tokens)])[seq]
         slot = step.slot_of_token.long().clamp(0, len(hashes) - 1)
@@ -95,13 +118,14 @@ class StateWatch:
         goes_on = live & (tokens.start > 0)
         read, written = slots.read.long(), slots.written.long()
         found = headers[read.clamp(0, num_slots - 1)]
-        wrong = goes_on & ((found != _header(tokens.before, tokens.start)).any(1) | ~_exists(read, num_slots))
-        wrong |= live & (slots.is_read != goes_on)
+        reads = live & slots.is_read
+        wrong = reads & ((found != _header(tokens.before, tokens.start)).any(1) | ~_exists(read, num_slots))
+        wrong |= goes_on & ~reads
         folded = torch.where(slots.folded == ALL_NEW, q_len[:, None], slots.folded.long())
         used = live[:, None] & (folded > 0) & (folded <= q_len[:, None])
         wrong |= (used & ~_exists(written, num_slots)).any(1)
         seq = torch.arange(len(live), device=live.device)[:, None]
-        taken = torch.cat([torch.where(goes_on, read, 0)[:, None], torch.where(used, written, 0)], 1)
+        taken = torch.cat([torch.where(reads, read, 0)[:, None], torch.where(used, written, 0)], 1)
         cells = (taken * len(live) + seq).flatten().sort().values
         slot = cells // len(live)
         shared = (slot[1:] == slot[:-1]) & (slot[1:] > 0) & (cells[1:] != cells[:-1])
@@ -113,6 +137,18 @@ class StateWatch:
         headers[0] = 0
         fault = (wrong.any() | shared.any()).int() * WRONG_ENGINE_STATE
         tokens.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_(fault)
+
+
+def cleared_headers(num_slots: int, device: torch.device) -> Tensor:
+    """Returns headers of states without tokens, int32 [num_slots, HEADER_WORDS]; that of slot 0 is never right."""
+    headers = _header(torch.tensor(_NO_TOKENS), torch.tensor(0)).repeat(num_slots, 1)
+    headers[0] = 0
+    return headers.to(device)
+
+
+def refused(why: str) -> Unsupported:
+    """Returns the refusal of what is not followed."""
+    return Unsupported(f"{WATCH_STATES} is 1 and {why}; unset it, or run without that")
 
 
 def _mixed(token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,101 @@
+"""Faults in the states of SGLang's own steps, planted where its pool clears, copies and names them.
+
+REQUESTED has the name of the fault to plant. The first step that can have it gets it, and the file is emptied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The first decode step of a round that a fault may be planted in.
+_FIRST_STEP = 3
+# Gated delta nets read a slot where a sequence begins, and Mamba2 does not.
+UNCLEARED = "uncleared_slot"
+STALE_HIT, LOST_TOKEN = "stale_hit", "lost_token"
+SWAPPED, SHARED = "swapped_slots", "shared_slot"
+STATE_FAULTS = (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT)
+
+
+class StatePlanter:
+    """Plants faults in this process, and notes what our attention reports.
+
+    requested: the file with a name of STATE_FAULTS, or with nothing
+    write:     called with planted (a fault) and step (its number), or reported (words) and begun (a step's number)
+    """
+
+    def __init__(self, requested: Path, write: Callable[..., None]) -> None:
+        self._requested, self._write = requested, write
+        self._pending = ""
+        self._used = set[int]()
+        self._decodes = self._number = 0
+        self._behind: tuple[Tensor, Any] | None = None
+
+    def plant(self) -> None:
+        """Hooks SGLang's pools, and our begin of a step."""
+        from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+
+        from rocm_attn.integrations.sglang.hooks import AttentionHooks
+
+        clear, copy, begin = MambaPool.clear_slots, MambaPool.copy_from, AttentionHooks.init_forward_metadata
+        named = HybridReqToTokenPool.get_mamba_indices
+
+        def cleared(pool: Any, indices: Tensor) -> None:
+            """UNCLEARED: a slot is handed to a request with the state of one before."""
+            before = self._used - {*indices.tolist()}
+            self._used.update(indices.tolist())
+            if before and self._takes(UNCLEARED):
+                self._pending = UNCLEARED
+                copy(pool, torch.tensor([min(before)]), indices[:1].long())
+                indices = indices[1:]
+            clear(pool, indices)
+
+        def copied(pool: Any, source: Tensor, target: Tensor) -> None:
+            """STALE_HIT: a prefix is found, and its state is not copied."""
+            if self._takes(STALE_HIT):
+                self._pending = STALE_HIT
+                source, target = source[1:], target[1:]
+            copy(pool, source, target)
+
+        def indices(pool: Any, rows: Tensor) -> Tensor:
+            """SWAPPED, SHARED: two sequences get each other's slots, or one."""
+            slots: Tensor = named(pool, rows)
+            if self._decodes >= _FIRST_STEP and len(slots) > 1:
+                for fault, first in ((SWAPPED, [1, 0]), (SHARED, [0, 0])):
+                    if self._takes(fault):
+                        self._write(planted=fault, step=self._number)
+                        return slots[[*first, *range(2, len(slots))]]
+            return slots
+
+        def begun(hooks: Any, batch: Any) -> None:
+            """LOST_TOKEN: after a step, a sequence's state is again the one before it."""
+            hooks.on_fault = lambda fault: self._write(reported=str(fault), begun=hooks.attention.step_number)
+            self._decodes = self._decodes + 1 if batch.forward_mode.is_decode() else 0
+            pool = hooks.req_to_token_pool
+            if self._behind is not None:
+                slot, data = self._behind
+                pool.mamba_pool.load_cpu_copy(data, slot)
+                self._behind, self._pending = None, LOST_TOKEN
+            elif self._decodes >= _FIRST_STEP and self._takes(LOST_TOKEN):
+                slot = named(pool, batch.req_pool_indices)[:1].long()
+                self._behind = slot, pool.mamba_pool.get_cpu_copy(slot)
+            begin(hooks, batch)
+            self._number = hooks.attention.step_number
+            if self._pending:
+                self._write(planted=self._pending, step=self._number)
+                self._pending = ""
+
+        MambaPool.clear_slots, MambaPool.copy_from = cleared, copied
+        HybridReqToTokenPool.get_mamba_indices = indices
+        AttentionHooks.init_forward_metadata = begun  # type: ignore[method-assign,assignment]  # for this process
+
+    def _takes(self, fault: str) -> bool:
+        """True if this fault is to be planted, once."""
+        if self._requested.read_text() != fault:
+            return False
+        self._requested.write_text("")
+        return True

@@ -1,0 +1,131 @@
+"""SGLang's whole engine with recurrent layers: our attention gives its own tokens, and faults of states are found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
+from tests.amd.engines.models import VOCABULARY
+from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
+from tests.amd.engines.sglang_models import hybrid_model
+from tests.amd.engines.sglang_runs import SglangVenv, sglang_venv
+from tests.amd.engines.sglang_state_faults import LOST_TOKEN, SHARED, STALE_HIT, SWAPPED, UNCLEARED
+from tests.amd.engines.sglang_text import Answer, Run
+
+_WRONG_STATE = "a slot that the engine names for a sequence's recurrent state does not hold"
+# Mamba2 reads no slot where a sequence begins, so a slot that was not cleared changes nothing there.
+_FAULTS = {
+    "mamba": (SWAPPED, SHARED, LOST_TOKEN, STALE_HIT),
+    "delta_net": (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT),
+}
+# How the radix cache keeps states: from within steps, after whole chunks, which is the default on GPUs; or those of
+# requests that end or are cut, with what SGLang asks for then, which is its only way on a CPU without our operations.
+_OF_STRATEGY: Mapping[str, Mapping[str, Any]] = {
+    "extra_buffer": {"page_size": 16, "mamba_track_interval": 64},
+    "no_buffer": {"page_size": 1, "disable_overlap_schedule": True},
+}
+each_model = pytest.mark.parametrize("name", [*_FAULTS])
+each_strategy = pytest.mark.parametrize(
+    "strategy", ["extra_buffer", pytest.param("no_buffer", marks=pytest.mark.nightly)]
+)
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
+    return sglang_venv(tmp_path_factory.mktemp("plugin"))
+
+
+def fresh(seed: int) -> list[list[int]]:
+    """Three prompts that no round before has had."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(count)] for count in (20, 33, 61)]
+
+
+def run(sglang: SglangVenv, name: str, strategy: str, *, faults: bool = False) -> Run:
+    """Returns a run of prompts in chunks, then the last ones again, which are cached, and a round for each fault.
+
+    In the last of these rounds prompts are cached, from rounds without faults; the others have prompts of their own.
+    """
+    planted = _FAULTS[name]
+    served = prompts((1, 5, 31, 64, 65, 100, 130), num_shared=150)
+    arguments = {
+        "model_path": str(hybrid_model(name, sglang.folder)),
+        "dtype": "float32",
+        "chunked_prefill_size": 96,
+        "max_total_tokens": 4096,
+        "max_running_requests": 16,
+        "max_mamba_cache_size": 64,
+        "context_length": 256,
+        "mem_fraction_static": 0.5,
+        "log_level": "info",
+        "mamba_radix_cache_strategy": strategy,
+        **_OF_STRATEGY[strategy],
+    }
+    rounds = [served, served[-3:], *map(fresh, range(len(planted) - 1)), served[-3:]]
+    return Run(arguments, rounds, 12, state_faults=[*planted] * faults)
+
+
+def assert_planted(name: str, answer: Answer) -> dict[str, int]:
+    """Checks that each fault was planted. Returns the numbers of their steps."""
+    planted = {line["planted"]: line["step"] for line in answer.faults if "planted" in line}
+    assert [*planted] == [*_FAULTS[name]]
+    return planted
+
+
+def assert_reported(name: str, answer: Answer) -> None:
+    """Checks that each fault was reported before more than two further steps had begun, and no step before it was."""
+    for fault, step in assert_planted(name, answer).items():
+        reports = [line for line in answer.faults if f"step {step}: {_WRONG_STATE}" in line.get("reported", "")]
+        assert reports, f"{fault} in step {step} was not reported: {answer.faults}"
+        assert reports[0]["begun"] - step <= MOST_STEPS_LATER, fault
+        if fault in (SWAPPED, SHARED, LOST_TOKEN):  # in the middle of their rounds
+            assert not [line for line in answer.faults if f"step {step - 1}: " in line.get("reported", "")], fault
+    assert "planted" in answer.faults[0], answer.faults[0]
+
+
+@each_model
+@each_strategy
+def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported(
+    strategy: str, name: str, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, name, strategy)], tmp_path)
+    ours, faulty = sglang.ours(
+        [run(sglang, name, strategy), run(sglang, name, strategy, faults=True)], tmp_path, watches_states=True
+    )
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert ours.cached == stock.cached
+    assert all(cached > 0 for cached in ours.cached[1])
+    assert_reported(name, faulty)
+
+
+@pytest.mark.nightly
+@each_model
+@each_strategy
+def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(
+    strategy: str, name: str, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, name, strategy)], tmp_path)
+    (faulty,) = sglang.ours([run(sglang, name, strategy, faults=True)], tmp_path)
+    assert faulty.tokens[:2] == stock.tokens[:2]
+    assert_planted(name, faulty)
+    assert not [line for line in faulty.faults if "reported" in line]
+    for fault, ours, own in zip(_FAULTS[name], faulty.tokens[2:], stock.tokens[2:], strict=True):
+        assert ours != own, fault
+
+
+@pytest.mark.nightly
+def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens_and_reports_the_same(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """It pins memory for states from within steps, which torch refuses without a GPU."""
+    (stock,) = sglang.stock([run(sglang, "delta_net", "no_buffer")], tmp_path)
+    oldest = SGLANG_PLUGIN.checked[0].version
+    requested = [run(sglang, "delta_net", "no_buffer"), run(sglang, "delta_net", "no_buffer", faults=True)]
+    ours, faulty = sglang.ours(requested, tmp_path, watches_states=True, release=oldest)
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert_reported("delta_net", faulty)

@@ -1,0 +1,296 @@
+"""The hooks of the check of states, in classes that stand for SGLang's; steps are begun by our hooks of attention.
+
+The stand-ins follow SGLang 0.5.23: HybridLinearAttnBackend (srt/layers/attention/hybrid_linear_attn_backend.py), and
+the methods of MambaPool that carry state along with a slot (srt/mem_cache/memory_pool.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault, Unsupported
+from rocm_attn.integrations.state_watch import ALL_NEW
+from tests.amd.integrations.sglang_stand_in import Engine, Mode, Request
+
+HOOKS = "rocm_attn.integrations.sglang.state_hooks"
+REPORT = "a slot that the engine names for a sequence's recurrent state"
+NUM_SLOTS = 9
+
+
+class HybridLinearAttnBackend:
+    def __init__(self, full_attn_backend: Any, linear_attn_backend: Any, full_attn_layers: list[int]) -> None:
+        self.full_attn_backend, self.linear_attn_backend = full_attn_backend, linear_attn_backend
+        self.req_to_token_pool = full_attn_backend.req_to_token_pool
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in (self.full_attn_backend, self.linear_attn_backend):
+            backend.init_forward_metadata(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        raise AssertionError("graphs are refused before")
+
+    init_cpu_graph_state = init_cuda_graph_state
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> None:
+        raise AssertionError("graphs are refused before")
+
+
+class GDNAttnBackend:
+    """Names the slots that it was given. A state is read in each step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.slots, self.tracked = device, list[int](), list[int]()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        self.forward_metadata: Any = SimpleNamespace(
+            mamba_cache_indices=ints(self.slots),
+            mamba_track_indices=ints(self.tracked).long() if self.tracked else None,
+        )
+
+
+class Mamba2AttnBackend(GDNAttnBackend):
+    """Says whose states are read."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        is_prompt = forward_batch.forward_mode is Mode.EXTEND
+        has = forward_batch.seq_lens != forward_batch.extend_seq_lens
+        self.forward_metadata.mixed_metadata = SimpleNamespace(has_initial_states=has) if is_prompt else None
+        self.forward_metadata.num_prefills = len(has) if is_prompt else 0
+
+
+class MambaPool:
+    """Clears and copies what was registered with its slots."""
+
+    def __init__(self) -> None:
+        self.mamba_cache = SimpleNamespace(temporal=torch.zeros(1, NUM_SLOTS), replayssm_d=None)
+        self.siblings = list[Any]()
+
+    def register_slot_state(self, state: Any) -> None:
+        self.siblings.append(state)
+
+    def clear_slots(self, *slots: int) -> None:
+        for each in self.siblings:
+            each.reset_slots(torch.tensor(slots, dtype=torch.int32))
+
+    def copy_from(self, source: int, target: int) -> None:
+        for each in self.siblings:
+            each.copy_slots(torch.tensor([source]), torch.tensor([target]))
+
+    def to_host_and_back(self, source: int, target: int) -> None:
+        for each in self.siblings:
+            each.load_cpu_slots(each.get_cpu_slots(torch.tensor([source])), torch.tensor([target]))
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's modules as far as the hooks read them, and the module of the hooks."""
+    settings = SimpleNamespace(
+        pp_size=1,
+        overlap=SimpleNamespace(enable_two_batch_overlap=False),
+        features=SimpleNamespace(enable_mis=False),
+        speculative_num_draft_tokens=None,
+        enable_hierarchical_cache=False,
+        disaggregation_mode="null",
+    )
+    backend = type("HybridLinearAttnBackend", (HybridLinearAttnBackend,), dict(vars(HybridLinearAttnBackend)))
+    getters = ("get_disagg", "get_exec", "get_memory", "get_parallel", "get_spec")
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.layers": {},
+        "sglang.srt.layers.attention": {},
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend": {"HybridLinearAttnBackend": backend},
+        "sglang.srt.runtime_context": dict.fromkeys(getters, lambda: settings),
+    }
+    for name, values in modules.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, HOOKS, raising=False)
+    hooks = importlib.import_module(HOOKS)
+    for _ in range(2):
+        hooks.watch()
+    yield SimpleNamespace(backend=backend, settings=settings)
+    sys.modules.pop(HOOKS, None)
+    vars(importlib.import_module("rocm_attn.integrations.sglang")).pop("state_hooks", None)
+
+
+class Hybrid:
+    """An engine with a layer of attention and recurrent ones that keep no state: only their slots are named."""
+
+    def __init__(self, sglang: Any, provider: str, device: torch.device, kind: type = GDNAttnBackend) -> None:
+        self.engine, self.recurrent, self.states = Engine(provider, device), kind(device), MambaPool()
+        pool = self.engine.runner.req_to_token_pool
+        pool.mamba_pool, pool.mamba_ckpt_pool = self.states, None
+        self.backend = sglang.backend(self.engine.hooks, self.recurrent, [0])
+        self.ids = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def step(self, requests: Sequence[Request], new: Sequence[int], slots: list[int], **more: Any) -> None:
+        """Begins a step and runs its layer. more: fields of the batch"""
+        self.recurrent.slots = slots
+        mode = Mode.DECODE if max(new) == 1 and requests[0].kv_len else Mode.EXTEND
+        given = {"input_ids": self.ids, "mamba_track_mask": None, **more}
+        step = self.engine.step_of(self.engine.batch(mode, requests, new, **given), new)
+        self.backend.init_forward_metadata(step.batch)
+        self.engine.forward(step)
+        self.engine.keep(requests, step)
+
+    def check(self) -> None:
+        self.engine.hooks.attention.check_device()
+
+    def is_reported(self) -> bool:
+        """True if a step since the last call was reported for its states."""
+        try:
+            self.check()
+        except DeviceFault as fault:
+            said = str(fault)
+        else:
+            return False
+        return REPORT in said
+
+
+@pytest.mark.parametrize("kind", [GDNAttnBackend, Mamba2AttnBackend])
+def test_steps_are_checked_and_a_wrong_slot_is_reported(
+    kind: type, sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device, kind)
+    one, two = hybrid.engine.admit(), hybrid.engine.admit()
+    hybrid.states.clear_slots(3, 4)
+    hybrid.step([one, two], [5, 9], [3, 4])
+    hybrid.step([one, two], [1, 1], [3, 4])
+    hybrid.step([one, two], [4, 2], [3, 4])  # the next chunks of their prompts
+    hybrid.check()
+    hybrid.step([one, two], [1, 1], [4, 3])
+    assert hybrid.is_reported()
+    hybrid.step([one, two], [1, 1], [3, 4])  # what follows from a wrong state
+    assert hybrid.is_reported()
+
+
+@pytest.mark.parametrize("kind", [GDNAttnBackend, Mamba2AttnBackend])
+def test_a_slot_that_was_not_cleared_is_reported_if_layers_read_it(
+    kind: type, sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device, kind)
+    one, two = hybrid.engine.admit(), hybrid.engine.admit()
+    hybrid.step([one], [5], [3])  # the memory of a slot is zeroes at first
+    hybrid.states.clear_slots(3)
+    hybrid.step([two], [5], [3])
+    hybrid.check()
+    hybrid.step([hybrid.engine.admit()], [5], [3])
+    assert hybrid.is_reported() == (kind is GDNAttnBackend)
+
+
+def test_a_state_goes_with_copies_and_over_the_host(sglang: Any, provider: str, device: torch.device) -> None:
+    """A prefix that two requests share: each has a copy of the state, in a slot of its own."""
+    hybrid = Hybrid(sglang, provider, device)
+    one = hybrid.engine.admit()
+    hybrid.step([one], [5], [3])
+    hybrid.states.copy_from(3, 5)
+    hybrid.states.to_host_and_back(3, 6)
+    for slot in (5, 6, 3):
+        hybrid.step([one], [1], [slot])
+        one.kv_len -= 1
+        hybrid.check()
+    hybrid.step([one], [1], [7])  # the copy was lost
+    assert hybrid.is_reported()
+
+
+def test_states_that_a_radix_cache_tracks_are_those_after_whole_chunks_and_after_a_decode(
+    sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device)
+    one, two = hybrid.engine.admit(), hybrid.engine.admit()
+    hybrid.recurrent.tracked = [6, 7]
+    mask = torch.tensor([True, False], device=device)
+    chunks = torch.tensor([4, 99], device=device)
+    hybrid.step([one, two], [6, 6], [3, 4], mamba_track_mask=mask, mamba_track_aligned_lens=lambda: chunks)
+    one.kv_len = 4
+    hybrid.step([one], [2], [6], mamba_track_mask=None)
+    hybrid.check()
+    hybrid.step([one, two], [1, 1], [6, 4], mamba_track_mask=mask.flip(0), mamba_track_aligned_lens=lambda: None)
+    hybrid.step([two], [1], [7], mamba_track_mask=None)
+    hybrid.check()
+    one.kv_len = 4
+    hybrid.step([one], [1], [6], mamba_track_mask=None)  # six tokens and more are in it by now
+    assert hybrid.is_reported()
+
+
+def test_a_slot_for_a_state_that_is_not_tracked_keeps_what_it_has(
+    sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device)
+    one = hybrid.engine.admit()
+    hybrid.recurrent.tracked = [6]
+    off, chunk = torch.tensor([False], device=device), torch.tensor([4], device=device)
+    hybrid.step([one], [6], [3], mamba_track_mask=off, mamba_track_aligned_lens=lambda: chunk)
+    hybrid.check()
+    one.kv_len = 4
+    hybrid.step([one], [2], [6])
+    assert hybrid.is_reported()
+
+
+def test_two_requests_with_one_slot_are_reported(sglang: Any, provider: str, device: torch.device) -> None:
+    hybrid = Hybrid(sglang, provider, device)
+    hybrid.step([hybrid.engine.admit(), hybrid.engine.admit()], [5, 5], [3, 3])
+    assert hybrid.is_reported()
+
+
+def test_a_step_without_sequences_is_not_checked(sglang: Any, provider: str, device: torch.device) -> None:
+    hybrid = Hybrid(sglang, provider, device)
+    idle = SimpleNamespace(forward_mode=Mode.IDLE, batch_size=0)
+    hybrid.engine.hooks.init_forward_metadata = hybrid.recurrent.init_forward_metadata = lambda _: None  # type: ignore[method-assign]
+    hybrid.backend.init_forward_metadata(idle)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"overlap": SimpleNamespace(enable_two_batch_overlap=True)}, "two halves of a batch that overlap"),
+        ({"features": SimpleNamespace(enable_mis=True)}, "several items scored in a prompt"),
+        ({"speculative_num_draft_tokens": 4}, "drafts"),
+        ({"enable_hierarchical_cache": True}, "a hierarchical cache"),
+        ({"disaggregation_mode": "prefill"}, "disaggregation"),
+    ],
+)
+def test_what_is_not_followed_is_refused(change: dict[str, Any], words: str, sglang: Any, device: torch.device) -> None:
+    vars(sglang.settings).update(change)
+    with pytest.raises(Unsupported, match=f"ROCM_ATTN_WATCH_STATES is 1 and SGLang runs with {words}; unset it"):
+        Hybrid(sglang, "torch", device)
+
+
+def test_other_layers_and_graphs_are_refused(sglang: Any, device: torch.device) -> None:
+    kda = type("KDAAttnBackend", (GDNAttnBackend,), {})
+    with pytest.raises(Unsupported, match="the model's recurrent layers run on KDAAttnBackend"):
+        Hybrid(sglang, "torch", device, kda)
+    hybrid = Hybrid(sglang, "torch", device)
+    other = SimpleNamespace(req_to_token_pool=None)
+    with pytest.raises(Unsupported, match="its attention runs on SimpleNamespace"):
+        sglang.backend(other, hybrid.recurrent, [0])
+    for prepare in (hybrid.backend.init_cuda_graph_state, hybrid.backend.init_cpu_graph_state):
+        with pytest.raises(Unsupported, match="SGLang captures graphs"):
+            prepare(4, 4)
+    with pytest.raises(Unsupported, match="SGLang captures graphs"):
+        hybrid.backend.init_forward_metadata_for_breakable_cuda_graph_capture(None)
+
+
+def test_folded_tokens_of_slots(sglang: Any) -> None:
+    """A step's slots by themselves: pads name no slot, and a sequence's own slot takes all of its tokens."""
+    from rocm_attn.integrations.sglang.state_slots import slots_of
+
+    metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 4], dtype=torch.int32), mamba_track_indices=None)
+    slots = slots_of(metadata, SimpleNamespace(mamba_track_mask=None), 4)
+    assert slots.read.tolist() == [3, 4, 0, 0]
+    assert slots.written.tolist() == [[3], [4], [0], [0]]
+    assert slots.folded.flatten().tolist()[:2] == [ALL_NEW, ALL_NEW]

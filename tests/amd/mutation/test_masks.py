@@ -13,8 +13,8 @@ from tests.amd.mutation.mutants import KERNELS, Mutant, mutants
 MUTANTS = mutants()
 # The first file of each check: on unchanged kernels, a check does the same for all of its files.
 FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
-# The first mask of these files, at least one per folder, is removed in every run; the other masks, and the checks that take
-# long, are left to the night.
+# The first mask of these files, at least one per folder, is removed in every run. The night has the other masks, and
+# the checks that take long.
 FILES_BY_DAY = (
     "attention/plain_decode.py",
     "cache/store.py",

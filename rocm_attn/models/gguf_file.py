@@ -56,10 +56,12 @@ class GGUFFile:
         # Imported here, because only users of such files need the package.
         import gguf
 
+        from rocm_attn.models.gguf_reader import ArrayReader
+
         self.name = str(path)
         self._dequantize, self._float32 = gguf.dequantize, gguf.GGMLQuantizationType.F32
         try:
-            reader = gguf.GGUFReader(path)
+            reader = ArrayReader(path)
             self.metadata: dict[str, object] = {name: field.contents() for name, field in reader.fields.items()}
         except _DAMAGE as error:
             raise BadModel(f"{path} is not a whole GGUF file ({error}); download it again") from error

@@ -6,9 +6,10 @@ import ctypes
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _NOT_COUNTED = "energy is not counted: "
 _NVML_CLOCK_SM = 1
@@ -39,6 +40,9 @@ def meter_of(device: torch.device) -> EnergyMeter:
     try:
         if device.type != "cuda":
             raise _NoCounter("only a GPU's is read")
+        # Not above: processes that send requests to a server need no torch, whose import takes them a second.
+        import torch
+
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is None:
             return _nvml(f"GPU-{properties.uuid}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,7 +48,7 @@ class ServerGate:
 
     def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
         self._app, self._generations, self._keys, self._options = app, generations, keys, options
-        self._waiting, self._unused = WaitingBytes(options, generations.counts), UnusedMemory()
+        self._waiting = WaitingBytes(options, generations.counts, UnusedMemory())
         self._parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +120,8 @@ class ServerGate:
             raise generations.as_answer(error) from error
         self._require_place()
         waiting = self._begin(scope, salt)
-        job = Job(salt, options.deadline_seconds, partial(self._free, waiting))
+        # A body is forgotten once its request is taken: its tokens, which took most memory, are made by then.
+        job = Job(salt, options.deadline_seconds, waiting.free)
         try:
             with generations.jobs.taken(job):
                 body = await self._read(receive, waiting)
@@ -137,11 +137,7 @@ class ServerGate:
                     with suppress(asyncio.CancelledError):
                         await watcher
         finally:
-            self._free(waiting)
-
-    def _free(self, waiting: WaitingBody) -> None:
-        """Forgets a body once its request is taken: its tokens, which took most memory, are made by then."""
-        self._unused.note(waiting.free())
+            waiting.free()
 
     def _begin(self, scope: Scope, salt: str) -> WaitingBody:
         try:
@@ -277,8 +273,8 @@ async def _read(receive: Receive, most: int, waiting: WaitingBody | None) -> byt
             waiting.add(len(part))
             parts.append(part)
         elif waiting is not None:
-            waiting.free()
             parts.clear()
+            waiting.free()
     if num_bytes > most:
         raise _too_large(most)
     return b"".join(parts)

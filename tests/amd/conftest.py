@@ -6,6 +6,10 @@ import gc
 import os
 
 import pytest
+
+from tests.amd.ending import note_end
+
+# isort: split
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +30,9 @@ settings.load_profile("any machine")
 
 # Imported and collected objects stay to the end, so the garbage collector need not scan them.
 gc.disable()
+# Triton's interpreter makes several objects for each operation. With Python's 700 it looks for cycles among them for a
+# twelfth of its time.
+gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
@@ -43,9 +50,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    # Objects of C++ modules must be freed before those modules look for leaks.
-    gc.unfreeze()
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    note_end(session)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from rocm_lab.bench.traffic import Traffic
 from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from tests.amd.bench.openai_stand_in import StandIn
+from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 NO_METER = EnergyMeter(lambda: math.nan, "", "none here")
@@ -63,6 +66,11 @@ def test_several_processes_send_each_request_once_and_their_times_are_of_one_clo
     assert sorted(len(body["prompt"]) for body in server.bodies) == [4, 5, 6, 7, 8, 9]
     assert server.most_at_once <= 2
     assert 0 < result.first_token.percentiles[0] <= result.whole.percentiles[2] <= result.seconds
+
+
+def test_a_process_that_sends_requests_imports_no_torch() -> None:
+    code = "import sys, rocm_lab.bench.openai_load; raise SystemExit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])

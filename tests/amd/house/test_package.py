@@ -184,7 +184,10 @@ def test_the_wheels_description_has_no_link_that_leads_nowhere(house: str, wheel
     assert ("A checkout has the documentation" in metadata) == (house == "rocm_attn")
 
 
-@pytest.mark.parametrize("houses", [HOUSE_NAMES[:num] for num in (1, 2, 3)])
+# By day tests/amd/house/test_import_rules.py has that the engine needs nothing of the laboratory.
+@pytest.mark.parametrize(
+    "houses", [HOUSE_NAMES[:1], pytest.param(HOUSE_NAMES[:2], marks=pytest.mark.nightly), HOUSE_NAMES[:3]]
+)
 def test_each_wheel_works_with_those_below_it_alone(
     houses: Sequence[str], wheels: dict[str, Path], tmp_path: Path
 ) -> None:

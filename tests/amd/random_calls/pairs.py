@@ -44,7 +44,7 @@ class Side:
     clear: Callable[[Any], None]
     prefill: Callable[[Any], None]
     settle: Callable[[Any], None]
-    parts: int = 20
+    parts: int = 29
 
     def pairs(self) -> dict[str, list[Sequence_]]:
         """Kind -> its share of every ordered pair of verbs, each verb with itself too."""
@@ -73,7 +73,7 @@ _HOMES = {
     "memory_runs_out": "drawn",
 }
 SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
-STATES = Side(WITH_STATES, {"captures": STATES_IN_GRAPHS}, STATE_VERBS, Scene, clear, prefill, settle, parts=29)
+STATES = Side(WITH_STATES, {"captures": STATES_IN_GRAPHS}, STATE_VERBS, Scene, clear, prefill, settle)
 ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
 
 

@@ -99,6 +99,10 @@ class Running:
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
 
+    def waiting_bytes(self) -> int:
+        """Returns the bytes of bodies that wait to be served."""
+        return self.between_loops(lambda: self.generations.counts.waiting_bytes)
+
     def shrink_buffers(self, num_bytes: int) -> None:
         """Limits the kernel's send buffer of later connections. Call it in the event loop."""
         for listener in self.server.servers:

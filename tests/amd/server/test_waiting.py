@@ -13,6 +13,7 @@ from rocm_attn.errors import BadSetting, FitsLater
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBytes, client_at
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.server.raw import Client, as_bytes, head_of_a_post, post, requested
@@ -27,19 +28,15 @@ def loaded() -> LoadedModel:
     return word_model()
 
 
-def waiting_bytes(server: Running) -> int:
-    return server.between_loops(lambda: server.generations.counts.waiting_bytes)
-
-
 @contextmanager
 def slow_bodies(server: Running, sizes: Sequence[int], *headers: str) -> Iterator[list[socket.socket]]:
     """Clients that have sent all but the last byte of bodies of these sizes; the server expects them."""
-    before = waiting_bytes(server)
+    before = server.waiting_bytes()
     with ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection(server.address)) for _ in sizes]
         for client, size in zip(clients, sizes, strict=True):
             client.sendall(head_of_a_post(f"Content-Length: {size}", *headers) + b" " * (size - 1))
-        while waiting_bytes(server) < before + sum(sizes):
+        while server.waiting_bytes() < before + sum(sizes):
             pass
         yield clients
 
@@ -82,13 +79,13 @@ def test_a_body_too_many_is_answered_429_and_read_when_others_have_gone(loaded: 
             assert 1 <= int(reply.headers["retry-after"]) <= 60
             assert server.between_loops(lambda: server.generations.counts.refused["queue"]) == 1
             assert post(server, padded(500)).status == 200, "it fits beside the others"
-            assert waiting_bytes(server) == 28_000
+            assert server.waiting_bytes() == 28_000
             clients[0].close()
-            while waiting_bytes(server) != 14_000:
+            while server.waiting_bytes() != 14_000:
                 pass
             assert post(server, padded(5000)).status == 200
         server.jobs_are_done()
-        assert waiting_bytes(server) == 0
+        assert server.waiting_bytes() == 0
 
 
 def test_one_client_has_only_its_share_of_what_waits(loaded: LoadedModel) -> None:
@@ -111,7 +108,7 @@ def test_a_body_waits_no_longer_when_the_engine_has_its_requests(loaded: LoadedM
     gated = Gated(served)
     with running(served) as server, Client(server, {**padded(9000), "stream": True}) as client:
         gated._begun.acquire()
-        while waiting_bytes(server):
+        while server.waiting_bytes():
             pass
         assert len(server.jobs) == 1
         gated.let(100)
@@ -124,15 +121,17 @@ def test_a_body_that_is_too_long_is_counted_no_longer(loaded: LoadedModel) -> No
         client.sendall(head_of_a_post("Content-Length: 1900") + b" " * 1500)
         while not server.between_loops(lambda: len(server.jobs)):
             pass
-        while waiting_bytes(server):
+        while server.waiting_bytes():
             pass
         client.sendall(b" " * 400)
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_what_was_counted_is_forgotten_once() -> None:
+def test_what_was_counted_is_forgotten_once_and_its_memory_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = HttpMetrics()
-    waiting = WaitingBytes(ServerOptions(max_waiting_bytes=100, max_body_bytes=40), counts)
+    freed, unused = list[int](), UnusedMemory()
+    monkeypatch.setattr(unused, "note", freed.append)
+    waiting = WaitingBytes(ServerOptions(max_waiting_bytes=100, max_body_bytes=40), counts, unused)
     first, second = waiting.begin("a", 30), waiting.begin("a", 0)
     first.add(30)
     second.add(20)
@@ -146,6 +145,7 @@ def test_what_was_counted_is_forgotten_once() -> None:
         assert counts.waiting_bytes == 70
     second.free()
     assert waiting._of == {"b": 50}
+    assert freed == [31, 0, 20], "with the byte that was refused"
 
 
 def test_a_clients_share_must_hold_a_body() -> None:

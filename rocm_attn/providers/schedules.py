@@ -10,6 +10,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import Schedule, StepBounds
@@ -42,6 +43,25 @@ class ExtendSchedule:
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         triton_launches.launch_extend_schedule(queries, words, self.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSchedule:
+    """The ranges of keys that a step's tokens see in a layer: first keys of all tokens, then their ends."""
+
+    visibility: Visibility
+
+    def words(self, shape: PaddedShape) -> int:
+        return 2 * shape.num_tokens
+
+    @only_launches
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        triton_launches.launch_visible_ranges(step, self.visibility, *self.parts(words, bounds.shape))
+
+    def parts(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+        """First keys and ends, int32 [T] each."""
+        first, end = words[: self.words(shape)].view(2, -1)
+        return first, end
 
 
 @dataclass(frozen=True, slots=True)

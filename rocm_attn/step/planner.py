@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
-from rocm_attn.batch.mask import NO_MASK, StepMask
+from rocm_attn.batch.mask import NO_MASK, StepMask, TokenSpans
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
@@ -223,7 +223,10 @@ class Planner:
         """Refuses tensors of another device, masks for no layer, and lengths that the host must know and does not."""
         if batch.mask is not NO_MASK and Extra.MASK not in self.padding.extras:
             raise BadBatch("the step has a mask and no layer uses one; build the runtime of problems with custom_mask")
+        if batch.mask is not NO_MASK and not isinstance(batch.mask, TokenSpans):
+            self._refuse_chunks("a mask of cells or trees", "bring spans, or no mask")
         if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
+            self._refuse_chunks("drafts with several branches", "draft with one branch")
             without = [f"no custom_mask: {s.problem}" for s in self._selections if not s.problem.custom_mask]
             if without:  # its drafts would see those of other branches
                 raise Unsupported(
@@ -253,6 +256,11 @@ class Planner:
                 f"{', '.join(needy)} cannot run with the lengths of a step on {self._device}; read "
                 "them back before the step, or choose another provider"
             )
+
+    def _refuse_chunks(self, what: str, instead: str) -> None:
+        """Refuses what layers with chunks and custom_mask do not see: a chunk is no number of nodes of a branch."""
+        if any(s.problem.chunk and s.problem.custom_mask for s in self._selections):
+            raise Unsupported(f"{what} in layers with chunks of keys, which see the places of tokens; {instead}", [])
 
 
 def _require_fit(batch: StepBatch, shape: PaddedShape) -> None:

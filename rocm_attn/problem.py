@@ -383,9 +383,14 @@ class Problem:
                 )
 
     @property
+    def sees_cells(self) -> bool:
+        """True if it serves masks of cells and trees: a chunk counts places, and a tree's places are not its depths."""
+        return self.custom_mask and not self.chunk
+
+    @property
     def visibility(self) -> Visibility:
         """The keys that queries see, as far as the layer determines it."""
-        return Visibility(self.causal, self.window_left, self.chunk, self.spans_pass_window)
+        return Visibility(self.causal, self.window_left, self.chunk, self.custom_mask, self.spans_pass_window)
 
     @property
     def gqa_ratio(self) -> int:

@@ -38,12 +38,14 @@ class Visibility:
     causal:      whether a token sees nothing after itself
     window_left: previous keys that a token sees besides its own; -1: all of them. chunk - 1 at most if there are chunks
     chunk:       keys of a chunk: a token sees none before its own chunk, which begins at a multiple; 0: no chunks
+    masked:      whether the mask of a step counts, if it brings one: spans, or cells
     spans_pass:  whether tokens of a span see all of it, even what lies before their window or chunk
     """
 
     causal: bool = True
     window_left: int = UNLIMITED_WINDOW
     chunk: int = 0
+    masked: bool = False
     spans_pass: bool = False
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ _TOKENS = 256
 
 
 class RangeGeometry(NamedTuple):
-    """The values that the kernel is compiled for: of Visibility; whether the step has a mask; tokens of a program."""
+    """The values that the kernel is compiled for: of Visibility, MASKED only in masked steps; tokens of a program."""
 
     CAUSAL: bool
     WINDOWED: bool
@@ -53,7 +53,8 @@ def _visible_ranges_kernel(
     live = inside & (token < tl.load(counts + 1))
     seq = tl.load(seq_of_token + token, mask=live, other=0)
     place = tl.load(position_of_token + token, mask=live, other=0)
-    length = tl.load(kv_len + seq, mask=live, other=0)
+    # Pads read lengths of the first sequence, and use none.
+    length = tl.load(kv_len + seq)
     end = place + 1 if G.CAUSAL else length
     first = tl.zeros([G.TOKENS], tl.int32)
     if G.WINDOWED:
@@ -67,7 +68,7 @@ def _visible_ranges_kernel(
         end = tl.where(in_span, tl.maximum(end, last), end)
         if G.SPANS_PASS:
             first = tl.where(in_span, tl.minimum(first, begin), first)
-        has_cells = tl.load(mask_start + seq, mask=live, other=0) < length
+        has_cells = tl.load(mask_start + seq) < length
         end = tl.where(has_cells, length, end)
         if G.WINDOWED:
             of_cells = tl.load(window_start + token, mask=live, other=0)
@@ -81,12 +82,12 @@ def launch_visible_ranges(step: StepTensors, visibility: Visibility, first: Tens
     """Writes the ranges of the step's tokens.
 
     step:       after fill; mask_start, span_begin and span_end, and in a layer with a window window_start, are read if
-                the step has a mask
+                the step has a mask and the layer is masked
     first, end: int32 [T], written
     """
     num_tokens = step.position_of_token.shape[0]
     assert first.shape == end.shape == (num_tokens,)
-    masked = step.mask_start.numel() > 0
+    masked = visibility.masked and step.mask_start.numel() > 0
     assert not (masked and visibility.windowed) or step.window_start.numel() == num_tokens
     launch(
         _visible_ranges_kernel,

@@ -165,7 +165,7 @@ def visible_ranges(step: StepTensors, visibility: Visibility) -> tuple[Tensor, T
         first = (place - visibility.window_left).clamp(min=0)
     if visibility.chunk:
         first = torch.maximum(first, place - place % visibility.chunk)
-    if step.mask_start.numel():
+    if visibility.masked and step.mask_start.numel():
         in_span = (step.span_begin <= place) & (place < step.span_end)
         has_cells = step.mask_start[seq] < length
         end = torch.where(in_span, torch.maximum(end, step.span_end), end)

@@ -117,8 +117,9 @@ class TorchMasked(TorchKernel):
         return f"torch.masked({self.problem})"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        ranges = metadata.visible_ranges(step, self.scores.visibility)
-        attention.paged_extend(args, scores=self.scores, mask=visible_keys(step, *ranges))
+        visibility = self.scores.visibility
+        mask = visible_keys(step, visibility, *metadata.visible_ranges(step, visibility))
+        attention.paged_extend(args, scores=self.scores, mask=mask)
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:

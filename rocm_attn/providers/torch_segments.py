@@ -49,7 +49,7 @@ class TorchMaskedSegments:
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         scores = scores_of(self.problem)
-        mask = visible_keys(step, *metadata.visible_ranges(step, scores.visibility))
+        mask = visible_keys(step, scores.visibility, *metadata.visible_ranges(step, scores.visibility))
         segments.segment_extend(args, scores=scores, segment_len=self.segment_len, mask=mask)
 
 

@@ -27,7 +27,7 @@ from rocm_attn.providers import (
     triton_sparse,
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
-from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, KernelEntry, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -63,7 +63,7 @@ _LIMITS = Limits(
 
 # Kernels that read ranges of keys serve chunks, too. Those of steps without a mask serve nothing else.
 _RANGED_LIMITS = replace(_LIMITS, chunks=True)
-_CHUNK_LIMITS = replace(_RANGED_LIMITS, others=False)
+_CHUNK_LIMITS = replace(_RANGED_LIMITS, others=False, non_causal=False)
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
@@ -273,6 +273,19 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Bo
     return _in_turn_or_at_once(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend), target)
 
 
+# The kinds of step that every layer needs a kernel for. That of masked steps serves chunks, too.
+_CHUNK_KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+
+
+def _chunk_entry(kind: StepKind) -> KernelEntry:
+    return triton_entry("triton.chunks", kind, _bind_chunks, limits=_CHUNK_LIMITS)
+
+
+def _segment_chunk_entry(kind: StepKind) -> KernelEntry:
+    bind = triton_segments.bind_masked
+    return triton_entry("triton.segment_chunks", kind, bind, limits=_CHUNK_LIMITS, batch_invariant=True)
+
+
 TRITON = Provider(
     name="triton",
     entries=(
@@ -303,10 +316,6 @@ TRITON = Provider(
         ),
         triton_entry("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
         triton_entry("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
-        *(
-            triton_entry(f"triton.chunk_{kind.value}", kind, _bind_chunks, limits=_CHUNK_LIMITS)
-            for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
-        ),
         triton_entry(
             "triton.hopper_shared_prefix",
             StepKind.SHARED,
@@ -349,21 +358,13 @@ TRITON = Provider(
             limits=_RANGED_LIMITS,
             batch_invariant=True,
         ),
-        *(
-            triton_entry(
-                f"triton.segment_chunk_{kind.value}",
-                kind,
-                triton_segments.bind_masked,
-                limits=_CHUNK_LIMITS,
-                batch_invariant=True,
-            )
-            for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
-        ),
         triton_entry(
             "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
+        *map(_chunk_entry, _CHUNK_KINDS),
+        *map(_segment_chunk_entry, _CHUNK_KINDS),
     ),
     ops=triton_ops,
 )

@@ -53,7 +53,7 @@ class Ranged:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         own, words = self.schedule.split(bounds.shape, args.schedule)
         first, end = RangeSchedule(self.visibility).parts(words, bounds.shape)
-        self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, first, end))
+        self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, self.visibility, first, end))
 
 
 def triton_entry(

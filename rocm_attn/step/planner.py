@@ -258,9 +258,9 @@ class Planner:
             )
 
     def _refuse_chunks(self, what: str, instead: str) -> None:
-        """Refuses what layers with chunks and custom_mask do not see: a chunk is no number of nodes of a branch."""
-        if any(s.problem.chunk and s.problem.custom_mask for s in self._selections):
-            raise Unsupported(f"{what} in layers with chunks of keys, which see the places of tokens; {instead}", [])
+        """Refuses a mask of cells if a layer's chunks count places."""
+        if any(s.problem.custom_mask and not s.problem.sees_cells for s in self._selections):
+            raise Unsupported(f"{what} in layers with chunks of keys, which count places of tokens; {instead}", [])
 
 
 def _require_fit(batch: StepBatch, shape: PaddedShape) -> None:

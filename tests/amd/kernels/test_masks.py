@@ -13,6 +13,7 @@ import torch
 
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.attention.visible_keys import PackedMask
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     Case,
@@ -59,6 +60,7 @@ RANGES = {
     "causal": {},
     "any_end": {"causal": False},
     "window": {"window_left": 20, "heads": (6, 2)},
+    "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "causal": False},
     "chunk": {"window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
 }
 

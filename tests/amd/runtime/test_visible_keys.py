@@ -27,7 +27,7 @@ from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.machine.target import known_target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import select
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
@@ -136,6 +136,7 @@ def test_every_layer_sees_what_its_definition_says(provider: str, device: torch.
     world.runtime.check_device()
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> None:
     """Masked steps of one size share a graph, whether they bring spans or cells of trees, in turn."""
@@ -149,6 +150,7 @@ def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> 
     assert metrics.replays >= len(STORY), metrics
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_trees_and_spans_take_turns(provider: str, device: torch.device) -> None:
     """Spans of an earlier step, at the same addresses, are nothing to a step of trees."""
@@ -203,6 +205,21 @@ def test_halves_have_their_own_spans(provider: str, device: torch.device) -> Non
     run(world, requests, [6, 7, 8], [(0, 1, 6), (1, 0, 3), (2, 2, 8)], halves=True)
 
 
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("provider", deterministic_providers())
+def test_latent_layers_see_spans(provider: str, deterministic: bool, device: torch.device) -> None:
+    """With and without a window, in sequences that decode serves and in longer ones."""
+    plain = small_problem(num_kv_heads=1, head_dim=24, custom_mask=True)
+    plain = replace(plain, pool=PoolKind.LATENT)
+    layers = [plain, replace(plain, window_left=5, spans_pass_window=True)]
+    world = World.build(layers, device, provider, deterministic=deterministic)
+    requests = world.admit_all(2)
+    run(world, requests, [3, 20], [(0, 0, 2), (1, 4, 18)])
+    run(world, requests, [20, 2], [(0, 1, 19), (1, 0, 2)])
+
+
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_steps_see_the_same(provider: str, device: torch.device) -> None:
     names = ["spans", "scores of chunks", "a window that spans pass"]
@@ -223,6 +240,7 @@ def test_blocks_of_drafts_see_each_other_and_all_before(provider: str, device: t
     check(world, requests, q_len, [(0, 5, 9), (0, 9, 13), (1, 9, 13), (1, 13, 15), (2, 3, 7)])
 
 
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_pages_before_a_chunk_are_given_back(provider: str, device: torch.device) -> None:
     """A chunk is a window too: a space of windows keeps the pages that it reaches, and the others hold NaN."""
@@ -298,8 +316,8 @@ def _steps(draw: st.DrawFn) -> tuple[Problem, list[int], list[int], list[Span], 
     chunk = draw(st.sampled_from([0, 1, 3, 8])) if causal else 0
     window = draw(st.sampled_from([UNLIMITED_WINDOW, 0, 2, 7])) if causal else UNLIMITED_WINDOW
     limited = chunk > 0 or window != UNLIMITED_WINDOW
-    problem = replace(MASKED, causal=causal, chunk=chunk, window_left=window)
-    problem = replace(problem, spans_pass_window=limited and draw(st.booleans()))
+    problem = replace(MASKED, causal=causal, chunk=chunk, window_left=window, custom_mask=draw(st.booleans()))
+    problem = replace(problem, spans_pass_window=limited and problem.custom_mask and draw(st.booleans()))
     spans: list[Span] = []
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
         borders = sorted(draw(st.sets(st.integers(length - new, length), max_size=6)))
@@ -308,6 +326,7 @@ def _steps(draw: st.DrawFn) -> tuple[Problem, list[int], list[int], list[Span], 
     return problem, kv_len, q_len, spans, draw(st.integers(0, 5))
 
 
+@pytest.mark.fast(interpreted=0)
 @settings(max_examples=300, deadline=None)
 @given(_steps())
 def test_ranges_are_what_the_definition_says_key_by_key(

@@ -99,7 +99,6 @@ class RowKeys(NamedTuple):
     end_key:    [rows] the end of it; 0 for a row without a token
     words:      of the cell that cells are counted from; None: there are no cells
     cell:       [rows] a row's first cell
-    cells_end:  [rows] the end of its cells; 0 for a row without a token
     start:      the first key that has cells
     """
 
@@ -110,7 +109,6 @@ class RowKeys(NamedTuple):
     end_key: Any
     words: Any
     cell: Any
-    cells_end: Any
     start: Any
 
 

@@ -17,28 +17,28 @@ def _either(a, b):
 
 
 @triton.jit
-def _load_word(words, word, row_end):
-    """A word of cells for each row; 0 if the row has no cell in it."""
-    return tl.load(words + word, mask=word * 32 < row_end, other=0).to(tl.uint32, bitcast=True)
+def _load_word(words, word, first_key, end_key):
+    """A word of cells for each row; 0 if the row sees no key of it. first_key: the first one that has a cell in it"""
+    return tl.load(words + word, mask=first_key < end_key, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _cell_bits(words, row_cell, row_end, first_key, start):
+def _cell_bits(words, row_cell, end_key, first_key, start):
     """A word for each row: bit n says whether cells show it key first_key + n; 1 before start, which has no cells.
 
     words:    of the cell that the query block counts its cells from
     row_cell: int32, the row's first cell, which is of key start, counted from the first bit of words
-    row_end:  int32, the end of its cells; 0 for a row without a token
+    end_key:  int32, the end of the keys that the row sees, of which each has a cell from start on
     start:    the first key that has cells; if the block lies before it, no word is read
     """
     before = tl.minimum(tl.maximum(start - first_key, 0), 32)
     cell = row_cell + tl.maximum(first_key - start, 0)
-    cells_end = tl.where(before < 32, row_end, 0)
+    key = tl.where(before < 32, first_key + before, 0x7FFFFF00)
     word = cell // 32
-    shift = (cell % 32).to(tl.uint32)
-    low = _load_word(words, word, cells_end) >> shift
+    shift = cell % 32
+    low = _load_word(words, word, key, end_key) >> shift.to(tl.uint32)
     # In two shifts, because one by 32 is undefined.
-    high = _load_word(words, word + 1, cells_end) << 1 << (31 - shift)
+    high = _load_word(words, word + 1, key + 32 - shift, end_key) << 1 << (31 - shift).to(tl.uint32)
     has_cells = _bits_from(before)
     return ((low | high) << tl.minimum(before, 31).to(tl.uint32)) & has_cells | ~has_cells
 
@@ -67,7 +67,7 @@ def _row_word(rows, first_key, K: tl.constexpr):
     """A word for each row: bit n says whether it sees key first_key + n. Cells hide keys of the range."""
     seen = ~_bits_from(rows.end_key - first_key)
     if rows.words is not None:
-        seen = seen & _cell_bits(rows.words, rows.cell, rows.cells_end, first_key, rows.start)
+        seen = seen & _cell_bits(rows.words, rows.cell, rows.end_key, first_key, rows.start)
     if K.WINDOWED:
         seen = seen & _bits_from(rows.first_key - first_key)
     return seen

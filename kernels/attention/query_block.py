@@ -111,7 +111,6 @@ def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
         first = tl.minimum(tl.maximum(tl.min(row_first, 0), 0), end)
     words = None
     cell = row_end  # not read without cells
-    cells_end = row_end
     start = 0
     if step.words is not None:
         seq_cell = tl.load(step.indptr + tl.maximum(seq, 0))
@@ -122,7 +121,6 @@ def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
         # From here on cells are counted from the block's first word, and fit 32 bits.
         words = step.words + block_cell // 32
         cell = (block_cell % 32).to(tl.int32) + block_token * mask_len
-        cells_end = tl.where(is_row, cell + mask_len, 0)
         edge = tl.minimum(edge, start)
         if K.WINDOWED:
             edge = first
@@ -130,7 +128,7 @@ def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
         # Rows of one chunk begin at one key. Those of a window do not.
         latest = tl.max(tl.where(is_row, row_first, 0), 0)
         edge = tl.where((latest <= first) & (first % K.KEY_BLOCK == 0), edge, first)
-    return RowKeys(first, end, edge, row_first, row_end, words, cell, cells_end, start)
+    return RowKeys(first, end, edge, row_first, row_end, words, cell, start)
 
 
 @triton.jit

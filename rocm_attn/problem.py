@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.errors import BadProblem, BadSetting
+from rocm_attn.errors import BadProblem, BadSetting, Unsupported
 from rocm_attn.kernels.attention import scores
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, PageFormat, PoolKind, RecordLayout, Scales
@@ -383,11 +384,6 @@ class Problem:
                 )
 
     @property
-    def sees_cells(self) -> bool:
-        """True if it serves masks of cells and trees: a chunk counts places, and a tree's places are not its depths."""
-        return self.custom_mask and not self.chunk
-
-    @property
     def visibility(self) -> Visibility:
         """The keys that queries see, as far as the layer determines it."""
         return Visibility(self.causal, self.window_left, self.chunk, self.custom_mask, self.spans_pass_window)
@@ -437,3 +433,14 @@ class Problem:
             return None
         columns = self.fold_columns * (1 + self.row.overlaps)
         return PageFormat(Encoding.of(self.row.state_dtype), PoolKind.SPLIT, self.page_size, 1, columns, columns)
+
+
+def all_see_cells(problems: Iterable[Problem]) -> bool:
+    """True if every layer with custom_mask serves cells and trees: chunks count places, and those are no depths."""
+    return not any(problem.custom_mask and problem.chunk for problem in problems)
+
+
+def require_cells(problems: Iterable[Problem], what: str, instead: str) -> None:
+    """Raises Unsupported for a mask of cells, or trees of drafts, if a masked layer has chunks."""
+    if not all_see_cells(problems):
+        raise Unsupported(f"{what} in layers with chunks of keys, which count places of tokens; {instead}", [])

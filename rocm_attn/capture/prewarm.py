@@ -33,7 +33,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, SLOTS_OF_ROW, RecurrentLayers, slot_bytes
-from rocm_attn.problem import AllKeys, Indexer, Problem
+from rocm_attn.problem import AllKeys, Indexer, Problem, all_see_cells
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
@@ -298,7 +298,7 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: 
     spans = replace(batch, mask=TokenSpans([], device))
     with runtime.step(spans, runtime.plan(spans, pad_to)) as step:
         attend(step.parts[0])
-    if any(each.problem.custom_mask and not each.problem.sees_cells for each in runtime.selections):
+    if not all_see_cells(each.problem for each in runtime.selections):
         return
     batch = replace(batch, mask=TreeMask(parents))
     with runtime.step(batch, runtime.plan(batch, pad_to)) as step:

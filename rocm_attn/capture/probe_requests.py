@@ -29,6 +29,7 @@ from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.problem import all_see_cells
 from rocm_attn.providers.contract import Baked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import SMALLEST_KV_BUCKET, StepPlan
@@ -351,7 +352,7 @@ def as_steps_of(
         return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
     if shape.kind.extra is not Extra.MASK:
         return batch
-    if any(each.problem.custom_mask and not each.problem.sees_cells for each in runtime.selections):
+    if not all_see_cells(each.problem for each in runtime.selections):
         return replace(batch, mask=spans_of_blocks(batch.kv_len, batch.q_len, _BLOCK, runtime.device))
     if shape.num_halves > 1:
         return replace(batch, mask=random_trees(batch.q_len, generator))

@@ -336,8 +336,8 @@ def launch_paged_extend(
 
     args: with cut's schedule, and a workspace of cut.partials_words(...) or longer
     cut:  of these tiles
-    mask: the keys that each token sees, instead of those of scores; a PackedMask if the schedule was cut for rows that
-          may see their whole sequence. A token that sees none receives 0 and LSE -inf
+    mask: the keys that each token sees, instead of those of scores. With a PackedMask, the schedule is cut for rows
+          that may see their whole sequence. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -442,7 +442,7 @@ def block_geometry(
     at_once = tiles.heads_per_row
     assert num_kv_heads % at_once == 0
     assert at_once == 1 or (head_blocks == 1 and not tiles.dim_block and args.pages.k_scale is None)
-    # By cells a token may see keys after its own; so may it by a span, which comes with cells.
+    # In a masked step a token may see keys after its own, by cells or by a span.
     causal, sharing = scores.causal and not isinstance(mask, PackedMask), cut.sharing
     if sharing.programs:
         cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.window_left)

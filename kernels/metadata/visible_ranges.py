@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 
 _TOKENS = 256
 
@@ -31,7 +31,10 @@ class RangeGeometry(NamedTuple):
     TOKENS: int
 
 
-@triton.jit(do_not_specialize=["num_tokens_padded", "window_left", "chunk"])
+@triton.jit(
+    do_not_specialize=["num_tokens_padded", "window_left", "chunk"],
+    do_not_specialize_on_alignment=[*FIELDS, "window_start", "first_key", "end_key"],
+)
 def _visible_ranges_kernel(
     counts,
     kv_len,

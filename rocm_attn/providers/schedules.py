@@ -52,7 +52,7 @@ class RangeSchedule:
     visibility: Visibility
 
     def words(self, shape: PaddedShape) -> int:
-        return 2 * shape.num_tokens
+        return 2 * _whole_units(shape.num_tokens)
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
@@ -60,8 +60,8 @@ class RangeSchedule:
 
     def parts(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         """First keys and ends, int32 [T] each."""
-        first, end = words[: self.words(shape)].view(2, -1)
-        return first, end
+        num_tokens = shape.num_tokens
+        return words[:num_tokens], words[_whole_units(num_tokens) :][:num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,5 +88,9 @@ class Schedules:
 
 
 def _room(part: Schedule, shape: PaddedShape) -> int:
-    # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
-    return round_up(part.words(shape), 4)
+    return _whole_units(part.words(shape))
+
+
+def _whole_units(words: int) -> int:
+    # Of 16 bytes, because Triton compiles a kernel again when a pointer's alignment changes.
+    return round_up(words, 4)

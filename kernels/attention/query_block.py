@@ -115,7 +115,7 @@ def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
     if step.words is not None:
         seq_cell = tl.load(step.indptr + tl.maximum(seq, 0))
         seq_token = tl.load(step.q_indptr + tl.maximum(seq, 0))
-        start = tl.load(step.start + seq, mask=seq >= 0, other=0)
+        start = tl.load(step.start + tl.maximum(seq, 0))
         mask_len = kv_len - start
         block_cell = seq_cell + (first_token - seq_token).to(tl.int64) * mask_len
         # From here on cells are counted from the block's first word, and fit 32 bits.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.errors import BadProblem, BadSetting
+from rocm_attn.errors import BadProblem, BadSetting, Unsupported
 from rocm_attn.kernels.attention import scores
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, PageFormat, PoolKind, RecordLayout, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
@@ -206,7 +208,7 @@ class Problem:
     page_size:                  tokens in a page of the KV pool
     v_head_dim:                 elements of a v and an output row; AS_HEAD_DIM: head_dim
     scale:                      factor on q.k before the softmax; AS_HEAD_DIM: head_dim ** -0.5
-    window_left:                previous keys a query sees besides its own; -1: all of them
+    window_left:                previous keys a query sees besides its own; -1: all of them; at most chunk - 1 in chunks
     logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
     pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
@@ -215,8 +217,11 @@ class Problem:
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel returns it
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
     causal:                     whether a query sees no key after its own; if not, it sees all of its sequence's KV
-    custom_mask:                whether a step may bring a mask (step_mask.py) that says what its queries see, in place
-                                of causality; a window still hides keys further back
+    custom_mask:                whether a step may bring a mask (batch/mask.py): spans whose tokens see each other, or
+                                trees or cells in place of causality; a window still hides keys further back
+    chunk:                      keys of a chunk (Llama 4): a query at place p sees none before p - p % chunk; 0: no such
+    spans_pass_window:          whether a query in a span of the step (TokenSpans) sees all of it, even what lies before
+                                its window or chunk, as in Gemma 3; if not, the window hides it
     indexer:                    how the keys are chosen that attend_selected() attends to
     row:                        the tokens that a row of K and V stands for
     """
@@ -234,6 +239,8 @@ class Problem:
     has_alibi_slopes: bool = False
     causal: bool = True
     custom_mask: bool = False
+    chunk: int = 0
+    spans_pass_window: bool = False
     pool: PoolKind = PoolKind.SPLIT
     kv_encoding: KVEncoding = KVEncoding.LIKE_Q
     kv_scales: Scales = Scales.NONE
@@ -242,14 +249,14 @@ class Problem:
     row: Row = OF_ONE_TOKEN
 
     def __post_init__(self) -> None:
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim", "window_left"):
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim", "window_left", "chunk"):
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
         for name in ("scale", "logits_soft_cap"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         for name, kind in (("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales)):
             if not isinstance(getattr(self, name), kind):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
-        for name in ("has_sinks", "has_alibi_slopes", "causal", "custom_mask", "wants_lse"):
+        for name in ("has_sinks", "has_alibi_slopes", "causal", "custom_mask", "spans_pass_window", "wants_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.v_head_dim == AS_HEAD_DIM:
@@ -275,6 +282,16 @@ class Problem:
             raise BadProblem(
                 f"window_left is {self.window_left}; it must be a number of previous keys below 2**31 - 1, or -1 "
                 "for all"
+            )
+        if not 0 <= self.chunk <= _LARGEST_WINDOW:
+            raise BadProblem(f"chunk is {self.chunk}; it must be a number of keys below 2**31 - 1, or 0 for no chunks")
+        if self.chunk:
+            windows = [self.chunk - 1] if self.window_left == UNLIMITED_WINDOW else [self.chunk - 1, self.window_left]
+            object.__setattr__(self, "window_left", min(windows))
+        if self.spans_pass_window and (not self.custom_mask or self.window_left == UNLIMITED_WINDOW):
+            raise BadProblem(
+                "spans_pass_window is True in a layer without custom_mask, or without a window or chunks; only "
+                "such a layer sees spans, and has a window that they could pass"
             )
         if not self.causal and self.window_left != UNLIMITED_WINDOW:
             raise BadProblem(f"window_left is {self.window_left} and causal is False; a window needs causal attention")
@@ -367,6 +384,11 @@ class Problem:
                 )
 
     @property
+    def visibility(self) -> Visibility:
+        """The keys that queries see, as far as the layer determines it."""
+        return Visibility(self.causal, self.window_left, self.chunk, self.custom_mask, self.spans_pass_window)
+
+    @property
     def gqa_ratio(self) -> int:
         """Query heads that share a KV head."""
         return self.num_q_heads // self.num_kv_heads
@@ -411,3 +433,14 @@ class Problem:
             return None
         columns = self.fold_columns * (1 + self.row.overlaps)
         return PageFormat(Encoding.of(self.row.state_dtype), PoolKind.SPLIT, self.page_size, 1, columns, columns)
+
+
+def all_see_cells(problems: Iterable[Problem]) -> bool:
+    """True if every layer with custom_mask serves cells and trees: chunks count places, and those are no depths."""
+    return not any(problem.custom_mask and problem.chunk for problem in problems)
+
+
+def require_cells(problems: Iterable[Problem], what: str, instead: str) -> None:
+    """Raises Unsupported for a mask of cells, or trees of drafts, if a masked layer has chunks."""
+    if not all_see_cells(problems):
+        raise Unsupported(f"{what} in layers with chunks of keys, which count places of tokens; {instead}", [])

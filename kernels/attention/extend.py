@@ -41,11 +41,10 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import Query, SeenKeys, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
-from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
-    MaskOfStep,
-    bits_of_block,
+    KeysOfStep,
+    keys_of_block,
     load_queries,
     rows_again,
     rows_of_block,
@@ -55,6 +54,7 @@ from rocm_attn.kernels.attention.query_block import (
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import attend_segments
 from rocm_attn.kernels.attention.softmax import LOG2_E
+from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys, key_arguments
 from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
     k, v:           pages of the first KV head
     line:           the table's first line; table_row: stride between lines
     scale_values:   pointers of the scales of K and of V, see coded.py
-    mask:           a MaskOfStep, or None
+    mask:           a KeysOfStep, or None
     logits:         qk_scale, tanh_scale, and the pointer of the slopes or None
     """
 
@@ -136,19 +136,21 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
     if K.WINDOWED:
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
         edge_block = first_key // K.KEY_BLOCK
-    bits = None
+    rows = None
     if x.mask is not None:
-        first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, G)
-        edge_block = first_masked // K.KEY_BLOCK
+        rows = keys_of_block(x.mask, seq, first_token, is_row, end_key, G)
+        edge_block = rows.edge // K.KEY_BLOCK
         if K.WINDOWED:
-            first_key = first_masked
+            first_key = rows.first
+        if not G.SHARES:  # shares are counted from the end that the schedule knows
+            end_key = rows.end
     k_scale_value = row_scale(x.scale_values.k, kv_head, C)
     k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_scale_value, K.CAPPED, C)
     query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
     kv = KeyValues(
         k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
     )
-    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, bits)
+    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, rows)
     if G.SEGMENT_LEN > 0:
         attend_segments(x, to, query_block, row, done, take, query, kv, seen, edge_block, G)
     else:
@@ -172,21 +174,28 @@ def _attend_blocks(words, done, take, query, kv, seen, edge_block, G: tl.constex
         row_keys = tl.load(words + BLOCK_KEYS)
         row_key = end_key - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
-        if seen.bits is not None and K.WINDOWED:
-            # A window that is counted from a draft's depth begins before a row's counted keys: the first share has it.
-            first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
+        if seen.rows is not None and K.WINDOWED:
+            # A window that is counted from a draft's depth, or a span, begins before a row's counted keys: the first
+            # share has it.
+            first_seen = seen.keys.first // K.KEY_BLOCK
+            first_block = tl.where(done == 0, first_seen, tl.maximum(first_block, first_seen))
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
+        if seen.rows is not None:
+            end_block = tl.minimum(end_block, tl.cdiv(seen.rows.end, K.KEY_BLOCK))
         open_blocks = KeyRange(first_block, tl.minimum(edge_block, end_block))
         edge_block = tl.maximum(edge_block, first_block)
+    elif K.WINDOWED:
+        open_blocks = KeyRange(seen.keys.first // K.KEY_BLOCK, edge_block)
     else:
         open_blocks = KeyRange(0, edge_block)
     # From here on in blocks of EDGE_BLOCK keys.
     PER_BLOCK: tl.constexpr = K.KEY_BLOCK // K.EDGE_BLOCK
     edge = KeyRange(edge_block * PER_BLOCK, tl.minimum(end_block * PER_BLOCK, tl.cdiv(end_key, K.EDGE_BLOCK)))
     softmax = nothing_seen(G.QUERY_ROWS, K)
-    # With a window all blocks are masked: a loop of its own for the blocks between the edges spills.
-    if not K.WINDOWED:
+    # With a window all blocks are masked: a loop of its own for the blocks between the edges spills. In a chunk, whose
+    # rows begin at one key, there is one edge.
+    if not K.WINDOWED or (seen.rows is not None and seen.rows.words is None):
         softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
     softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
     return scaled_value_parts(softmax, row_scale(kv.scale_values.v, kv.scale_values.head, C), C)
@@ -268,7 +277,8 @@ def _extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    window_start,
+    first_key,
+    key_end,
     qk_scale,
     tanh_scale,
     window_left,
@@ -296,8 +306,8 @@ def _extend_kernel(
         vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     mask = None
-    if mask_words is not None:
-        mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+    if key_end is not None:
+        mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
     x = Operands(
         schedule,
         HeadRows(q, q_token, q_head),
@@ -318,7 +328,7 @@ def _extend_kernel(
 
 
 def launch_paged_extend(
-    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None = None
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: VisibleKeys | None = None
 ) -> None:
     """Attends for every new token of the sequences in the schedule.
 
@@ -326,7 +336,8 @@ def launch_paged_extend(
 
     args: with cut's schedule, and a workspace of cut.partials_words(...) or longer
     cut:  of these tiles
-    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: the keys that each token sees, instead of those of scores. With a PackedMask, the schedule is cut for rows
+          that may see their whole sequence. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -354,7 +365,7 @@ def _launch_rows(
     args: AttendArgs,
     scores: Scores,
     cut: ExtendCut,
-    mask: PackedMask | None,
+    mask: VisibleKeys | None,
     grid: int,
     geometry: BlockGeometry,
     options: Mapping[str, int],
@@ -371,7 +382,7 @@ def _launch_rows(
 
 
 def row_arguments(
-    args: AttendArgs, workspace: Tensor | None, scores: Scores, cut: ExtendCut, mask: PackedMask | None
+    args: AttendArgs, workspace: Tensor | None, scores: Scores, cut: ExtendCut, mask: VisibleKeys | None
 ) -> tuple[Tensor | float | None, ...]:
     """Returns the arguments of kernels that walk rows of a schedule, in their order, without strides."""
     queries, pages, table = args.queries, args.pages, args.table
@@ -391,7 +402,7 @@ def row_arguments(
         pages.k_scale,
         pages.v_scale,
         None if mask is None else queries.q_indptr,
-        *mask_arguments(mask),
+        *key_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -402,7 +413,7 @@ def row_arguments(
 
 
 def _geometry(
-    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: VisibleKeys | None
 ) -> BlockGeometry:
     """Checks schedule, mask and workspace, and returns the values that the launch is compiled for."""
     if cut.sharing.programs:
@@ -415,7 +426,7 @@ def _geometry(
 
 
 def block_geometry(
-    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None, *, exact: bool
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: VisibleKeys | None, *, exact: bool
 ) -> BlockGeometry:
     """Checks schedule and mask, and returns the geometry of whole rows that are not cut into segments.
 
@@ -426,12 +437,13 @@ def block_geometry(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
+        mask.check(queries.num_seqs, queries.num_tokens)
     block_heads, head_blocks = tiles.heads_per_block(gqa_ratio), tiles.head_blocks(gqa_ratio)
     at_once = tiles.heads_per_row
     assert num_kv_heads % at_once == 0
     assert at_once == 1 or (head_blocks == 1 and not tiles.dim_block and args.pages.k_scale is None)
-    causal, sharing = scores.causal and mask is None, cut.sharing
+    # In a masked step a token may see keys after its own, by cells or by a span.
+    causal, sharing = scores.causal and not isinstance(mask, PackedMask), cut.sharing
     if sharing.programs:
         cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.window_left)
     return BlockGeometry(

@@ -90,29 +90,36 @@ class Query(NamedTuple):
     logits: Any
 
 
-class Bits(NamedTuple):
-    """The places at which rows read a packed mask (packed_mask.py).
+class RowKeys(NamedTuple):
+    """The keys that rows of a block see: a range of each, from which cells of a packed mask may hide some.
 
-    words:     of the cell that cells are counted from
-    cell:      [rows] a row's first cell
-    end:       [rows] the end of its cells; 0 for a row without a token
-    start:     the first key that has cells; every row sees those before it, as far as its window lets
-    first_key: [rows] the first key of a row's window
+    first, end: some row sees keys of [first, end), and none any other
+    edge:       every row sees the keys of [first, edge)
+    first_key:  [rows] the first key of a row's range; not read without a window
+    end_key:    [rows] the end of it; 0 for a row without a token
+    words:      of the cell that cells are counted from; None: there are no cells
+    cell:       [rows] a row's first cell
+    start:      the first key that has cells
     """
 
+    first: Any
+    end: Any
+    edge: Any
+    first_key: Any
+    end_key: Any
     words: Any
     cell: Any
-    end: Any
     start: Any
-    first_key: Any
 
 
 class SeenKeys(NamedTuple):
-    """The keys that rows see: keys, a Span of those that some row sees; window_left; bits of a packed mask, or None."""
+    """The keys that rows see: keys, a Span of those that some row sees; window_left; RowKeys, or None if causality and
+    the window determine them.
+    """
 
     keys: Any
     window_left: Any
-    bits: Any
+    rows: Any
 
 
 def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal: bool, exact: bool) -> KeyGeometry:
@@ -193,15 +200,15 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     """Adds key blocks [blocks.first, blocks.end) to a softmax state: of KEY_BLOCK keys, or of EDGE_BLOCK if MASKED.
 
     If not MASKED, every row sees all their keys. If MASKED, a row sees the keys of its window, and only keys in
-    seen.keys are loaded. With bits a row sees the keys before the end that have no bits or whose bits are set, and with
-    a window only those from bits.first_key on; only keys that some row sees are loaded.
+    seen.keys are loaded. With seen.rows a row sees those of its range that no cell hides; only keys that some row sees
+    are loaded.
 
     STAGES: blocks whose loads are in flight
     """
     KEY_BLOCK: tl.constexpr = K.EDGE_BLOCK if MASKED else K.KEY_BLOCK
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.blocks[0].dtype
-    PACKED: tl.constexpr = MASKED and seen.bits is not None
+    PACKED: tl.constexpr = MASKED and seen.rows is not None
     K_DIM: tl.constexpr = K.HEAD_DIM * K.HEADS_PER_ROW
     V_DIM: tl.constexpr = K.V_HEAD_DIM * K.HEADS_PER_ROW
     PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
@@ -250,7 +257,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
             v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
         if PACKED:
-            bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            bits, more_bits = row_words(seen.rows, block * KEY_BLOCK, K, KEY_BLOCK)
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end

@@ -1,4 +1,4 @@
-"""Reads a query block's bits of a packed mask (packed_mask.py), as one 32-bit word per row."""
+"""The keys of a block that each row of a query block sees (visible_keys.py), as one 32-bit word per row."""
 
 from __future__ import annotations
 
@@ -17,37 +17,34 @@ def _either(a, b):
 
 
 @triton.jit
-def _load_word(words, word, row_end):
-    """A word of cells for each row; 0 if the row has no cell in it."""
-    return tl.load(words + word, mask=word * 32 < row_end, other=0).to(tl.uint32, bitcast=True)
+def _load_word(words, word, first_key, end_key):
+    """A word of cells for each row; 0 if the row sees no key of it. first_key: the first one that has a cell in it"""
+    return tl.load(words + word, mask=first_key < end_key, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def row_bits(words, row_cell, row_end, first_key, start, end_key):
-    """A word for each row: bit n says whether it sees key first_key + n; 1 before start, 0 at or past end_key.
+def _cell_bits(words, row_cell, end_key, first_key, start):
+    """A word for each row: bit n says whether cells show it key first_key + n; 1 before start, which has no cells.
 
     words:    of the cell that the query block counts its cells from
     row_cell: int32, the row's first cell, which is of key start, counted from the first bit of words
-    row_end:  int32, the end of its cells; 0 for a row without a token
+    end_key:  int32, the end of the keys that the row sees, of which each has a cell from start on
     start:    the first key that has cells; if the block lies before it, no word is read
     """
     before = tl.minimum(tl.maximum(start - first_key, 0), 32)
     cell = row_cell + tl.maximum(first_key - start, 0)
-    cells_end = tl.where(before < 32, row_end, 0)
+    key = tl.where(before < 32, first_key + before, 0x7FFFFF00)
     word = cell // 32
-    shift = (cell % 32).to(tl.uint32)
-    low = _load_word(words, word, cells_end) >> shift
+    shift = cell % 32
+    low = _load_word(words, word, key, end_key) >> shift.to(tl.uint32)
     # In two shifts, because one by 32 is undefined.
-    high = _load_word(words, word + 1, cells_end) << 1 << (31 - shift)
-    has_cells = bits_from(before)
-    seen = ((low | high) << tl.minimum(before, 31).to(tl.uint32)) & has_cells | ~has_cells
-    # The lowest bits of a word of ones, as many as there are keys left.
-    beyond = tl.maximum(first_key + 32 - end_key, 0)
-    return seen & (tl.full([1], 0xFFFFFFFF, tl.uint32) >> beyond.to(tl.uint32))
+    high = _load_word(words, word + 1, key + 32 - shift, end_key) << 1 << (31 - shift).to(tl.uint32)
+    has_cells = _bits_from(before)
+    return ((low | high) << tl.minimum(before, 31).to(tl.uint32)) & has_cells | ~has_cells
 
 
 @triton.jit
-def bits_from(first):
+def _bits_from(first):
     """The bits of a word from bit first on: all of them if it is 0 or less, none if it is 32 or more."""
     shift = tl.minimum(tl.maximum(first, 0), 31).to(tl.uint32)
     return tl.where(first < 32, tl.full([1], 0xFFFFFFFF, tl.uint32) << shift, 0)
@@ -66,19 +63,21 @@ def bit_is_set(bits, lane):
 
 
 @triton.jit
-def row_words(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
-    """The bits of a block's keys within their windows, as one word per row, or as two if it has TWO_WORDS keys.
-
-    packed: key_loop.Bits
-    """
-    low = row_bits(packed.words, packed.cell, packed.end, first_key, packed.start, end_key)
+def _row_word(rows, first_key, K: tl.constexpr):
+    """A word for each row: bit n says whether it sees key first_key + n. Cells hide keys of the range."""
+    seen = ~_bits_from(rows.end_key - first_key)
+    if rows.words is not None:
+        seen = seen & _cell_bits(rows.words, rows.cell, rows.end_key, first_key, rows.start)
     if K.WINDOWED:
-        low = low & bits_from(packed.first_key - first_key)
-    high = low
-    if KEY_BLOCK > 32:
-        high = row_bits(packed.words, packed.cell, packed.end, first_key + 32, packed.start, end_key)
-        if K.WINDOWED:
-            high = high & bits_from(packed.first_key - first_key - 32)
+        seen = seen & _bits_from(rows.first_key - first_key)
+    return seen
+
+
+@triton.jit
+def row_words(rows, first_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
+    """The bits of a block's keys, as one word per row, or as two if it has TWO_WORDS keys. rows: key_loop.RowKeys"""
+    low = _row_word(rows, first_key, K)
+    high = _row_word(rows, first_key + 32, K) if KEY_BLOCK > 32 else low
     return low, high
 
 

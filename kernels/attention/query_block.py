@@ -13,7 +13,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
-from rocm_attn.kernels.attention.key_loop import Bits, is_column
+from rocm_attn.kernels.attention.key_loop import RowKeys, is_column
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 
 
@@ -75,41 +75,60 @@ def rows_again(schedule, query_block, row, G: tl.constexpr):
     return rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
 
 
-class MaskOfStep(NamedTuple):
-    """A packed mask (packed_mask.py), and the tokens that it covers: words, indptr, start, window_start, q_indptr."""
+class KeysOfStep(NamedTuple):
+    """The visible keys of a step (visible_keys.py), and the tokens that they are of: words, indptr and start of cells,
+    or None; first and end of ranges; q_indptr.
+    """
 
     words: Any
     indptr: Any
     start: Any
-    window_start: Any
+    first: Any
+    end: Any
     q_indptr: Any
 
 
 @triton.jit
-def bits_of_block(mask, seq, first_token, is_row, end_key, G: tl.constexpr):
-    """The places at which a block's rows read the mask, and the first key that not every row sees.
+def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
+    """The keys that a block's rows see, as RowKeys.
 
-    seq:     below 0: the padded tail, which sees no key; its bits are those of the first sequence
-    end_key: keys of the sequence
+    step:   KeysOfStep
+    seq:    below 0: the padded tail, which sees no key; its cells are those of the first sequence
+    kv_len: of the sequence; not read without cells
     """
     K: tl.constexpr = G.keys
     block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
-    seq_cell = tl.load(mask.indptr + tl.maximum(seq, 0))
-    seq_token = tl.load(mask.q_indptr + tl.maximum(seq, 0))
-    start = tl.load(mask.start + seq, mask=seq >= 0, other=0)
-    mask_len = end_key - start
-    first_masked = start
-    block_cell = seq_cell + (first_token - seq_token).to(tl.int64) * mask_len
-    # From here on cells are counted from the block's first word, and fit 32 bits.
-    row_cell = (block_cell % 32).to(tl.int32) + block_token * mask_len
-    row_end = tl.where(is_row, row_cell + mask_len, 0)
-    row_first_key = row_cell  # not read without a window
+    token = (first_token + block_token).to(tl.int64)
+    row_end = tl.load(step.end + token, mask=is_row, other=0)
+    end = tl.max(row_end, 0)
+    # Rows without a token are no reason for a mask.
+    edge = tl.min(tl.where(is_row, row_end, end), 0)
+    first = 0
+    row_first = row_end  # not read without a window
     if K.WINDOWED:
-        token = (first_token + block_token).to(tl.int64)
-        row_first_key = tl.load(mask.window_start + token, mask=is_row, other=0x7FFFFFFF)
+        row_first = tl.load(step.first + token, mask=is_row, other=0x7FFFFFFF)
         # Tokens of a tree lie at any depth of it: the first key of all rows need not be the first row's.
-        first_masked = tl.minimum(tl.maximum(tl.min(row_first_key, 0), 0), end_key)
-    return first_masked, Bits(mask.words + block_cell // 32, row_cell, row_end, start, row_first_key)
+        first = tl.minimum(tl.maximum(tl.min(row_first, 0), 0), end)
+    words = None
+    cell = row_end  # not read without cells
+    start = 0
+    if step.words is not None:
+        seq_cell = tl.load(step.indptr + tl.maximum(seq, 0))
+        seq_token = tl.load(step.q_indptr + tl.maximum(seq, 0))
+        start = tl.load(step.start + tl.maximum(seq, 0))
+        mask_len = kv_len - start
+        block_cell = seq_cell + (first_token - seq_token).to(tl.int64) * mask_len
+        # From here on cells are counted from the block's first word, and fit 32 bits.
+        words = step.words + block_cell // 32
+        cell = (block_cell % 32).to(tl.int32) + block_token * mask_len
+        edge = tl.minimum(edge, start)
+        if K.WINDOWED:
+            edge = first
+    elif K.WINDOWED:
+        # Rows of one chunk begin at one key. Those of a window do not.
+        latest = tl.max(tl.where(is_row, row_first, 0), 0)
+        edge = tl.where((latest <= first) & (first % K.KEY_BLOCK == 0), edge, first)
+    return RowKeys(first, end, edge, row_first, row_end, words, cell, start)
 
 
 @triton.jit

@@ -5,7 +5,16 @@
     slope  s -> s - slope[head] * (i - j)                  i, j: kv_index of the query and of the key (ALiBi)
     sink   the softmax of a head has exp(sink[head]) more in its denominator
 
-A causal token sees the keys max(0, i - window_left) .. i; any other sees the whole KV of its sequence.
+The keys that the token at kv_index i sees follow from one value, Visibility, and are always a range: [first, end).
+
+    causal      end = i + 1; else kv_len
+    window      first = max(0, i - window_left)
+    chunk       first = i - i % chunk                       where chunks and windows meet, the later of both
+    span        a span [b, e) of the step with b <= i < e:  end = max(end, e); if spans_pass, first = min(first, b)
+
+Tokens of a span see each other, before and after themselves: those of an image in a causal prompt, a block of drafts,
+or the first tokens of a prefix-LM. Cells of a packed mask replace spans and causality: then end = kv_len, the bits hide
+keys, and a window is counted from the token's depth in its tree (visible_keys.py).
 """
 
 from __future__ import annotations
@@ -23,30 +32,67 @@ _MOST_BOUNDED_CAP = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """The computation of a layer's scores.
+class Visibility:
+    """The keys that tokens of a layer see, as far as the layer determines it; a step may add spans, or cells.
 
-    scale:       factor on q . k, positive
-    window_left: previous keys that a token sees besides its own; -1: all of them
-    soft_cap:    bound of the scores; 0: none
     causal:      whether a token sees nothing after itself
+    window_left: previous keys that a token sees besides its own; -1: all of them. chunk - 1 at most if there are chunks
+    chunk:       keys of a chunk: a token sees none before its own chunk, which begins at a multiple; 0: no chunks
+    masked:      whether the mask of a step counts, if it brings one: spans, or cells
+    spans_pass:  whether tokens of a span see all of it, even what lies before their window or chunk
     """
 
-    scale: float
-    window_left: int = UNLIMITED_WINDOW
-    soft_cap: float = 0.0
     causal: bool = True
+    window_left: int = UNLIMITED_WINDOW
+    chunk: int = 0
+    masked: bool = False
+    spans_pass: bool = False
 
     def __post_init__(self) -> None:
-        assert self.scale > 0
-        assert self.soft_cap >= 0
         assert self.window_left >= UNLIMITED_WINDOW
         assert self.causal or not self.windowed, "a window is counted from a causal token"
+        assert self.chunk == 0 or 0 <= self.window_left < self.chunk, "a chunk is a window, too"
 
     @property
     def windowed(self) -> bool:
         """True if a token may see fewer keys than come before it."""
         return self.window_left != UNLIMITED_WINDOW
+
+
+CAUSAL = Visibility()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The computation of a layer's scores.
+
+    scale:      factor on q . k, positive
+    visibility: the keys that tokens see
+    soft_cap:   bound of the scores; 0: none
+    """
+
+    scale: float
+    visibility: Visibility = CAUSAL
+    soft_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.scale > 0
+        assert self.soft_cap >= 0
+
+    @property
+    def causal(self) -> bool:
+        """See `Visibility`."""
+        return self.visibility.causal
+
+    @property
+    def window_left(self) -> int:
+        """See `Visibility`."""
+        return self.visibility.window_left
+
+    @property
+    def windowed(self) -> bool:
+        """See `Visibility`."""
+        return self.visibility.windowed
 
     @property
     def is_bounded(self) -> bool:

@@ -17,11 +17,11 @@ from rocm_attn.kernels.attention.coded import ScalePointers
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend import ExtendOutputs, Operands, block_geometry, row_arguments, walk_rows
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep
+from rocm_attn.kernels.attention.query_block import BlockGeometry, KeysOfStep
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 
@@ -46,7 +46,8 @@ def _segment_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    window_start,
+    first_key,
+    key_end,
     qk_scale,
     tanh_scale,
     window_left,
@@ -69,8 +70,8 @@ def _segment_extend_kernel(
     G: tl.constexpr,
 ):
     mask = None
-    if mask_words is not None:
-        mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+    if key_end is not None:
+        mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
     x = Operands(
         schedule,
         HeadRows(q, q_token, q_head),
@@ -91,13 +92,13 @@ def _segment_extend_kernel(
 
 
 def launch_segment_extend(
-    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None = None
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: VisibleKeys | None = None
 ) -> None:
     """Like `launch_paged_extend`, but with the same bits in any batch and chunk, and in launch_segment_decode.
 
     args: with cut's schedule, and a workspace of tiles.extend_words(...) or longer
     cut:  of tiles.extend. If rows are shared out, it is by whole segments, and blocks of query heads are equal
-    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: as for launch_paged_extend
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -116,7 +117,7 @@ def _launch_rows(
     args: AttendArgs,
     scores: Scores,
     cut: ExtendCut,
-    mask: PackedMask | None,
+    mask: VisibleKeys | None,
     grid: int,
     geometry: BlockGeometry,
     tiles: SegmentTiles,
@@ -140,7 +141,7 @@ def _launch_rows(
 
 
 def _geometry(
-    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: VisibleKeys | None
 ) -> BlockGeometry:
     """Checks the schedule and returns the values that the launch is compiled for."""
     extend, sharing = tiles.extend, cut.sharing

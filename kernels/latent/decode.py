@@ -34,10 +34,10 @@ from rocm_attn.kernels.attention.decode_schedule import (
 from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.merge import launch_merge
-from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
-from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
+from rocm_attn.kernels.attention.query_block import KeysOfStep, keys_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import visible_blocks
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys, key_arguments
 from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.key_loop import (
@@ -108,7 +108,8 @@ def _latent_decode_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    window_start,
+    visible_first,
+    visible_end,
     schedule,
     partials,
     out,
@@ -186,16 +187,16 @@ def _latent_decode_kernel(
             softmax = no_latents_seen(G.QUERY_ROWS, K)
             first = window_block + first_block
             end = window_block + end_block
-            bits = None
-            if mask_words is not None:
-                mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
-                first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
-                # Every row sees the keys before those with bits, in a loop like that of steps without a mask.
-                edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
+            seen_rows = None
+            if visible_end is not None:
+                mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
+                seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
+                # Every row sees the keys before the edge, in a loop like that of steps without a mask.
+                edge = tl.minimum(tl.maximum(seen_rows.edge // K.KEY_BLOCK, first), end)
                 seen = SeenKeys(KeyRange(first_key, end_key), window_left, None)
                 softmax = attend_latents(softmax, query, rows, seen, KeyRange(first, edge), K, True, G.STAGES)
                 first = edge
-            seen = SeenKeys(KeyRange(first_key, end_key), window_left, bits)
+            seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows)
             softmax = attend_latents(softmax, query, rows, seen, KeyRange(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, scale_value, K)
             # Computed again, not kept: the accumulators leave no registers to keep them in.
@@ -219,7 +220,7 @@ def _latent_decode_kernel(
 
 
 def launch_latent_decode(
-    args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: PackedMask | None = None
+    args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: VisibleKeys | None = None
 ) -> None:
     """Attends for sequences with as many new tokens as the cut says; all other tokens of out and lse stay unchanged.
 
@@ -240,7 +241,7 @@ def launch_latent_decode(
         table,
         queries.row_of_seq,
         queries.q_indptr,
-        *mask_arguments(mask),
+        *key_arguments(mask),
         args.schedule,
         args.workspace,
         args.out,
@@ -264,7 +265,7 @@ def launch_latent_decode(
 
 
 def _geometry(
-    args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: PackedMask | None
+    args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: VisibleKeys | None
 ) -> LatentDecodeGeometry:
     """Checks the arguments and returns the values that the launch is compiled for."""
     check_latent(args, "latent decode")
@@ -274,7 +275,7 @@ def _geometry(
     assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
     assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
     if mask is not None:
-        mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
+        mask.check(args.queries.num_seqs, args.queries.num_tokens)
         assert not scores.windowed, "windows under a mask are for launch_latent_extend"
         assert tiles.key_block <= TWO_WORDS
     args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim))

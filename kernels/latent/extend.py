@@ -26,9 +26,9 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.attention.packed_mask import PackedMask, mask_arguments
-from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
+from rocm_attn.kernels.attention.query_block import KeysOfStep, keys_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys, key_arguments
 from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
     LatentRows,
@@ -62,7 +62,8 @@ def _latent_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    window_start,
+    visible_first,
+    visible_end,
     qk_scale,
     tanh_scale,
     window_left,
@@ -81,7 +82,7 @@ def _latent_extend_kernel(
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
-    PACKED: tl.constexpr = mask_words is not None
+    RANGED: tl.constexpr = visible_end is not None
     query_block = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     words = schedule + query_block * BLOCK_WORDS
@@ -106,11 +107,11 @@ def _latent_extend_kernel(
         if K.WINDOWED:
             first_key = tl.maximum(first_kv_index - window_left, 0)
             edge_block = first_key // K.KEY_BLOCK
-        bits = None
-        if PACKED:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
-            edge_block = first_masked // K.KEY_BLOCK
+        seen_rows = None
+        if RANGED:
+            mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
+            seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
+            edge_block, end_key = seen_rows.edge // K.KEY_BLOCK, seen_rows.end
         scale_value = row_scale(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
         q_low, q_high, q_rest, q_rest_high, q_scale_value = load_latent_query(q_rows, is_row, K)
@@ -118,7 +119,7 @@ def _latent_extend_kernel(
         logits = Logits(scaled, tanh_scaled, None)
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
-        seen = SeenKeys(KeyRange(first_key, end_key), window_left, bits)
+        seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows)
         softmax = no_latents_seen(G.QUERY_ROWS, K)
         if not K.WINDOWED:
             softmax = attend_latents(softmax, query, rows, seen, KeyRange(0, edge_block), K, False, G.STAGES)
@@ -134,7 +135,7 @@ def _latent_extend_kernel(
 
 
 def launch_latent_extend(
-    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None = None
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: VisibleKeys | None = None
 ) -> None:
     """Attends for every new token of the sequences in the schedule.
 
@@ -159,7 +160,7 @@ def launch_latent_extend(
     )
 
 
-def row_arguments(args: AttendArgs, scores: Scores, mask: PackedMask | None) -> tuple[Tensor | float | None, ...]:
+def row_arguments(args: AttendArgs, scores: Scores, mask: VisibleKeys | None) -> tuple[Tensor | float | None, ...]:
     """Returns the arguments of kernels that walk rows of a schedule, in their order."""
     queries = args.queries
     return (
@@ -174,7 +175,7 @@ def row_arguments(args: AttendArgs, scores: Scores, mask: PackedMask | None) -> 
         args.sinks,
         args.pages.k_scale,
         None if mask is None else queries.q_indptr,
-        *mask_arguments(mask),
+        *key_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -185,7 +186,7 @@ def row_arguments(args: AttendArgs, scores: Scores, mask: PackedMask | None) -> 
 
 
 def check_rows(
-    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None, kernel: str
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: VisibleKeys | None, kernel: str
 ) -> None:
     """Checks a launch's schedule and mask. Raises ValueError for what the kernels do not serve."""
     check_latent(args, kernel)
@@ -193,5 +194,5 @@ def check_rows(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
+        mask.check(queries.num_seqs, queries.num_tokens)
         assert tiles.key_block <= TWO_WORDS

@@ -291,14 +291,14 @@ def scaled_latents(softmax, scale_value, K: tl.constexpr):
 def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
     """Adds key blocks [blocks.first, blocks.end) to a softmax state. Only keys that some row sees are loaded.
 
-    If not MASKED, every row sees all keys of the blocks. If MASKED, a row sees those of its window; with bits those
-    before the end that have no bits or whose bits are set, and with a window only those from bits.first_key on.
+    If not MASKED, every row sees all keys of the blocks. If MASKED, a row sees those of its window; with seen.rows
+    those of its range that no cell hides.
 
     seen:   key_loop.Seen
     STAGES: blocks whose loads are in flight
     """
     KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
-    PACKED: tl.constexpr = MASKED and seen.bits is not None
+    PACKED: tl.constexpr = MASKED and seen.rows is not None
     PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(K.IN_ONE_PAGE)
     C: tl.constexpr = K.coding
@@ -330,7 +330,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
-            bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            bits, more_bits = row_words(seen.rows, block * KEY_BLOCK, K, KEY_BLOCK)
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end

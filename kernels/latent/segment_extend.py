@@ -20,10 +20,10 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
-from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
+from rocm_attn.kernels.attention.query_block import KeysOfStep, keys_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.latent.extend import check_rows, row_arguments
 from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
@@ -57,7 +57,8 @@ def _latent_segment_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    window_start,
+    visible_first,
+    visible_end,
     qk_scale,
     tanh_scale,
     window_left,
@@ -102,13 +103,14 @@ def _latent_segment_extend_kernel(
         q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, row_kv_index, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
-        bits = None
-        if mask_words is not None:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
+        seen_rows = None
+        if visible_end is not None:
+            mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
+            seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
+            end_key = seen_rows.end
             if K.WINDOWED:
-                first_key = first_masked
-        seen = SeenKeys(KeyRange(first_key, end_key), window_left, bits)
+                first_key = seen_rows.first
+        seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows)
         low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K)
         for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
             part = attend_latent_segment(segment, query, rows, seen, G)
@@ -120,7 +122,7 @@ def _latent_segment_extend_kernel(
 
 
 def launch_latent_segment_extend(
-    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentSegmentTiles, mask: PackedMask | None = None
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentSegmentTiles, mask: VisibleKeys | None = None
 ) -> None:
     """Does the same as `launch_latent_extend`, with the same bits in any batch and chunk, and in deterministic decode.
 

@@ -42,7 +42,7 @@ class Need(enum.Enum):
     PAGE_LIST = "CSR page list with page_indptr and last_page_len"
     BLOCK_TABLE = "dense block table, one row for each sequence"
     KV_LEN_INT64 = "int64 KV lengths"
-    MASK = "packed mask cells, where each sequence's begin, and positions that come with them"
+    MASK = "packed mask cells, where each sequence's begin, and positions that come with them; spans"
     PREFIXES = "lengths of shared prefixes, where their groups begin, and what comes after them"
 
 
@@ -121,12 +121,16 @@ class StepTensors:
     prefix_len: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
     # [S] one past the last sequence of its group
     group_end: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
-    # [S] the first key that has cells in a mask, 0 if all have; in masked steps only
+    # [S] the first key that has cells in a mask, 0 if all have, kv_len if none has; in masked steps only
     mask_start: Annotated[Tensor, Field(Unit.SEQ, needs=_MASK)]
-    # [n] cells of a mask, packed: packed_mask.py; in masked steps only
+    # [n] cells of a mask, packed: visible_keys.py; in masked steps only
     mask_words: Annotated[Tensor, Field(Unit.MASK_WORD, needs=_MASK)]
     # [T] positions that came with the mask; in masked steps only
     mask_positions: Annotated[Tensor, Field(Unit.TOKEN, needs=_MASK)]
+    # [T] token -> the first key of the span that it is in, and one past the last; in masked steps only, and read only
+    # if there are no cells
+    span_begin: Annotated[Tensor, Field(Unit.TOKEN, needs=_MASK)]
+    span_end: Annotated[Tensor, Field(Unit.TOKEN, needs=_MASK)]
 
     # Derived by every fill.
     # [S + 1] sequence -> first token

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -41,7 +41,7 @@ def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
         q=args.q[first_token][:, None],
         pages=_pages_of(args),
         kv_index=kv_len - 1,
-        window_start=kv_len - 1 - scores.window_left,
+        window_start=_window_start(kv_len - 1, scores),
         end_key=kv_len,
     )
     result, result_lse = _attend(args, tiles, scores)
@@ -52,7 +52,7 @@ def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
         args.lse.copy_(torch.where(mine[:, None], result_lse[:, 0].to(args.lse.dtype)[seq_of_token], args.lse))
 
 
-def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = None) -> None:
+def paged_extend(args: AttendArgs, *, scores: Scores, mask: VisibleKeys | None = None) -> None:
     """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
     Twin of launch_paged_extend; schedule and workspace have no meaning here. Without a schedule there is no min_q_len:
@@ -152,6 +152,13 @@ def _pages_of(args: AttendArgs) -> Tensor:
     return pages.gather(1, column.clamp(max=width - 1))
 
 
+def _window_start(kv_index: Tensor, scores: Scores) -> Tensor:
+    """The first key of a token's window or chunk, which may lie before the sequence; no meaning without them."""
+    start = kv_index - scores.window_left
+    chunk = scores.visibility.chunk
+    return torch.maximum(start, kv_index - kv_index % chunk) if chunk else start
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
     """The cells of tiles in a packed mask.
@@ -203,22 +210,22 @@ class TokenBlocks:
     cells: Cells | None = None
 
     @classmethod
-    def of(cls, args: AttendArgs, cut: TileCut, scores: Scores, mask: PackedMask | None) -> TokenBlocks:
+    def of(cls, args: AttendArgs, cut: TileCut, scores: Scores, mask: VisibleKeys | None) -> TokenBlocks:
         """The tiles of a cut; rows without a token see no key, and have the q of token 0."""
         kv_len = args.queries.kv_len[cut.seq][:, None]
         first_new_key = kv_len - args.queries.q_indptr.diff()[cut.seq][:, None]
         kv_index = first_new_key + cut.offset
-        window_start = kv_index - scores.window_left
-        if mask is not None and scores.windowed:
-            window_start = mask.window_start[cut.token]
-        end_key = kv_index + 1 if scores.causal and mask is None else kv_len
+        window_start = _window_start(kv_index, scores)
+        end_key = kv_index + 1 if scores.causal else kv_len
+        if mask is not None:
+            window_start, end_key = mask.first[cut.token], mask.end[cut.token]
         return cls(
             q=args.q[cut.token],
             pages=_pages_of(args)[cut.seq],
             kv_index=kv_index,
             window_start=window_start,
             end_key=torch.where(cut.has_token, end_key, 0),
-            cells=None if mask is None else Cells.of(mask, cut, kv_len),
+            cells=Cells.of(mask, cut, kv_len) if isinstance(mask, PackedMask) else None,
         )
 
     def cut(self, first: int, end: int) -> TokenBlocks:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.metadata.error_word import (
     BAD_PARENT,
@@ -135,6 +136,46 @@ def place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: 
         first_key = torch.where(oldest >= 0, start[of_token] + oldest, position - window_left)
         to.window_start.copy_(torch.where(live, first_key, 0))
     _write_tree_cells(sees, before, nodes, to.mask_words.view(torch.uint8))
+
+
+def place_spans(spans: Tensor, to: StepTensors) -> None:
+    """Twin of launch_place_spans; runs outside of recordings."""
+    to.mask_start.copy_(to.kv_len)
+    end = to.q_len.long().cumsum(0)
+    token = torch.arange(len(to.mask_positions), device=to.counts.device)
+    seq = torch.searchsorted(end, token, right=True)
+    live = (token < to.counts[1]) & (seq < len(end))
+    seq = seq.clamp(max=len(end) - 1)
+    place = torch.where(live, to.kv_len[seq] - end[seq] + token, 0)
+    to.mask_positions.copy_(place.clamp(min=0))
+    holds = live & (spans[:, :1] == seq) & (spans[:, 1:2] <= place) & (place < spans[:, 2:])
+    to.span_begin.copy_(torch.where(holds, spans[:, 1:2], 0).sum(0))
+    to.span_end.copy_(torch.where(holds, spans[:, 2:], 0).sum(0))
+
+
+def visible_ranges(step: StepTensors, visibility: Visibility) -> tuple[Tensor, Tensor]:
+    """The first keys and the ends that launch_visible_ranges writes, int32 [T] each; may be recorded."""
+    num_tokens = len(step.position_of_token)
+    live = torch.arange(num_tokens, device=step.counts.device) < step.counts[1]
+    seq, place = step.seq_of_token.long(), step.position_of_token
+    length = step.kv_len[seq]
+    end = place + 1 if visibility.causal else length
+    first = torch.zeros_like(place)
+    if visibility.windowed:
+        first = (place - visibility.window_left).clamp(min=0)
+    if visibility.chunk:
+        first = torch.maximum(first, place - place % visibility.chunk)
+    if visibility.masked and step.mask_start.numel():
+        in_span = (step.span_begin <= place) & (place < step.span_end)
+        has_cells = step.mask_start[seq] < length
+        end = torch.where(in_span, torch.maximum(end, step.span_end), end)
+        end = torch.where(has_cells, length, end)
+        if visibility.spans_pass:
+            first = torch.where(in_span, torch.minimum(first, step.span_begin), first)
+        if visibility.windowed:
+            first = torch.where(has_cells, step.window_start.clamp(min=0), first)
+    end = torch.where(live, torch.minimum(end, length), 0)
+    return torch.minimum(first, end).int(), end.int()
 
 
 def _ancestors(parent: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.refs.attention import TokenBlocks, by_row, by_token, clear, seq_of_tokens, tile_cut
 
 TILE_LEN = 8
@@ -40,7 +40,7 @@ def segment_decode(args: AttendArgs, *, scores: Scores) -> None:
 
 
 def segment_extend(
-    args: AttendArgs, *, scores: Scores, segment_len: int = SEGMENT_LEN, mask: PackedMask | None = None
+    args: AttendArgs, *, scores: Scores, segment_len: int = SEGMENT_LEN, mask: VisibleKeys | None = None
 ) -> None:
     """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rocm_attn.batch.mask import Mask, StepMask, TreeMask
+from rocm_attn.batch.mask import Mask, StepMask, TokenSpans, TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch
@@ -48,7 +48,11 @@ def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
     parts = slice(None, first), slice(first, None)
     whole = batch.mask
-    masks: list[Mask] = [TreeMask(whole.parents[part]) if isinstance(whole, TreeMask) else whole for part in parts]
+    masks: list[Mask] = [whole, whole]
+    if isinstance(whole, TreeMask):
+        masks = [TreeMask(whole.parents[part]) for part in parts]
+    elif isinstance(whole, TokenSpans):
+        masks = [whole.select(np.arange(batch.num_seqs)[part]) for part in parts]
     first_part, second_part = (
         StepBatch(rows[part], kv_len[part], q_len[part], of_half, inputs=inputs, mask=mask, drafts=drafts)
         for part, of_half, inputs, mask in zip(

@@ -1,4 +1,4 @@
-"""StepMask, TreeMask: which keys each new token of a step sees, if causality does not determine it.
+"""StepMask, TreeMask, TokenSpans: which keys new tokens of a step see, if their layers alone do not determine it.
 
 A mask has cells for a sequence's new keys, and for some before them. Cell (t, j) of sequence i, its t-th new token and
 the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit first), where
@@ -8,6 +8,9 @@ the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit f
 
 Keys without cells are seen by all new tokens. Layers whose problem has custom_mask use the mask; the others ignore it.
 In a layer with a window a token sees the keys that its mask shows, from kv_index position - window_left on.
+
+Spans need no cells. Each token sees a range of keys, which follows from its layer and its span
+(kernels/attention/scores.py).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 
 # The bytes that a launch copies are counted in 32 bits, with room for its last stride.
 _MOST_BYTES = 1 << 30
+_LAST_KEY = 2**31 - 1
 # Nodes of a tree, whose cells are counted in 32 bits.
 _MOST_NODES = 1 << 15
 
@@ -150,7 +154,100 @@ class TreeMask:
             )
 
 
-Mask = NoMask | StepMask | TreeMask
+@dataclass(frozen=True, slots=True, eq=False, init=False)
+class TokenSpans:
+    """The mask of a step in which tokens of a span see each other, also those after themselves; the rest is causal.
+
+    A span holds the tokens of an image in a prompt, the first tokens of a prefix-LM, or a block of drafts. All of it
+    must be new in one step: the tokens of an earlier step have not seen those of this one. Whether a span overrides a
+    layer's window is the layer's property: Problem.spans_pass_window.
+
+    spans:  int32 [n, 3], read-only: sequence of the step, kv_index of the first token, one past that of the last;
+            sorted, and without overlaps
+    placed: the same on the runtime's device
+
+    Raises BadBatch.
+    """
+
+    spans: npt.NDArray[np.int32]
+    placed: Tensor
+
+    def __init__(self, spans: npt.ArrayLike, device: torch.device) -> None:
+        given = np.asarray(spans)
+        if given.size == 0:
+            given = np.zeros((0, 3), np.int64)
+        if given.ndim != 2 or given.shape[1] != 3 or given.dtype.kind not in "iu":
+            raise BadBatch(
+                f"spans are {given.dtype} of shape {list(given.shape)}; give integers of shape [n, 3]: sequence, first "
+                "kv_index, end"
+            )
+        seq, first, end = given.T
+        wrong = (seq < 0) | (first < 0) | (first >= end) | (np.maximum(seq, end) > _LAST_KEY)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise BadBatch(
+                f"span {at} is {given[at].tolist()}; give a sequence of the step, and places with 0 <= first < end"
+            )
+        late = (seq[1:] < seq[:-1]) | ((seq[1:] == seq[:-1]) & (first[1:] < end[:-1]))
+        if late.any():
+            at = int(late.argmax())
+            raise BadBatch(
+                f"span {at + 1} is {given[at + 1].tolist()} and the one before it {given[at].tolist()}; sort spans by "
+                "sequence and place, and let none overlap"
+            )
+        kept = given.astype(np.int32)
+        kept.flags.writeable = False
+        object.__setattr__(self, "spans", kept)
+        object.__setattr__(self, "placed", torch.tensor(kept, device=device))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the spans."""
+        return self.placed.device
+
+    def select(self, order: npt.NDArray[np.int_]) -> TokenSpans:
+        """The spans of the sequences at these places, in this order."""
+        seq, places = self.spans[:, 0], np.argsort(order)
+        at = np.searchsorted(order, seq, sorter=places).clip(max=max(len(order) - 1, 0))
+        kept = np.flatnonzero(order[places[at]] == seq) if len(order) else np.arange(0)
+        moved = np.column_stack([places[at[kept]], self.spans[kept, 1:]])
+        return TokenSpans(moved[np.argsort(moved[:, 0], kind="stable")], self.device)
+
+    def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
+        """0: spans need no cells."""
+        return 0
+
+    def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
+        """Refuses spans that are not among the new tokens of a step of these lengths. Raises BadBatch."""
+        seq, first, end = self.spans.T
+        if len(seq) and seq[-1] >= len(kv_len):
+            raise BadBatch(
+                f"span {len(seq) - 1} is of sequence {seq[-1]}, and the step has {len(kv_len)}; give sequences of the "
+                "step, counted from 0"
+            )
+        start = (kv_len - q_len)[seq]
+        outside = (first < start) | (end > kv_len[seq])
+        if outside.any():
+            at = int(outside.argmax())
+            raise BadBatch(
+                f"span {at} is [{first[at]}, {end[at]}) of sequence {seq[at]}, whose new tokens are [{start[at]}, "
+                f"{kv_len[seq[at]]}); a span must lie within them, because its tokens see each other: cut prompts "
+                "between spans, and leave out spans of earlier and later steps"
+            )
+
+
+def spans_of_blocks(
+    kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], block: int, device: torch.device
+) -> TokenSpans:
+    """Spans that cut the new tokens of each sequence into blocks, of `block` tokens each but the last: block drafts."""
+    counts = -(-q_len // block)
+    seq = np.repeat(np.arange(len(q_len)), counts)
+    number = np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = (kv_len - q_len)[seq] + number * block
+    return TokenSpans(np.stack([seq, first, np.minimum(first + block, kv_len[seq])], 1), device)
+
+
+Mask = NoMask | StepMask | TreeMask | TokenSpans
 NO_MASK = NoMask()
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
-from rocm_attn.batch.mask import NO_MASK, Mask, NoMask
+from rocm_attn.batch.mask import NO_MASK, Mask, NoMask, TokenSpans
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
 
@@ -121,6 +121,8 @@ class StepBatch:
         if inputs is not HOST_INPUTS:  # in most steps there is nothing to check
             fewest = inputs.min_q_len(num_seqs, fed, fewest)
         if not isinstance(mask, NoMask):
+            if isinstance(mask, TokenSpans) and not inputs.lengths_on_host:
+                raise BadBatch("spans are places in the KV, so they need the lengths on the host; give them there")
             mask.check(kv, new)
         if isinstance(prefixes, SharedPrefixes):
             _check_beside_prefixes(inputs, mask)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.mask import StepMask, TreeMask
+from rocm_attn.batch.mask import StepMask, TokenSpans, TreeMask
 from rocm_attn.batch.padding import PaddedShape, fits
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import Graph, shape_name
@@ -252,7 +252,7 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """True if the host knows the new tokens, and any mask is of trees: others are packed for their own step alone."""
+    """True if the host knows the new tokens, and any mask has no bits: those are packed for their own step alone."""
     return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
 
 
@@ -278,6 +278,8 @@ def _select(batch: StepBatch, order: npt.NDArray[np.int_]) -> StepBatch:
     mask = batch.mask
     if isinstance(mask, TreeMask):
         mask = TreeMask(mask.parents[torch.from_numpy(order).to(mask.device)])
+    elif isinstance(mask, TokenSpans):
+        mask = mask.select(order)
     return StepBatch(
         batch.rows[order],
         batch.kv_len[order],

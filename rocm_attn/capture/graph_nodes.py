@@ -119,7 +119,7 @@ class NodeCounter:
         kinds = self._runtime.states.recurrent.layers
         of_kind = dict.fromkeys((*self._kinds, *kinds), 0)
         with rows_without_requests(runtime, np.zeros_like(q_len), q_len) as rows, self._staged():
-            batch = as_steps_of(shape, StepBatch(rows, q_len, q_len), torch.Generator())
+            batch = as_steps_of(runtime, shape, StepBatch(rows, q_len, q_len), torch.Generator())
             with runtime.stage(batch, runtime.plan(batch, shape)) as step:
                 calls: list[tuple[Problem | Recurrence, Callable[[], None]]] = []
                 for part in step.parts:

@@ -19,7 +19,7 @@ import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES
-from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.mask import TokenSpans, TreeMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
@@ -33,7 +33,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, SLOTS_OF_ROW, RecurrentLayers, slot_bytes
-from rocm_attn.problem import AllKeys, Indexer, Problem
+from rocm_attn.problem import AllKeys, Indexer, Problem, all_see_cells
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
@@ -262,7 +262,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
     pad_to = PadTo(max(shape.num_seqs, len(q_len)))
     with rows_without_requests(runtime, cached, new) as rows:
         batch = StepBatch(rows, cached + new, new)
-        whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
+        whole = as_steps_of(runtime, shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
             if takes_inputs(runtime, step):
                 runtime.gate.take_inputs(step)
@@ -292,9 +292,14 @@ def rows_without_requests(runtime: AttentionRuntime, cached: Int32Array, new: In
 
 
 def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: _Attend) -> None:
-    """Runs the same tokens as trees of drafts, then accepts drafts and moves K and V."""
+    """Runs the same tokens with spans, and as trees of drafts; then accepts drafts and moves K and V."""
     width, device = max(1, batch.max_q_len), runtime.device
     parents = torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch.num_seqs, width).contiguous()
+    spans = replace(batch, mask=TokenSpans([], device))
+    with runtime.step(spans, runtime.plan(spans, pad_to)) as step:
+        attend(step.parts[0])
+    if not all_see_cells(each.problem for each in runtime.selections):
+        return
     batch = replace(batch, mask=TreeMask(parents))
     with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
         (part,) = step.parts

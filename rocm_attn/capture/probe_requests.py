@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import split_point
 from rocm_attn.batch.inputs import HOST_INPUTS
-from rocm_attn.batch.mask import random_mask, random_trees
+from rocm_attn.batch.mask import random_mask, random_trees, spans_of_blocks
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
@@ -29,11 +29,14 @@ from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.problem import all_see_cells
 from rocm_attn.providers.contract import Baked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import SMALLEST_KV_BUCKET, StepPlan
 
 # Pages that are filled with random values at a time.
+# Tokens of a span in steps of layers that see no cells.
+_BLOCK = 3
 _FILL_PAGES = 512
 
 
@@ -78,7 +81,7 @@ class GraphCandidate:
     def of(cls, runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> GraphCandidate:
         """A graph of a shape for which no step waits. Raises what AttentionRuntime.plan raises."""
         batch = StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), q_len, q_len)
-        batch = as_steps_of(shape, batch, torch.Generator(runtime.device))
+        batch = as_steps_of(runtime, shape, batch, torch.Generator(runtime.device))
         return cls(runtime, runtime.plan(batch, shape), q_len, None)
 
 
@@ -150,7 +153,7 @@ class ProbeRequests:
             if shape.kind.extra is Extra.PREFIXES:
                 yield self._with_random_groups(batch)
             else:
-                yield as_steps_of(shape, batch, self._generator)
+                yield as_steps_of(self._runtime, shape, batch, self._generator)
 
     def _ragged(self, room: ProbeLengths, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Draws lengths of every order of magnitude, one of them in the bucket's upper part.
@@ -334,10 +337,13 @@ def evenly(num_tokens: int, num_seqs: int) -> list[int]:
     return [share + 1] * rest + [share] * (num_seqs - rest)
 
 
-def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator) -> StepBatch:
+def as_steps_of(
+    runtime: AttentionRuntime, shape: PaddedShape, batch: StepBatch, generator: torch.Generator
+) -> StepBatch:
     """Turns a batch with as many new tokens as steps of a shape into such a step.
 
-    It gets a random mask (of trees in halves), or prefixes that no sequence shares, or becomes a round of drafts.
+    It gets a random mask (of trees in halves, of spans if a layer sees no cells), or prefixes that no sequence shares,
+    or becomes a round of drafts.
     """
     if isinstance(shape.drafts, Drafts):
         first = batch.token_ids[: batch.num_seqs * shape.drafts.branches]
@@ -346,6 +352,8 @@ def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator
         return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
     if shape.kind.extra is not Extra.MASK:
         return batch
+    if not all_see_cells(each.problem for each in runtime.selections):
+        return replace(batch, mask=spans_of_blocks(batch.kv_len, batch.q_len, _BLOCK, runtime.device))
     if shape.num_halves > 1:
         return replace(batch, mask=random_trees(batch.q_len, generator))
     # The mask has cells for new keys alone: all masked steps have room for those.

@@ -3,9 +3,10 @@
 out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
-max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 if attention is not causal. With a
-mask it sees the keys that the mask shows, with a window from p - window_left on: p is the position that the mask gives
-it. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
+max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 if attention is not causal. In a
+layer with chunks it sees no key of an earlier chunk. With a mask it sees the keys that the mask shows, with a window
+from p - window_left on: p is the position that the mask gives it. A soft cap comes after the scale, ALiBi's slope *
+(j - i) after the cap; a sink is one more logit without a value.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def attend_sequence(
     if problem.window_left != UNLIMITED_WINDOW:
         position = index if positions is None else positions[:, None]
         hidden = hidden | (key < position - problem.window_left)
+        if problem.chunk:
+            hidden = hidden | (key // problem.chunk < position // problem.chunk)
     scores = scores.masked_fill(hidden, float("-inf"))
     v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # rows that no token sees may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)

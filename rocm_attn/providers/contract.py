@@ -191,6 +191,8 @@ class Limits:
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     page_strides:  True if it reads pages of any strides but the last; if not, it assumes that they are contiguous
     short_kv:      True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    chunks:        True if it serves layers with chunks
+    others:        False if it serves no other layers
     least_window:  the fewest keys of a window that it serves
     aligned_sides: True if it reads only K and V that begin at multiples of 16 bytes (LayerPages.has_aligned_sides)
     least_gqa_ratio: the fewest query heads that share a KV head
@@ -226,6 +228,8 @@ class Limits:
     non_causal: bool = False
     page_strides: bool = False
     short_kv: bool = False
+    chunks: bool = False
+    others: bool = True
     least_window: int = 0
     aligned_sides: bool = False
     least_gqa_ratio: int = 1
@@ -262,6 +266,10 @@ class Limits:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head; at least {self.least_gqa_ratio} must")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
             reasons.append(f"it has no sliding window (window_left {problem.window_left})")
+        if problem.chunk and not self.chunks:
+            reasons.append(f"it has no chunks of keys ({problem.chunk})")
+        if not problem.chunk and not self.others:
+            reasons.append("it serves layers with chunks of keys alone")
         if UNLIMITED_WINDOW != problem.window_left < self.least_window - 1:
             reasons.append(f"a window of {problem.window_left + 1} keys is shorter than its least, {self.least_window}")
         if problem.logits_soft_cap and not self.soft_cap:

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
@@ -49,7 +49,7 @@ class CutExtend(Generic[Tiles]):
 
 
 class Maskable(ABC):
-    """A bound kernel (BoundKernel has the other docstrings) that may also be given a packed mask."""
+    """A bound kernel (BoundKernel has the other docstrings) that may also be given the keys that tokens see."""
 
     __slots__ = ()
 
@@ -69,8 +69,8 @@ class Maskable(ABC):
         self.attend_by(args, None)
 
     @abstractmethod
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attends like `attend`, but by a mask if there is one."""
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
+        """Attends like `attend`, but over these keys if they are given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ class StepOps:
     draft_steps: Callable[[Sequence[StepTensors], Tensor, int], None]  # steps, parents, branches
     # parents, nodes_before, branches, window_left, to
     place_trees: Callable[[Tensor, int, int, int, StepTensors], None]
+    place_spans: Callable[[Tensor, StepTensors], None]  # spans, to
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV

@@ -10,6 +10,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import Schedule, StepBounds
@@ -45,6 +46,25 @@ class ExtendSchedule:
 
 
 @dataclass(frozen=True, slots=True)
+class RangeSchedule:
+    """The ranges of keys that a step's tokens see in a layer: first keys of all tokens, then their ends."""
+
+    visibility: Visibility
+
+    def words(self, shape: PaddedShape) -> int:
+        return 2 * _whole_units(shape.num_tokens)
+
+    @only_launches
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        triton_launches.launch_visible_ranges(step, self.visibility, *self.parts(words, bounds.shape))
+
+    def parts(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+        """First keys and ends, int32 [T] each."""
+        num_tokens = shape.num_tokens
+        return words[:num_tokens], words[_whole_units(num_tokens) :][:num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
 class Schedules:
     """Several schedules of one step, one after the other."""
 
@@ -68,5 +88,9 @@ class Schedules:
 
 
 def _room(part: Schedule, shape: PaddedShape) -> int:
-    # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
-    return round_up(part.words(shape), 4)
+    return _whole_units(part.words(shape))
+
+
+def _whole_units(words: int) -> int:
+    # Of 16 bytes, because Triton compiles a kernel again when a pointer's alignment changes.
+    return round_up(words, 4)

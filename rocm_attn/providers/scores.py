@@ -1,23 +1,22 @@
-"""The scores of a problem and the mask of a step in the form that the project's own kernels take."""
+"""The scores of a problem and the visible keys of a step in the form that the project's own kernels take."""
 
 from __future__ import annotations
 
-from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.scores import Scores
+from torch import Tensor
+
+from rocm_attn.kernels.attention.scores import Scores, Visibility
+from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
 
 
 def scores_of(problem: Problem) -> Scores:
     """The computation of the problem's scores."""
-    return Scores(
-        scale=problem.scale,
-        window_left=problem.window_left,
-        soft_cap=problem.logits_soft_cap,
-        causal=problem.causal,
-    )
+    return Scores(problem.scale, problem.visibility, problem.logits_soft_cap)
 
 
-def packed_mask(step: StepTensors) -> PackedMask:
-    """The mask of a step, packed."""
-    return PackedMask(step.mask_words, step.mask_indptr, step.mask_start, step.window_start)
+def visible_keys(step: StepTensors, visibility: Visibility, first: Tensor, end: Tensor) -> VisibleKeys:
+    """The keys that tokens of a step see, with its cells if it has a mask that counts. first, end: of their ranges"""
+    if not visibility.masked or not step.mask_start.numel():
+        return VisibleKeys(first, end)
+    return PackedMask(first, end, step.mask_words, step.mask_indptr, step.mask_start)

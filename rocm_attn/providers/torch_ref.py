@@ -43,7 +43,7 @@ from rocm_attn.providers.contract import (
     StepBounds,
 )
 from rocm_attn.providers.launches import StepOps
-from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.scores import scores_of, visible_keys
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.torch_sparse import TorchEveryRow
 
@@ -63,6 +63,7 @@ _LIMITS = Limits(
     non_causal=True,
     page_strides=True,
     short_kv=True,
+    chunks=True,
     encodings=tuple(KVEncoding),
     scales=tuple(Scales),
 )
@@ -110,13 +111,15 @@ class TorchExtend(TorchKernel):
 
 @dataclass(frozen=True, slots=True)
 class TorchMasked(TorchKernel):
-    """Any number of new tokens in each sequence; a packed mask says which keys they see."""
+    """Any number of new tokens in each sequence; the step's mask says which keys they see."""
 
     def describe(self) -> str:
         return f"torch.masked({self.problem})"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        attention.paged_extend(args, scores=self.scores, mask=packed_mask(step))
+        visibility = self.scores.visibility
+        mask = visible_keys(step, visibility, *metadata.visible_ranges(step, visibility))
+        attention.paged_extend(args, scores=self.scores, mask=mask)
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:
@@ -197,6 +200,7 @@ def _ops() -> StepOps:
         place_mask=metadata.place_mask,
         draft_steps=metadata.draft_steps,
         place_trees=metadata.place_trees,
+        place_spans=metadata.place_spans,
         table_update=metadata.table_update,
         fill=metadata.fill,
         # If a K with gradients joined the pages, or slots, to its graph, they would keep the graph alive for good.

@@ -8,11 +8,11 @@ from typing import ClassVar
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.refs import segments
+from rocm_attn.kernels.refs import metadata, segments
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.scores import scores_of, visible_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class TorchMaskedSegments:
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         scores = scores_of(self.problem)
-        segments.segment_extend(args, scores=scores, segment_len=self.segment_len, mask=packed_mask(step))
+        mask = visible_keys(step, scores.visibility, *metadata.visible_ranges(step, scores.visibility))
+        segments.segment_extend(args, scores=scores, segment_len=self.segment_len, mask=mask)
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMaskedSegments:

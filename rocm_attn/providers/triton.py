@@ -10,7 +10,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
@@ -27,7 +27,7 @@ from rocm_attn.providers import (
     triton_sparse,
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
-from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, KernelEntry, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -40,7 +40,7 @@ from rocm_attn.providers.tiles import (
     extend_choices_of_table,
     extend_cut,
 )
-from rocm_attn.providers.triton_entries import ARCHS, Masked, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import ARCHS, Ranged, triton_entry, triton_ops
 from rocm_attn.providers.triton_later import triton_launches
 
 _LIMITS = Limits(
@@ -60,6 +60,10 @@ _LIMITS = Limits(
     encodings=tuple(KVEncoding),
     scales=SCALES_BESIDE_ROWS,
 )
+
+# Kernels that read ranges of keys serve chunks, too. Those of steps without a mask serve nothing else.
+_RANGED_LIMITS = replace(_LIMITS, chunks=True)
+_CHUNK_LIMITS = replace(_RANGED_LIMITS, others=False, non_causal=False)
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
@@ -117,7 +121,7 @@ class TritonExtend(MaskableExtend[ExtendTiles]):
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.cut.partials_words(query_rows=self.tiles.query_rows, v_head_dim=self.problem.v_head_dim)
 
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
         triton_launches.launch_paged_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
@@ -183,17 +187,26 @@ def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return _bind_ranged(problem, target, by_cells=True)
+
+
+def _bind_ranged(problem: Problem, target: Target, *, by_cells: bool) -> BoundKernel:
+    """The kernel of steps with ranges of keys. by_cells: whether tokens may see more than causality says, by a mask"""
     codes = codes_of(problem)
 
-    def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
+    def bind(tiles: ExtendTiles, is_short: bool) -> Ranged:
         # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else
         # 1238.
         fits = is_short or (codes is CodeKind.BY_TOKEN and target.is_nvidia)
         tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
-        cut = extend_cut(problem, target, tiles, causal=False)
-        return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))
+        cut = extend_cut(problem, target, tiles, causal=problem.causal and not by_cells)
+        return Ranged(TritonExtend(problem, scores_of(problem), tiles, cut), problem.visibility)
 
     return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
+
+
+def _bind_chunks(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return _bind_ranged(problem, target, by_cells=False)
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
@@ -260,6 +273,19 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Bo
     return _in_turn_or_at_once(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend), target)
 
 
+# The kinds of step that every layer needs a kernel for. That of masked steps serves chunks, too.
+_CHUNK_KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+
+
+def _chunk_entry(kind: StepKind) -> KernelEntry:
+    return triton_entry("triton.chunks", kind, _bind_chunks, limits=_CHUNK_LIMITS)
+
+
+def _segment_chunk_entry(kind: StepKind) -> KernelEntry:
+    bind = triton_segments.bind_masked
+    return triton_entry("triton.segment_chunks", kind, bind, limits=_CHUNK_LIMITS, batch_invariant=True)
+
+
 TRITON = Provider(
     name="triton",
     entries=(
@@ -289,7 +315,7 @@ TRITON = Provider(
             "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True
         ),
         triton_entry("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-        triton_entry("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
+        triton_entry("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
         triton_entry(
             "triton.hopper_shared_prefix",
             StepKind.SHARED,
@@ -329,7 +355,7 @@ TRITON = Provider(
             StepKind.MASKED,
             triton_segments.bind_masked,
             Need.MASK,
-            limits=_LIMITS,
+            limits=_RANGED_LIMITS,
             batch_invariant=True,
         ),
         triton_entry(
@@ -337,6 +363,8 @@ TRITON = Provider(
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
+        *map(_chunk_entry, _CHUNK_KINDS),
+        *map(_segment_chunk_entry, _CHUNK_KINDS),
     ),
     ops=triton_ops,
 )

@@ -9,12 +9,14 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, Schedule, StepBounds
+from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, StepBounds
 from rocm_attn.providers.cut_kernels import Maskable
 from rocm_attn.providers.launches import StepOps
-from rocm_attn.providers.scores import packed_mask
+from rocm_attn.providers.schedules import RangeSchedule, Schedules
+from rocm_attn.providers.scores import visible_keys
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
@@ -28,24 +30,30 @@ INTERPRETED_BFLOAT16 = Fault(
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
-    """A kernel that attends by a packed mask."""
+class Ranged:
+    """A kernel that attends over a range of keys of each token, less those that a mask's cells hide.
+
+    visibility: of the problem
+    """
 
     kernel: Maskable
+    visibility: Visibility
 
     @property
-    def schedule(self) -> Schedule:
-        return self.kernel.schedule
+    def schedule(self) -> Schedules:
+        return Schedules((self.kernel.schedule, RangeSchedule(self.visibility)))
 
     def describe(self) -> str:
-        return f"{self.kernel.describe()} by mask"
+        return f"{self.kernel.describe()} by ranges"
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.kernel.workspace_words(shape)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.kernel.attend_by(args, packed_mask(step))
+        own, words = self.schedule.split(bounds.shape, args.schedule)
+        first, end = RangeSchedule(self.visibility).parts(words, bounds.shape)
+        self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, self.visibility, first, end))
 
 
 def triton_entry(

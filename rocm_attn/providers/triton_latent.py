@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_extend_cut
@@ -37,7 +37,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
-from rocm_attn.providers.triton_entries import ARCHS, Masked, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import ARCHS, Ranged, triton_entry, triton_ops
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
@@ -68,7 +68,7 @@ class LatentDecode(SplitLatents[LatentTiles], Maskable):
         tokens = self.cut.tokens
         return f"triton.latent_decode({self.problem}, {self.tiles}, q_len={tokens.FEWEST}..{tokens.MOST})"
 
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
         triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
@@ -79,7 +79,7 @@ class LatentExtend(MaskableExtend[LatentTiles]):
     def describe(self) -> str:
         return f"triton.latent_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
         triton_launches.launch_latent_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
@@ -118,7 +118,7 @@ class LatentSegmentExtend(MaskableExtend[LatentSegmentTiles]):
     def describe(self) -> str:
         return f"triton.latent_segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
         triton_launches.launch_latent_segment_extend(
             args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask
         )
@@ -178,13 +178,13 @@ def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> Trit
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    most = limits.MOST_SPLIT_TOKENS
-    if scores_of(problem).windowed:
+    most, seen = limits.MOST_SPLIT_TOKENS, problem.visibility
+    if seen.windowed:
         # Keys are split by the window of a sequence's last tokens, and the window of a draft may begin before it.
-        return Masked(_masked_extend(problem, target, min_q_len=1))
+        return Ranged(_masked_extend(problem, target, min_q_len=1), seen)
     few_tiles = latent_decode_tiles_of_table(problem, target, most).of_few_masked_tokens(target.arch)
     few = _decode_in(few_tiles, problem, target, fewest=1, most=most)
-    return TritonMixed(Masked(few), Masked(_masked_extend(problem, target, min_q_len=most + 1)))
+    return TritonMixed(Ranged(few, seen), Ranged(_masked_extend(problem, target, min_q_len=most + 1), seen))
 
 
 def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentExtend:
@@ -216,8 +216,8 @@ def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize) -> La
     return _segment_extend(problem, target, min_q_len=1)
 
 
-def _bind_masked_segments(problem: Problem, target: Target, pool: PoolSize) -> Masked:
-    return Masked(_segment_extend(problem, target, min_q_len=1))
+def _bind_masked_segments(problem: Problem, target: Target, pool: PoolSize) -> Ranged:
+    return Ranged(_segment_extend(problem, target, min_q_len=1), problem.visibility)
 
 
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:

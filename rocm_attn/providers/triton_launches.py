@@ -27,12 +27,14 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_spans import launch_place_spans
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.metadata.visible_ranges import launch_visible_ranges
 from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
@@ -66,6 +68,7 @@ __all__ = [
     "launch_selected_attention",
     "launch_selected_segments",
     "launch_storing_decode",
+    "launch_visible_ranges",
 ]
 
 OPS = StepOps(
@@ -75,6 +78,7 @@ OPS = StepOps(
     place_mask=launch_place_mask,
     draft_steps=launch_draft_steps,
     place_trees=launch_place_trees,
+    place_spans=launch_place_spans,
     table_update=launch_table_update,
     fill=launch_fill,
     store_kv=launch_store_kv,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
@@ -18,7 +18,7 @@ from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of, extend_cut
-from rocm_attn.providers.triton_entries import Masked
+from rocm_attn.providers.triton_entries import Ranged
 from rocm_attn.providers.triton_later import triton_launches
 
 
@@ -75,7 +75,7 @@ class SegmentExtend(MaskableExtend[SegmentTiles]):
             v_head_dim=problem.v_head_dim,
         )
 
-    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
         triton_launches.launch_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
@@ -122,10 +122,11 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     return KernelByTokens(short, other) if short else other
 
 
-def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
-    """Binds deterministic attention of steps with a mask. Raises NoTiles."""
+def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Ranged:
+    """Binds deterministic attention of steps with a mask, or in layers with chunks. Raises NoTiles."""
     tiles = _tiles(problem, target)
-    return Masked(_extend_in(tiles.of_masked_steps() if target.is_nvidia else tiles, problem))
+    extend = _extend_in(tiles.of_masked_steps() if target.is_nvidia else tiles, problem)
+    return Ranged(extend, problem.visibility)
 
 
 def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:

@@ -249,10 +249,16 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
     "pool limit": _pool_limit,
 }
 
+
+def _chunks(limits: Limits) -> str:
+    return ("yes" if limits.others else "only these") if limits.chunks else "no"
+
+
 _SCORES: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
     "window": lambda line: _window(line[0].limits),
+    "chunks": lambda line: _chunks(line[0].limits),
     "soft cap": lambda line: _yes(line[0].limits.soft_cap),
     "sinks": lambda line: _yes(line[0].limits.sinks),
     "ALiBi": lambda line: _yes(line[0].limits.alibi),

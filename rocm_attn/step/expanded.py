@@ -29,6 +29,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
@@ -293,7 +294,7 @@ class PackedAttention:
             schedule=torch.empty(0, dtype=torch.int32, device=q.device),
             workspace=torch.empty(0, dtype=torch.float32, device=q.device),
         )
-        scores = replace(scores_of(self.problem), causal=causal)
+        scores = replace(scores_of(self.problem), visibility=Visibility(causal))
         if q.device.type == "cpu" and not self.target.is_interpreted:
             paged_extend(args, scores=scores)
             return out.float(), lse

@@ -18,6 +18,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
 from rocm_attn.paging.stored_tokens import NO_STORES
+from rocm_attn.problem import require_cells
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.core import StepCore
@@ -184,6 +185,8 @@ class ExternalRuns:
         core = self.core(step.causality)
         if not isinstance(step.mask, NoCells) and not any(p.custom_mask for p in core.kinds.problems):
             raise WrongState("the step has a mask and no layer uses one; build with problems of custom_mask")
+        if not isinstance(step.mask, NoCells):
+            require_cells(core.kinds.problems, "a mask of cells", "leave the mask out")
         if step.lengths.kv_len.device != self._tables.device:
             raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")
 

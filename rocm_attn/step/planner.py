@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
-from rocm_attn.batch.mask import NO_MASK, StepMask
+from rocm_attn.batch.mask import NO_MASK, StepMask, TokenSpans
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import FEW_TOKENS, Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+from rocm_attn.problem import require_cells
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan
@@ -70,6 +71,7 @@ class Planner:
         guards: PlanningGuards,
     ) -> None:
         self.padding = padding
+        self._problems = tuple(selection.problem for selection in selections)
         self._selections, self._device, self._max_kv_len = tuple(selections), device, max_kv_len
         self._longest, self._graph_key = guards.longest(sealed_tensors), guards.graph_key
         entries = [kernel.entry for s in selections for kernel in s.kernels.values()]
@@ -223,8 +225,11 @@ class Planner:
         """Refuses tensors of another device, masks for no layer, and lengths that the host must know and does not."""
         if batch.mask is not NO_MASK and Extra.MASK not in self.padding.extras:
             raise BadBatch("the step has a mask and no layer uses one; build the runtime of problems with custom_mask")
+        if batch.mask is not NO_MASK and not isinstance(batch.mask, TokenSpans):
+            require_cells(self._problems, "a mask of cells or trees", "bring spans, or no mask")
         if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
-            without = [f"no custom_mask: {s.problem}" for s in self._selections if not s.problem.custom_mask]
+            require_cells(self._problems, "drafts with several branches", "draft with one branch")
+            without = [f"no custom_mask: {problem}" for problem in self._problems if not problem.custom_mask]
             if without:  # its drafts would see those of other branches
                 raise Unsupported(
                     f"drafts with {batch.drafts.branches} branches need masks in every layer; build the runtime of "

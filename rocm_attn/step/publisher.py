@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, bytes_of_cells
+from rocm_attn.batch.mask import NO_MASK, StepMask, TokenSpans, TreeMask, bytes_of_cells
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.errors import DeviceFault
@@ -390,6 +390,9 @@ class Publisher:
         elif isinstance(batch.mask, TreeMask):
             for tensors, window_left in step.windows:
                 self._ops.place_trees(batch.mask.parents, 0, 0, window_left, tensors)
+        elif isinstance(batch.mask, TokenSpans):
+            # Every layer's window follows from the places of tokens.
+            self._ops.place_spans(batch.mask.placed, step.tensors)
 
     def disregard(self, num_children: int) -> None:
         """Ignores faults of the inputs that were published last, because their step is not run."""

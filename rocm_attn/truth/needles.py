@@ -193,12 +193,14 @@ class NeedleQueries:
     def of(cls, problem: Problem, first: int, end: int, generator: torch.Generator) -> NeedleQueries:
         """Returns keys for tokens first .. end - 1 of a sequence, which one step stores and which attend to all keys.
 
-        They are keys of _places in turn, and sometimes a hidden one: the last one before the token's window, or the
-        token after it; a visible one if neither exists. A row of several tokens has the place of its last one.
+        They are keys of _places in turn, and sometimes a hidden one: the last one before the token's window or chunk,
+        or the token after it; a visible one if neither exists. A row of several tokens has the place of its last one.
         """
         token, turn = _turns(first, end, problem.num_q_heads, generator.device)
         windowed, of_row = problem.window_left != UNLIMITED_WINDOW, problem.row.tokens
         lowest = (token - problem.window_left).clamp(min=0) if windowed else torch.full_like(token, of_row - 1)
+        if problem.chunk:
+            lowest = torch.maximum(lowest, token - token % problem.chunk)
         highest = (token + 1) // of_row * of_row - 1 if problem.causal else torch.full_like(token, end - 1)
         before, after, sees_none = lowest - of_row, highest + of_row, highest < lowest
         is_hidden = (before >= 0) | (problem.causal & (after < end))

@@ -165,6 +165,26 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
         plain.attention.begin(plain.step(q_len, mask=BoolCells(cells, positions)))
 
 
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("q_len", [[3, 4, 2, 1], [1, 1, 1, 1]], ids=str)
+def test_chunks_are_seen_in_engines_pages(q_len: list[int], device: torch.device, provider: str) -> None:
+    filled = Filled(device, provider, chunk=16)
+    q, first = filled.rows(sum(q_len), Q_HEADS, DIM), 0
+    found, _ = filled.attend(q_len, filled.step(q_len), q)
+    for (k, v), new, length in zip(filled.stored, q_len, filled.kv_len, strict=True):
+        places, keys = np.arange(length - new, length)[:, None], np.arange(length)
+        shown = (keys <= places) & (keys // 16 == places // 16)
+        out, _ = attention(q[first : first + new].double().cpu().numpy(), k, v, scale=SCALE, shown=shown.astype(float))
+        assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5)
+        first += new
+    masked = Filled(device, provider, chunk=16, custom_mask=True)
+    cells = BoolCells(
+        torch.ones(1000, dtype=torch.bool, device=device), torch.zeros(10, dtype=torch.int64, device=device)
+    )
+    with pytest.raises(Unsupported, match="a mask of cells in layers with chunks"):
+        masked.attention.begin(masked.step(q_len, mask=cells))
+
+
 def test_a_mask_of_more_cells_than_can_be_packed_is_refused_in_words() -> None:
     positions = torch.zeros(1, dtype=torch.int64, device="meta")
     with pytest.raises(BadTensor, match="a mask has 2147483648 cells, and at most 2143289344 can be packed"):

@@ -59,6 +59,7 @@ class Tiny:
         split_steps: bool = False,
         shared_prefixes: bool = False,
         custom_mask: bool = False,
+        chunk: int = 0,
         window_left: int = UNLIMITED_WINDOW,
         swa_pages: int = 0,
         deterministic: bool = False,
@@ -67,7 +68,7 @@ class Tiny:
         mask_keys: int = 1024,
     ) -> Tiny:
         """Builds the model. window_left: of a further layer, which is in the SWA space if there is one"""
-        problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
+        problem = replace(small_problem(custom_mask=custom_mask), pool=pool, chunk=chunk)
         problems = [problem] * layers
         if window_left != UNLIMITED_WINDOW:
             problems.append(replace(problem, window_left=window_left))

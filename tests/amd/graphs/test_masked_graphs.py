@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.mask import TreeMask, random_mask
+from rocm_attn.batch.mask import TokenSpans, TreeMask, random_mask
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for, shape_name
@@ -57,6 +57,23 @@ def test_masked_steps_are_captured_ahead(provider: str, device: torch.device) ->
     assert "masked of 2 sequences with 8 tokens" in names
     requests = tiny.admitted(2)
     batch = masked(requests.batch([4, 4]), 0, tiny.runtime.device)
+    rows = runner.run(batch).clone()
+    assert runner.counters.replays == 1
+    assert torch.equal(rows, runner.run_eagerly(batch))
+
+
+@each_provider
+@pytest.mark.parametrize("split_steps", [False, True])
+def test_layers_with_chunks_are_captured_and_checked_with_spans(
+    split_steps: bool, provider: str, device: torch.device
+) -> None:
+    """They serve no cells, with which other masked graphs are checked."""
+    tiny = Tiny.build(device, provider, (2,), (8,), max_num_seqs=2, custom_mask=True, chunk=8, split_steps=split_steps)
+    runner = tiny.runner()
+    assert not runner.capture_all().graphs_off
+    requests = tiny.admitted(2)
+    batch = requests.batch([4, 4])
+    batch = replace(batch, mask=TokenSpans([(0, 0, 3), (1, 1, 4)], tiny.runtime.device))
     rows = runner.run(batch).clone()
     assert runner.counters.replays == 1
     assert torch.equal(rows, runner.run_eagerly(batch))

@@ -17,8 +17,8 @@ from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
-from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores, Visibility
+from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
@@ -80,6 +80,7 @@ class Case:
     spread:          true if q, out and the pages are views with gaps, in an order of dimensions of their own
     window_left, soft_cap, causal: see Scores
     sinks, slopes:   true if the heads have them
+    ranged:          true if each token sees a random range of keys: few, all, or none
     masked:          true if a random packed mask gives each token's position and visible keys: few, all, or none
     mask_keys:       keys before a sequence's new ones that the mask covers, at most; all tokens see those before them
     first_page:      pages of each sequence's row before its keys; nothing: none
@@ -100,6 +101,7 @@ class Case:
     causal: bool = True
     sinks: bool = False
     slopes: bool = False
+    ranged: bool = False
     masked: bool = False
     mask_keys: int = ALL_KEYS
     first_page: Sequence[int] = ()
@@ -139,7 +141,7 @@ class Tensors:
     lse: Tensor
     sinks: Tensor | None
     slopes: Tensor | None
-    mask: PackedMask | None
+    mask: VisibleKeys | None
     first_page: Tensor | None
     reference: Tensor
     reference_lse: Tensor
@@ -196,7 +198,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     pages_of_seq = [-(-length // page_size) for length in case.kv_len]
     num_pages = sum(pages_of_seq) + 4
     num_tokens = sum(case.q_len) + case.tail
-    scores = Scores(head_dim**-0.5, case.window_left, case.soft_cap, case.causal)
+    scores = Scores(head_dim**-0.5, Visibility(case.causal, case.window_left), case.soft_cap)
     sinks = torch.randn(num_q_heads, generator=generator) * 2 if case.sinks else None
     slopes = torch.rand(num_q_heads, generator=generator) if case.slopes else None
 
@@ -217,7 +219,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     reference_lse = torch.full((num_tokens, num_q_heads), float("-inf"), dtype=torch.float64)
     token = 0
     drawn: list[bool] = []
-    window_start: list[int] = []
+    ranges: list[tuple[int, int]] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
         k = k_side.drawn(length, generator)
         v = k.first_columns(v_head_dim) if case.latent else v_side.drawn(length, generator)
@@ -230,11 +232,17 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
             # Starts before the window of the first new token, like windows of drafts.
             first = length - new - max(case.window_left, 0) - 9
             given = torch.randint(first, length, (new,), generator=generator).tolist() if new else []
-            window_start += given
+            ranges += [(start, length) for start in given]
             seen = [
                 [key for key in keys if case.window_left == UNLIMITED_WINDOW or key >= start]
                 for start, keys in zip(given, shown, strict=True)
             ]
+        elif case.ranged:
+            drawn_ranges = [
+                _random_range(case, length, kv_index, generator) for kv_index in range(length - new, length)
+            ]
+            ranges += drawn_ranges
+            seen = [range(*each) for each in drawn_ranges]
         else:
             seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
         unseen = set(range(length)).difference(*seen)
@@ -279,7 +287,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         lse=spread(lse.to(device), (1, 0)),
         sinks=None if sinks is None else sinks.to(device),
         slopes=None if slopes is None else slopes.to(device),
-        mask=_packed(drawn, window_start + [NO_KEY] * case.tail, case, device) if case.masked else None,
+        mask=_visible_keys(case, ranges, drawn, device),
         first_page=torch.tensor(case.first_page, dtype=torch.int32).to(device) if case.first_page else None,
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
@@ -376,6 +384,19 @@ def _visible(case: Case, length: int, kv_index: int) -> range:
     return range(0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1)
 
 
+def _random_range(case: Case, length: int, kv_index: int, generator: torch.Generator) -> tuple[int, int]:
+    """Returns the range of keys of a token: of the window, if there is one, and up to its place if it is causal."""
+    most = kv_index + 1 if case.causal else length
+    least = 0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left)
+    end = [0, most, most, int(torch.randint(least, most + 1, (), generator=generator))][
+        int(torch.randint(4, (), generator=generator))
+    ]
+    # Without a window the first keys are not read; half of the chunks of a window begin where a key block does.
+    first = least + int(torch.randint(max(most - least, 1), (), generator=generator))
+    first = first if torch.rand((), generator=generator) < 0.5 else max(least, most // 64 * 64)
+    return (min(first, end) if case.window_left != UNLIMITED_WINDOW else 0), end
+
+
 def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     """Returns the keys that a token of a masked step sees: none, some of the first half only, some of all, or all."""
     share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
@@ -385,17 +406,31 @@ def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     return keys
 
 
-def _packed(cells: Sequence[bool], window_start: Sequence[int], case: Case, device: torch.device) -> PackedMask:
-    """Returns cells of all sequences as words. Bits after the last are set: a kernel that reads them sees too much."""
+def _visible_keys(
+    case: Case, ranges: Sequence[tuple[int, int]], cells: Sequence[bool], device: torch.device
+) -> VisibleKeys | None:
+    """Returns what a case gives a launcher. Tokens of no sequence see nothing."""
+    if not case.masked and not case.ranged:
+        return None
+    first, end = torch.tensor([*ranges, *[(NO_KEY, 0)] * case.tail], dtype=torch.int32).view(-1, 2).T.contiguous()
+    return _packed(cells, first, end, case, device) if case.masked else VisibleKeys(first.to(device), end.to(device))
+
+
+def _packed(cells: Sequence[bool], first: Tensor, end: Tensor, case: Case, device: torch.device) -> PackedMask:
+    """Returns ranges, and cells of all sequences as words.
+
+    Bits after the last are set: a kernel that reads them sees too much.
+    """
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
     start = [max(length - new - case.mask_keys, 0) for length, new in zip(case.kv_len, case.q_len, strict=True)]
     sizes = [(end - first) * new for first, end, new in zip(start, case.kv_len, case.q_len, strict=True)]
     return PackedMask(
+        first.to(device),
+        end.to(device),
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device),
         torch.tensor([sum(sizes[:seq]) for seq in range(len(sizes) + 1)]).to(device),
         torch.tensor(start, dtype=torch.int32).to(device),
-        torch.tensor(window_start, dtype=torch.int32).to(device),
     )
 
 
@@ -507,7 +542,7 @@ def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: RowSharing, *, min
         return cut
     of_layer = sharing._replace(
         rows=tensors.case.heads[1] // tiles.heads_per_row * tiles.head_blocks(tensors.gqa_ratio),
-        causal=tensors.scores.causal and tensors.mask is None,
+        causal=tensors.scores.causal and not isinstance(tensors.mask, PackedMask),
         window_left=tensors.case.window_left,
     )
     return replace(cut, sharing=of_layer)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.page_watch import PageWatch
@@ -35,6 +36,17 @@ WRITTEN_BY_FILL = (
     "suffix_page",
 )
 _PLACED = ("counts", "kv_len", "q_len", "mask_start", "mask_words", "mask_positions", "window_start")
+SPANNED = ("counts", "kv_len", "q_len", "mask_start", "mask_positions", "span_begin", "span_end")
+READ_BY_RANGES = (
+    "counts",
+    "kv_len",
+    "seq_of_token",
+    "position_of_token",
+    "mask_start",
+    "window_start",
+    "span_begin",
+    "span_end",
+)
 _PACKED = (
     "counts",
     "kv_len",
@@ -119,6 +131,21 @@ def of_place_trees(place: Launch) -> Launch:
 
     def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, branches: int, window_left: int) -> None:
         place(parents, nodes_before, branches, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
+
+    return of_tensors
+
+
+def of_place_spans(place: Launch) -> Launch:
+    """Returns place(spans, *SPANNED)."""
+    return lambda spans, *tensors: place(spans, step_of(dict(zip(SPANNED, tensors, strict=True))))
+
+
+def of_visible_ranges(write: Launch, visibility: Visibility) -> Launch:
+    """Returns write(*READ_BY_RANGES, first, end)."""
+
+    def of_tensors(*tensors: Tensor) -> None:
+        *read, first, end = tensors
+        write(step_of(dict(zip(READ_BY_RANGES, read, strict=True))), visibility, first, end)
 
     return of_tensors
 

@@ -11,7 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.scores import Visibility
+from rocm_attn.kernels.attention.visible_keys import PackedMask
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     Case,
@@ -53,6 +55,15 @@ FEATURES = {
     "few_before_in_a_short_window": {"mask_keys": 5, "window_left": 3, "heads": (6, 2)},
 }
 
+# Without cells a kernel reads ranges alone; with a window also where they begin.
+RANGES = {
+    "causal": {},
+    "any_end": {"causal": False},
+    "window": {"window_left": 20, "heads": (6, 2)},
+    "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "causal": False},
+    "chunk": {"window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
+}
+
 EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", EXTENDS)
 
@@ -63,6 +74,18 @@ def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     tensors = build(replace(MASKED, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
+    run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.fast(1)
+@in_each_way("feature", RANGES, EXTENDS)
+def test_an_extend_over_ranges_equals_the_reference(
+    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """Keys outside every range are NaN."""
+    case = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True, dtype=dtype, **feature)  # type: ignore[arg-type]
+    tensors = build(case, kernel_device)
     run(tensors)
     assert_served(tensors)
 
@@ -108,11 +131,11 @@ def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     """With all bits off, a token's result depends only on the keys before the mask."""
     case = Case([90, 40], [3, 2], heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=0)
     tensors = build(case, kernel_device)
-    assert tensors.mask is not None
+    assert isinstance(tensors.mask, PackedMask)
     tensors.mask.words.zero_()
     run(tensors)
     masked, masked_lse = tensors.out.clone(), tensors.lse.clone()
-    scores = replace(tensors.scores, causal=False)
+    scores = replace(tensors.scores, visibility=Visibility(causal=False))
     before = replace(tensors, case=replace(case, causal=False), kv_len=tensors.mask.start, mask=None, scores=scores)
     run(before)
     torch.testing.assert_close(masked, before.out)
@@ -132,7 +155,7 @@ def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.devi
 def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """This holds with a sink too: without keys there is no output to reduce."""
     tensors = build(replace(MASKED, heads=(2, 1), sinks=True), kernel_device)
-    assert tensors.mask is not None
+    assert isinstance(tensors.mask, PackedMask)
     tensors.mask.words.zero_()
     run(tensors)
     assert (tensors.out == 0).all()
@@ -144,7 +167,7 @@ def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], ker
 def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """One bit less changes the output of its token, and of no other."""
     tensors = build(Case([40], [3], heads=(2, 1), dims=(16, 16), page_size=4, masked=True), kernel_device)
-    assert tensors.mask is not None
+    assert isinstance(tensors.mask, PackedMask)
     pages = tensors.k_pages.nan_to_num(1.0), tensors.v_pages.nan_to_num(1.0)
     words = torch.full_like(tensors.mask.words, -1)
     tensors = replace(tensors, k_pages=pages[0], v_pages=pages[1], mask=replace(tensors.mask, words=words))
@@ -168,10 +191,11 @@ def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], ker
     cells = [key <= length - new + t for length, new in ((9, 9), (40, 4)) for t in range(new) for key in range(length)]
     words = [sum(bit << place for place, bit in enumerate(cells[at : at + 32])) for at in range(0, len(cells), 32)]
     mask = PackedMask(
+        torch.tensor([*range(9), *range(36, 40)], dtype=torch.int32).to(kernel_device),
+        torch.tensor([9] * 9 + [40] * 4, dtype=torch.int32).to(kernel_device),
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(kernel_device),
         torch.tensor([0, 81, 81 + 160]).to(kernel_device),
         torch.zeros(2, dtype=torch.int32).to(kernel_device),
-        torch.tensor([*range(9), *range(36, 40)], dtype=torch.int32).to(kernel_device),
     )
     masked = replace(causal, out=torch.full_like(causal.out, -1.0), mask=mask)
     run(masked)

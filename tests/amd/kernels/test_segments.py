@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
+from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, dtypes
@@ -181,10 +182,11 @@ def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, ke
     ]
     sizes = [q_len * (length - first) for first, length, q_len in zip(start, lengths, new, strict=True)]
     mask = PackedMask(
+        torch.zeros(sum(new), dtype=torch.int32).to(kernel_device),
+        torch.tensor(np.repeat(lengths, new), dtype=torch.int32).to(kernel_device),
         words_of([bit for row in cells for bit in row]).to(kernel_device),
         torch.tensor([0, sizes[0], sum(sizes)]).to(kernel_device),
         torch.tensor(start, dtype=torch.int32).to(kernel_device),
-        torch.zeros(sum(new), dtype=torch.int32).to(kernel_device),
     )
     masked = replace(plain, out=torch.zeros_like(plain.out), lse=torch.zeros_like(plain.lse), mask=mask)
     run_extend(masked, tiles=tiles.of_masked_steps())

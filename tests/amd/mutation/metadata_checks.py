@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
@@ -25,14 +26,16 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_spans import launch_place_spans
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import TAKEN_BY_GRAPH
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.metadata.visible_ranges import launch_visible_ranges
 from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.refs import engine_metadata, page_watch
 from rocm_attn.kernels.refs import metadata as twins
@@ -43,9 +46,11 @@ from tests.amd.kernels.launches_of_tensors import (
     of_draft_steps,
     of_pack_mask,
     of_place_mask,
+    of_place_spans,
     of_place_trees,
     of_publish,
     of_take_inputs,
+    of_visible_ranges,
     of_watch_pages,
 )
 from tests.amd.mutation.fresh_tensors import PAGE_SIZE, garbage, ints
@@ -287,6 +292,41 @@ def draft_steps(memory: Memory) -> None:
         for derive in (launch_draft_steps, twins.draft_steps)
     )
     assert_same(memory, launch, twin, [ints([2, 4, 1, 0])], [kv_len, token_ids, mask_start, parents])
+
+
+def place_spans(memory: Memory) -> None:
+    """Checks spans of three sequences and a pad: more than are read at once, and tokens past the padded ones."""
+    many = [(1, place, place + 1) for place in range(10, 80)]
+    spans = torch.tensor([(0, 7, 9), *many, (2, 0, 1), (2, 1, 3), (5, 0, 9)], dtype=torch.int32)
+    for num_tokens in (90, 40):
+        outputs = [ints([3, 78, 1, 0]), ints([9, 80, 4, 1]), ints([3, 70, 4, 1])]
+        outputs += [garbage(size) for size in (4, num_tokens, num_tokens, num_tokens)]
+        launch, twin = (of_place_spans(place) for place in (launch_place_spans, twins.place_spans))
+        assert_same(memory, launch, twin, [spans], outputs)
+
+
+def visible_ranges(memory: Memory) -> None:
+    """Checks windows, chunks, spans and cells of three sequences, and tokens of none; the second has cells."""
+    q_len, kv_len, tail = [3, 4, 2], [9, 30, 2], 3
+    places = [place for new, length in zip(q_len, kv_len, strict=True) for place in range(length - new, length)]
+    seqs = [seq for seq, new in enumerate(q_len) for _ in range(new)]
+    begins, ends = [0, 7, 7, 0, 0, 0, 0, 0, 0], [0, 9, 9, 1, 1, 1, 1, 2, 2]
+    inputs = [ints([3, 9, 1, 0]), ints(kv_len), ints(seqs + [2] * tail), ints(places + [0] * tail), ints([9, 26, 2])]
+    inputs += [torch.cat([ints(list(each)), garbage(tail)]) for each in (range(-4, 5), begins, ends)]
+    for visibility in (
+        Visibility(masked=True),
+        Visibility(causal=False),
+        Visibility(window_left=2, masked=True, spans_pass=True),
+        Visibility(window_left=6, chunk=8, masked=True),
+        Visibility(window_left=3, chunk=4),
+    ):
+        launch = of_visible_ranges(launch_visible_ranges, visibility)
+        assert_same(memory, launch, of_visible_ranges(_twin_of_ranges, visibility), inputs, [garbage(12), garbage(12)])
+
+
+def _twin_of_ranges(step: StepTensors, visibility: Visibility, first: Tensor, end: Tensor) -> None:
+    for to, values in zip((first, end), twins.visible_ranges(step, visibility), strict=True):
+        to.copy_(values)
 
 
 def place_trees(memory: Memory) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from tests.amd.kernels.attention_cases import Case, Tensors, build
 from tests.amd.mutation.memory import Memory
 
@@ -46,5 +45,5 @@ def attention(memory: Memory, case: Case) -> Tensors:
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     if tensors.mask is not None:
         mask = tensors.mask
-        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.window_start)))
+        placed["mask"] = type(mask)(**{each.name: memory.put(getattr(mask, each.name)) for each in fields(mask)})
     return replace(tensors, **placed)

@@ -12,7 +12,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
 from rocm_attn.kernels.attention.extend import launch_paged_extend
-from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.target import known_target
@@ -99,10 +99,11 @@ def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
     num_tokens = _SEQS * 32
     cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)
     mask = PackedMask(
+        torch.empty(num_tokens, dtype=torch.int32),
+        torch.empty(num_tokens, dtype=torch.int32),
         torch.empty(1 << 16, dtype=torch.int32),
         torch.empty(_SEQS + 1, dtype=torch.int64),
         torch.empty(_SEQS, dtype=torch.int32),
-        torch.empty(num_tokens, dtype=torch.int32),
     )
     args = _args(row, problem, num_tokens, cut.words(num_tokens, _SEQS), 0)
     launch_paged_extend(

@@ -25,6 +25,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.page_watch import PageWatch
+from rocm_attn.kernels.metadata.place_spans import launch_place_spans
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PADS, OWN_TABLE, StepTensors, TableTerms
@@ -171,6 +172,7 @@ def launch_speculative(page_size: int) -> None:
         window_start=ids,
     )
     launch_place_trees(given.parents, 0, 0, 1, step)
+    launch_place_spans(ids[:6].view(2, 3), replace(step, span_begin=ids, span_end=ids))
     launch_draft_steps([step], given.parents, 2)
     for side in _sides_that_move(page_size):
         launch_move_paths(AlikePages.of([side, side]), paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ NUM_TOKENS = 150
 LAYERS: Mapping[str, Problem] = {
     "plain": small_problem(),
     "window_sinks": small_problem(5, window_left=70, has_sinks=True, v_head_dim=24),
+    "chunks": replace(small_problem(has_sinks=True), chunk=48),
     "cap_slopes_fp16": small_problem(16, torch.float16, logits_soft_cap=2.0, has_alibi_slopes=True),
 }
 # Several problems, so that pages, dims and ratios differ; each is served in every way.

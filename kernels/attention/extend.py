@@ -66,7 +66,7 @@ class Operands(NamedTuple):
     k, v:           pages of the first KV head
     line:           the table's first line; table_row: stride between lines
     scale_values:   pointers of the scales of K and of V, see coded.py
-    mask:           a KeysOfStep, or None
+    mask:           a KeysOfStep, of None in steps whose keys causality and the window determine
     logits:         qk_scale, tanh_scale, and the pointer of the slopes or None
     """
 
@@ -137,8 +137,11 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
         edge_block = first_key // K.KEY_BLOCK
     rows = None
-    if x.mask is not None:
+    mask_words = None
+    if x.mask.end is not None:
         rows = keys_of_block(x.mask, seq, first_token, is_row, end_key, G)
+        if x.mask.words is not None:
+            mask_words = rows.words
         edge_block = rows.edge // K.KEY_BLOCK
         if K.WINDOWED:
             first_key = rows.first
@@ -150,7 +153,7 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
     kv = KeyValues(
         k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
     )
-    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, rows)
+    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, rows, mask_words)
     if G.SEGMENT_LEN > 0:
         attend_segments(x, to, query_block, row, done, take, query, kv, seen, edge_block, G)
     else:
@@ -195,7 +198,7 @@ def _attend_blocks(words, done, take, query, kv, seen, edge_block, G: tl.constex
     softmax = nothing_seen(G.QUERY_ROWS, K)
     # With a window all blocks are masked: a loop of its own for the blocks between the edges spills. In a chunk, whose
     # rows begin at one key, there is one edge.
-    if not K.WINDOWED or (seen.rows is not None and seen.rows.words is None):
+    if not K.WINDOWED or (seen.rows is not None and seen.words is None):
         softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
     softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
     return scaled_value_parts(softmax, row_scale(kv.scale_values.v, kv.scale_values.head, C), C)
@@ -305,9 +308,7 @@ def _extend_kernel(
         kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
         vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
-    mask = None
-    if key_end is not None:
-        mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
+    mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
     x = Operands(
         schedule,
         HeadRows(q, q_token, q_head),

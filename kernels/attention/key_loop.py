@@ -97,9 +97,10 @@ class RowKeys(NamedTuple):
     edge:       every row sees the keys of [first, edge)
     first_key:  [rows] the first key of a row's range; not read without a window
     end_key:    [rows] the end of it; 0 for a row without a token
-    words:      of the cell that cells are counted from; None: there are no cells
+    words:      of the cell that cells are counted from
     cell:       [rows] a row's first cell
     start:      the first key that has cells
+    Without cells the last three are not read. No field is None: Triton 3.6 can neither return nor compare such a tuple.
     """
 
     first: Any
@@ -114,12 +115,13 @@ class RowKeys(NamedTuple):
 
 class SeenKeys(NamedTuple):
     """The keys that rows see: keys, a Span of those that some row sees; window_left; RowKeys, or None if causality and
-    the window determine them.
+    the window determine them; the word that their cells are counted from, or None if there are no cells.
     """
 
     keys: Any
     window_left: Any
     rows: Any
+    words: Any
 
 
 def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal: bool, exact: bool) -> KeyGeometry:
@@ -257,7 +259,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
             v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
         if PACKED:
-            bits, more_bits = row_words(seen.rows, block * KEY_BLOCK, K, KEY_BLOCK)
+            bits, more_bits = row_words(seen, block * KEY_BLOCK, K, KEY_BLOCK)
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end

@@ -63,21 +63,22 @@ def bit_is_set(bits, lane):
 
 
 @triton.jit
-def _row_word(rows, first_key, K: tl.constexpr):
+def _row_word(seen, first_key, K: tl.constexpr):
     """A word for each row: bit n says whether it sees key first_key + n. Cells hide keys of the range."""
-    seen = ~_bits_from(rows.end_key - first_key)
-    if rows.words is not None:
-        seen = seen & _cell_bits(rows.words, rows.cell, rows.end_key, first_key, rows.start)
+    rows = seen.rows
+    bits = ~_bits_from(rows.end_key - first_key)
+    if seen.words is not None:
+        bits = bits & _cell_bits(seen.words, rows.cell, rows.end_key, first_key, rows.start)
     if K.WINDOWED:
-        seen = seen & _bits_from(rows.first_key - first_key)
-    return seen
+        bits = bits & _bits_from(rows.first_key - first_key)
+    return bits
 
 
 @triton.jit
-def row_words(rows, first_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
-    """The bits of a block's keys, as one word per row, or as two if it has TWO_WORDS keys. rows: key_loop.RowKeys"""
-    low = _row_word(rows, first_key, K)
-    high = _row_word(rows, first_key + 32, K) if KEY_BLOCK > 32 else low
+def row_words(seen, first_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
+    """The bits of a block's keys, as one word per row, or as two if it has TWO_WORDS keys. seen: key_loop.SeenKeys"""
+    low = _row_word(seen, first_key, K)
+    high = _row_word(seen, first_key + 32, K) if KEY_BLOCK > 32 else low
     return low, high
 
 

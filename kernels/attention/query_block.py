@@ -109,8 +109,9 @@ def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
         row_first = tl.load(step.first + token, mask=is_row, other=0x7FFFFFFF)
         # Tokens of a tree lie at any depth of it: the first key of all rows need not be the first row's.
         first = tl.minimum(tl.maximum(tl.min(row_first, 0), 0), end)
-    words = None
-    cell = row_end  # not read without cells
+    # Not read without cells.
+    words = step.end
+    cell = row_end
     start = 0
     if step.words is not None:
         seq_cell = tl.load(step.indptr + tl.maximum(seq, 0))

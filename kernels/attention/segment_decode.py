@@ -129,7 +129,7 @@ def _segment_decode_kernel(
             kv = KeyValues(k_side, v_side, TableLine(pages, width), scale_values)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
             query = Query(queries, kv_index, logits)
-            seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None)
+            seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None, None)
             for index in range(first, end):
                 acc, maximum, total = attend_segment(window_segment + index, query, kv, seen, kv_len // K.KEY_BLOCK, G)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + q_row

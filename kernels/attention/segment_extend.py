@@ -69,9 +69,7 @@ def _segment_extend_kernel(
     lse_head,
     G: tl.constexpr,
 ):
-    mask = None
-    if key_end is not None:
-        mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
+    mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
     x = Operands(
         schedule,
         HeadRows(q, q_token, q_head),

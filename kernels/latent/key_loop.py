@@ -330,7 +330,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
-            bits, more_bits = row_words(seen.rows, block * KEY_BLOCK, K, KEY_BLOCK)
+            bits, more_bits = row_words(seen, block * KEY_BLOCK, K, KEY_BLOCK)
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end

@@ -106,7 +106,7 @@ def _latent_segment_decode_kernel(
             q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
             query = LatentQuery(q_low, q_high, q_rest, q_rest_high, kv_index, Logits(scaled, tanh_scaled, None))
             rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
-            seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None)
+            seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None, None)
             for index in range(first, end):
                 part = attend_latent_segment(window_segment + index, query, rows, seen, G)
                 low, high, maximum, total = scaled_latents(part, scale_value, K)

@@ -51,7 +51,8 @@ def _visible_ranges_kernel(
     chunk,
     G: tl.constexpr,
 ):
-    token = tl.program_id(0) * G.TOKENS + tl.arange(0, G.TOKENS)
+    TOKENS: tl.constexpr = G.TOKENS
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < num_tokens_padded
     live = inside & (token < tl.load(counts + 1))
     seq = tl.load(seq_of_token + token, mask=live, other=0)
@@ -59,7 +60,7 @@ def _visible_ranges_kernel(
     # Pads read lengths of the first sequence, and use none.
     length = tl.load(kv_len + seq)
     end = place + 1 if G.CAUSAL else length
-    first = tl.zeros([G.TOKENS], tl.int32)
+    first = tl.zeros([TOKENS], tl.int32)
     if G.WINDOWED:
         first = tl.maximum(place - window_left, 0)
     if G.CHUNKED:

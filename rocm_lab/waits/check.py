@@ -9,7 +9,7 @@ from enum import Enum
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.waits.flow import Aged, Conflict, Flight, Flow, Key, State
-from rocm_lab.waits.graph import blocks_of
+from rocm_lab.waits.graph import Block
 from rocm_lab.waits.hazards import Hazard
 from rocm_lab.waits.registers import text_of
 
@@ -65,13 +65,13 @@ class Verdict:
 def check_waits(assembly: Assembly, arch: str) -> Verdict:
     """The verdict on the waits of one kernel for "gfx942" or "gfx950"."""
     try:
-        flow = Flow(assembly, arch, blocks_of(assembly))
+        flow = Flow(assembly, arch)
         found = flow.conflicts()
     except UnknownInstruction as unknown:
         return Verdict(assembly.name, (), (str(unknown),))
     faults, reasons = [], []
     for conflict in found:
-        begins, uses = (assembly.instructions[index].text for index in (conflict.key.index, conflict.user))
+        begins, uses = (assembly.instructions[index].text for index in (conflict.key.begins, conflict.user))
         fault = Fault(begins, _path(flow, conflict), uses, _why(conflict))
         if conflict.key.kind in (Flight.TO_LDS, Flight.LATE, Flight.ARRIVED):
             reasons.append(fault.line())
@@ -96,20 +96,20 @@ def _why(conflict: Conflict) -> str:
 
 def _path(flow: Flow, conflict: Conflict) -> tuple[str, ...]:
     """The shortest list of blocks on which the operation reaches its use in flight."""
-    begins = conflict.key.index
-    number = next(n for n, block in enumerate(flow.blocks) if block.first <= begins < block.last)
-    waiting: deque[tuple[int, int, State, tuple[int, ...]]] = deque([(number, begins, {}, (number,))])
+    begins = conflict.key.begins
+    block = next(each for each in flow.blocks.values() if each.first <= begins < each.last)
+    waiting: deque[tuple[Block, int, State, tuple[str, ...]]] = deque([(block, begins, {}, (block.name,))])
     seen: set[tuple[int, frozenset[tuple[Key, Aged]]]] = set()
     while waiting:
-        number, first, state, path = waiting.popleft()
-        for index in range(first, flow.blocks[number].last):
+        block, first, state, path = waiting.popleft()
+        for index in range(first, block.last):
             held = state.get(conflict.key)
             if index == conflict.user and held and flow.conflict(index, conflict.key, held):
-                return tuple(flow.blocks[each].name for each in path)
-            state = {key: aged for key, aged in flow.step(index, state).items() if key.index == begins}
-        for follower in flow.blocks[number].next_blocks:
+                return path
+            state = {key: aged for key, aged in flow.step(index, state).items() if key.begins == begins}
+        for follower in block.followers:
             entry = follower, frozenset(state.items())
             if state and entry not in seen:
                 seen.add(entry)
-                waiting.append((follower, flow.blocks[follower].first, state, (*path, follower)))
+                waiting.append((flow.blocks[follower], follower, state, (*path, flow.blocks[follower].name)))
     raise AssertionError(f"no path for {conflict}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.waits.counters import CAPACITY, Queue, Wait, queue_of, wait_of
 from rocm_lab.waits.effects import Unit
-from rocm_lab.waits.graph import Block
+from rocm_lab.waits.graph import blocks_of
 from rocm_lab.waits.hazards import OF_MATRICES, ROWS, Facts, Hazard
 from rocm_lab.waits.places import Places
 from rocm_lab.waits.registers import VECTORS
@@ -41,7 +41,7 @@ class Flight(Enum):
 class Key(NamedTuple):
     """One operation in flight: the instruction that began it, and its kind or its row of hazards."""
 
-    index: int
+    begins: int
     kind: Flight | Hazard
 
 
@@ -92,21 +92,23 @@ class Conflict:
 class Flow:
     """The flow through one kernel."""
 
-    def __init__(self, assembly: Assembly, arch: str, blocks: tuple[Block, ...]) -> None:
+    def __init__(self, assembly: Assembly, arch: str) -> None:
         """Raises UnknownInstruction."""
-        self.blocks = blocks
-        self.nodes = [
-            Node(index, Facts.of(instruction, arch)) for index, instruction in enumerate(assembly.instructions)
-        ]
-        self._has_barriers = any(node.is_barrier for node in self.nodes)
-        effects = [node.facts.effects for node in self.nodes]
-        self._places = Places(assembly.instructions, effects, blocks)
+        self.blocks = blocks_of(assembly)
+        self.nodes = {
+            index: Node(index, Facts.of(assembly.instructions[index], arch))
+            for block in self.blocks.values()
+            for index in range(block.first, block.last)
+        }
+        self._has_barriers = any(node.is_barrier for node in self.nodes.values())
+        effects = {index: node.facts.effects for index, node in self.nodes.items()}
+        self._places = Places(assembly.instructions, effects, self.blocks)
 
     def conflicts(self) -> list[Conflict]:
         """All conflicts on all paths, each pair of instructions once."""
         found: list[Conflict] = []
-        for number, state in self._entry_states().items():
-            for index in range(self.blocks[number].first, self.blocks[number].last):
+        for first, state in self._entry_states().items():
+            for index in range(first, self.blocks[first].last):
                 found += self._conflicts_at(index, state)
                 state = self.step(index, state)
         return found
@@ -116,11 +118,11 @@ class Flow:
         entries: dict[int, State] = {0: {}}
         waiting = [0]
         while waiting:
-            number = waiting.pop()
-            after = entries[number]
-            for index in range(self.blocks[number].first, self.blocks[number].last):
+            first = waiting.pop()
+            after = entries[first]
+            for index in range(first, self.blocks[first].last):
                 after = self.step(index, after)
-            for follower in self.blocks[number].next_blocks:
+            for follower in self.blocks[first].followers:
                 joined = _join(entries[follower], after) if follower in entries else after
                 if follower not in entries or joined != entries[follower]:
                     entries[follower] = joined
@@ -139,20 +141,20 @@ class Flow:
         if isinstance(key.kind, Hazard):
             shared = aged.registers & node.concerned.get(key.kind, 0)
             if shared:
-                states = key.kind.states(self.nodes[key.index].facts, node.facts)
+                states = key.kind.states(self.nodes[key.begins].facts, node.facts)
                 if aged.age < states:
                     return Conflict(key, index, shared, states - aged.age)
             return None
         if key.kind is Flight.LOAD:
             effects = node.facts.effects
             # A later load of vector memory writes its registers later.
-            in_order = node.queue is self.nodes[key.index].queue is Queue.VECTOR_MEMORY
+            in_order = node.queue is self.nodes[key.begins].queue is Queue.VECTOR_MEMORY
             shared = aged.registers & (effects.reads | (0 if in_order else effects.writes))
             return Conflict(key, index, shared) if shared else None
         if key.kind is Flight.STORE:
             return Conflict(key, index, 0) if node.is_barrier else None
         is_looked_at = node.reads_lds and (key.kind is not Flight.TO_LDS or not self._has_barriers)
-        return Conflict(key, index, 0) if is_looked_at and not self._places.is_behind(index, key.index) else None
+        return Conflict(key, index, 0) if is_looked_at and not self._places.is_behind(index, key.begins) else None
 
     def step(self, index: int, state: State) -> State:
         """The state after an instruction."""
@@ -182,16 +184,16 @@ class Flow:
             if not node.is_barrier:
                 after[key] = aged
             return
-        queue = self.nodes[key.index].queue
+        queue = self.nodes[key.begins].queue
         assert queue is not None
         capacity = CAPACITY[queue]
         age = aged.age + (node.queue is queue)
         left = node.wait.left(queue)
         if (left is not None and age >= left) or (capacity is not None and age >= capacity):
             if key.kind is Flight.LATE:
-                after[Key(key.index, Flight.ARRIVED)] = Aged(0, 0)
+                after[Key(key.begins, Flight.ARRIVED)] = Aged(0, 0)
         elif node.is_barrier and key.kind is Flight.TO_LDS:
-            _add(after, Key(key.index, Flight.LATE), Aged(age, 0))
+            _add(after, Key(key.begins, Flight.LATE), Aged(age, 0))
         else:
             _add(after, key, Aged(age, aged.registers))
 

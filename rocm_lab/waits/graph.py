@@ -1,4 +1,4 @@
-"""The control-flow graph of a kernel."""
+"""The control-flow graph of a kernel: the code that its first instruction leads to, and no other."""
 
 from __future__ import annotations
 
@@ -14,36 +14,52 @@ _NEVER_GO_ON = ("s_branch", "s_endpgm")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Instructions first to last - 1, which run one after the other, and the blocks that may follow."""
+    """Instructions first to last - 1, which run one after the other, and the first ones of blocks that may follow."""
 
     name: str
     first: int
     last: int
-    next_blocks: tuple[int, ...]
+    followers: tuple[int, ...]
 
 
-def blocks_of(assembly: Assembly) -> tuple[Block, ...]:
-    """The blocks in order; the first is the entry. Raises UnknownInstruction for a branch that leads nowhere known."""
+Graph = dict[int, Block]
+
+
+def blocks_of(assembly: Assembly) -> Graph:
+    """The blocks by their first instruction, the entry with 0 first.
+
+    Raises UnknownInstruction for a branch that leads nowhere known, and for code that has no end.
+    """
     instructions = assembly.instructions
     starts = {0}
     for index, instruction in enumerate(instructions):
         if instruction.name.startswith(_ENDS_A_BLOCK):
             starts |= {index + 1, *(assembly.labels.get(token, 0) for token in instruction.operands)}
-    ordered = sorted(start for start in starts if start < len(instructions))
-    number = {start: block for block, start in enumerate(ordered)}
-    names = {index: label for label, index in reversed(assembly.labels.items())}
-    blocks = []
-    for first, last in zip(ordered, [*ordered[1:], len(instructions)], strict=True):
-        ending = instructions[last - 1]
-        following = []
-        if ending.name.startswith(_BRANCHES):
-            target = assembly.labels.get(ending.operands[0])
-            if target not in number:
-                raise UnknownInstruction(f"the target of {ending.text!r}")
-            following.append(number[target])
-        if ending.name not in _NEVER_GO_ON:
-            if last not in number:
-                raise UnknownInstruction(f"{assembly.name} runs past its last instruction")
-            following.append(number[last])
-        blocks.append(Block(names.get(first, f"instruction {first}"), first, last, tuple(dict.fromkeys(following))))
-    return tuple(blocks)
+    ends = dict(zip(sorted(starts), [*sorted(starts)[1:], len(instructions)], strict=True))
+    names = {index: label for label, index in sorted(assembly.labels.items(), reverse=True)}
+    blocks: Graph = {}
+    waiting = [0]
+    while waiting:
+        first = waiting.pop()
+        if first in blocks:
+            continue
+        if first >= len(instructions):
+            raise UnknownInstruction(f"{assembly.name} runs past its last instruction")
+        last = ends[first]
+        followers = _followers(assembly, last)
+        blocks[first] = Block(names.get(first, f"instruction {first}"), first, last, followers)
+        waiting += followers
+    return blocks
+
+
+def _followers(assembly: Assembly, last: int) -> tuple[int, ...]:
+    ending = assembly.instructions[last - 1]
+    followers = []
+    if ending.name.startswith(_BRANCHES):
+        target = assembly.labels.get(ending.operands[0])
+        if target is None:
+            raise UnknownInstruction(f"the target of {ending.text!r}")
+        followers.append(target)
+    if ending.name not in _NEVER_GO_ON:
+        followers.append(last)
+    return tuple(dict.fromkeys(followers))

@@ -9,7 +9,7 @@ Bounds are of unsigned numbers of 32 bits. A register without bounds can hold an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rocm_lab.simulator.assembly import Instruction
@@ -17,7 +17,7 @@ from rocm_lab.simulator.core import LANES, M0, NUM_SCALAR, NUM_VECTOR
 from rocm_lab.simulator.isa.global_memory import access_size
 from rocm_lab.simulator.operands import register
 from rocm_lab.waits.effects import Effects, Unit
-from rocm_lab.waits.graph import Block
+from rocm_lab.waits.graph import Block, Graph
 
 _LARGEST = (1 << 32) - 1
 # Growing bounds are given up after so many changes of a block's.
@@ -32,6 +32,7 @@ class Bounds(NamedTuple):
 
 
 ANYTHING = Bounds(0, _LARGEST)
+_NOTHING = Bounds(0, 0)
 Values = dict[int, Bounds]
 
 
@@ -39,7 +40,7 @@ def _within(low: int, high: int) -> Bounds:
     return Bounds(low, high) if 0 <= low <= high <= _LARGEST else ANYTHING
 
 
-def _shifted(a: Bounds, by: Bounds, plus: Bounds = Bounds(0, 0)) -> Bounds:
+def _shifted(a: Bounds, by: Bounds, plus: Bounds = _NOTHING) -> Bounds:
     if by.low != by.high:
         return ANYTHING
     return _within((a.low << (by.low & 31)) + plus.low, (a.high << (by.low & 31)) + plus.high)
@@ -79,9 +80,7 @@ _KEEP_SCC = ("s_mov_b32", "s_mov_b64", "s_movk_i32", "s_mul_i32", "s_cselect_b32
 class Places:
     """The places in LDS of a kernel's loads into LDS."""
 
-    def __init__(
-        self, instructions: Sequence[Instruction], effects: Sequence[Effects], blocks: Sequence[Block]
-    ) -> None:
+    def __init__(self, instructions: Sequence[Instruction], effects: Mapping[int, Effects], blocks: Graph) -> None:
         self._instructions = instructions
         self._effects = effects
         self._blocks = blocks
@@ -94,30 +93,28 @@ class Places:
     def _find_ends(self) -> dict[int, int]:
         """Load into LDS -> the byte behind the last one that any lane writes."""
         entries: dict[int, Values] = {0: {}}
-        changes = dict.fromkeys(range(len(self._blocks)), 0)
+        changes = dict.fromkeys(self._blocks, 0)
         waiting = [0]
         while waiting:
-            number = waiting.pop()
-            after = self._after(self._blocks[number], dict(entries[number]), {})
-            for follower in self._blocks[number].next_blocks:
-                before = entries.get(follower)
-                joined = after if before is None else _join(before, after)
-                if joined != before:
-                    changes[follower] += 1
-                    too_often = changes[follower] > _MOST_CHANGES and before is not None
-                    entries[follower] = (
-                        {name: b for name, b in joined.items() if before.get(name) == b}
-                        if too_often and before is not None
-                        else dict(joined)
-                    )
-                    waiting.append(follower)
+            first = waiting.pop()
+            after = self._after(self._blocks[first], entries[first], {})
+            for follower in self._blocks[first].followers:
+                joined = _join(entries[follower], after) if follower in entries else after
+                if joined == entries.get(follower):
+                    continue
+                changes[follower] += 1
+                if changes[follower] > _MOST_CHANGES:
+                    joined = {name: bounds for name, bounds in joined.items() if entries[follower].get(name) == bounds}
+                entries[follower] = joined
+                waiting.append(follower)
         ends: dict[int, int] = {}
-        for number, values in entries.items():
-            self._after(self._blocks[number], dict(values), ends)
+        for first, values in entries.items():
+            self._after(self._blocks[first], values, ends)
         return ends
 
-    def _after(self, block: Block, values: Values, ends: dict[int, int]) -> Values:
+    def _after(self, block: Block, before: Values, ends: dict[int, int]) -> Values:
         """The values at the end of a block; notes the ends of loads into LDS."""
+        values = dict(before)
         compared: Instruction | None = None
         for index in range(block.first, block.last):
             instruction, effects = self._instructions[index], self._effects[index]

@@ -154,7 +154,7 @@ class Flow:
         if key.kind is Flight.STORE:
             return Conflict(key, index, 0) if node.is_barrier else None
         is_looked_at = node.reads_lds and (key.kind is not Flight.TO_LDS or not self._has_barriers)
-        return Conflict(key, index, 0) if is_looked_at and not self._places.is_behind(index, key.begins) else None
+        return Conflict(key, index, 0) if is_looked_at and self._places.may_meet(index, key.begins) else None
 
     def step(self, index: int, state: State) -> State:
         """The state after an instruction."""

@@ -187,7 +187,7 @@ class LateKernel(SimulatedKernel):
                 r"v_(exp|log|rcp|rsq|sqrt)", name
             )
             is_of_lane = name.startswith(("v_readlane", "v_readfirstlane"))
-            needed = int(name.startswith("v_") and (is_of_lane or is_late is not None and bool(is_late)))
+            needed = int(name.startswith("v_") and (is_of_lane or (is_late is not None and bool(is_late))))
         return [(computed.is_vector, row) for row in rows] if computed.age < needed else []
 
     def _matrix_states(self, name: str) -> int:

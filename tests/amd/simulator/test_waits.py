@@ -241,8 +241,7 @@ def test_the_assembler_accepts_every_line(rule: Rule, arch: str) -> None:
     """Triton's, which is LLVM's: registers have the widths that the check reads off them."""
     llvm.init_targets()
     for line in (rule.wait, rule.less):
-        code = "end_of_kernel:\n".join(["", rule.with_line(line)])
-        assert amd.assemble_amdgcn(f".text\n{code}\ns_endpgm\n", "amdgcn-amd-amdhsa", arch, "")
+        assert amd.assemble_amdgcn(f"{rule.with_line(line)}\ns_endpgm\n", "amdgcn-amd-amdhsa", arch, "")
 
 
 RIGHT = {
@@ -253,7 +252,7 @@ RIGHT = {
     + "global_store_dword v0, v2, s[0:1]\n" * 63
     + "v_mov_b32_e32 v3, v1",
     "15 later operations of LDS prove one": "ds_read_b32 v1, v0\n"
-    + "ds_read_b32 v2, v0\n" * 15
+    + "ds_write_b32 v0, v2\n" * 15
     + "v_mov_b32_e32 v3, v1",
     "a chain of products in the same registers": f"{_SMALL}\n{_SMALL}\n{_SMALL}",
     "a scalar value is forwarded": "s_mov_b32 s4, 0\nv_add_u32_e32 v1, s4, v2",
@@ -266,11 +265,11 @@ WRONG = {
     "62 later operations prove nothing": "global_load_dword v1, v0, s[0:1]\n"
     + "global_store_dword v0, v2, s[0:1]\n" * 62
     + "v_mov_b32_e32 v3, v1",
-    "the largest count waits for nothing": "ds_read_b32 v1, v0\n" + "ds_read_b32 v2, v0\n" * 14
+    "the largest count waits for nothing": "ds_read_b32 v1, v0\n" + "ds_write_b32 v0, v2\n" * 14
     + "s_waitcnt vmcnt(63) expcnt(7) lgkmcnt(15)\nv_mov_b32_e32 v3, v1",
     "loads of LDS and of memory have no order": "ds_read_b32 v1, v0\nglobal_load_dword v1, v0, s[0:1]",
     "scalar loads do not fill the counter in order": "s_load_dword s4, s[0:1], 0x0\n"
-    + "ds_read_b32 v2, v0\n" * 20 + "s_mov_b32 s5, s4",
+    + "ds_write_b32 v0, v2\n" * 20 + "s_mov_b32 s5, s4",
     "one of two paths": "global_load_dword v1, v0, s[0:1]\ns_cbranch_scc1 late\ns_waitcnt vmcnt(0)\nlate:\n"
     "v_mov_b32_e32 v2, v1",
     "the next round of a loop": "loop:\nv_add_u32_e32 v2, v1, v2\nglobal_load_dword v1, v0, s[0:1]\ns_cbranch_scc1 loop",

@@ -69,7 +69,7 @@ class Effects:
 # bit of theirs, and cache controls, of which it is not said whether they count in vmcnt. Not to count them proves less.
 _VECTOR_TOO = re.compile(
     r"v_cmpx_\w+_[fiu](?:16|32|64)|v_accvgpr_(?:read|write|mov)_b32|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
-    r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt)_f64"
+    r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt|fmac|div_scale|div_fmas|div_fixup)_f64"
 )
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _CACHE_CONTROLS = ("buffer_wbl2", "buffer_inv")
@@ -155,9 +155,9 @@ def _vector(instruction: Instruction) -> Effects:
     tokens = [registers_of(token) for token in instruction.operands]
     if name in _SWAPS:
         return Effects(Unit.VECTOR, _union(tokens), _union(tokens))
-    count = 2 if op is not None and op.has_mask else 1
+    count = 2 if name.startswith("v_div_scale_") or (op is not None and op.has_mask) else 1
     writes, reads = _union(tokens[:count]), _union(tokens[count:])
-    accumulates = op is not None and op.accumulates
+    accumulates = name.startswith("v_fmac_") or (op is not None and op.accumulates)
     if accumulates or name in _KEEP_A_HALF or instruction.encoding == "dpp" or writes_a_part(instruction):
         reads |= tokens[0]
     if name.startswith("v_div_fmas"):

@@ -51,7 +51,7 @@ def _store(arch: str) -> Simulation:
 KERNELS = {
     "table_update": Mutated("_table_update_kernel", partial(run_check, path="metadata/table_update.py"), 1, 6),
     "store": Mutated("_store_kernel", _store, 3, 4),
-    "decode": Mutated("_decode_kernel", _step(ONE_DECODE), 29, 3),
+    "decode": Mutated("_decode_kernel", _step(ONE_DECODE), 19, 2),
 }
 AT_NIGHT = {
     "store": replace(KERNELS["store"], stride=1),

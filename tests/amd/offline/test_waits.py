@@ -1,0 +1,41 @@
+"""Our compiled kernels wait for all that they use: the static check proves each.
+
+Every run checks the first variants that test_first_variants.py compiles; the night checks every variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from triton.compiler import CompiledKernel
+
+from rocm_lab.simulator.assembly import parse_assembly
+from rocm_lab.waits.check import Word, check_waits
+from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, compiled_kernels, first_kernels, rows_for
+from tests.amd.offline.matrix import ROWS, Row
+
+IN_THIS_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN and row.arch in AMD_ARCHS]
+
+
+def unproved(kernels: Iterable[CompiledKernel], arch: str) -> list[str]:
+    """What the check says of kernels that it does not prove."""
+    found = []
+    for kernel in kernels:
+        verdict = check_waits(parse_assembly(kernel.asm["amdgcn"]), arch)
+        if verdict.word is not Word.PROVED:
+            said = [fault.line() for fault in verdict.faults] + list(verdict.reasons)
+            found.append(f"{verdict.kernel} ({kernel.hash}): {said[0]}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=str(row), marks=pytest.mark.xdist_group(str(row))) for row in IN_THIS_RUN]
+)
+def test_the_first_variant_of_every_kernel_waits_for_what_it_uses(row: Row) -> None:
+    assert not unproved(first_kernels(row).values(), row.arch)
+
+
+@rows_for(AMD_ARCHS)
+def test_every_kernel_waits_for_what_it_uses(row: Row) -> None:
+    assert not unproved(compiled_kernels(row), row.arch)

@@ -1,7 +1,8 @@
 """Waits of our own kernels, each removed or made weaker: what a run with late results shows wrong, the check finds.
 
 Whether a mutant is wrong is no judgement of the check: late_results.py runs it, and the case's own comparison fails, or
-an address strays. Mutants that it does not show wrong are redundant waits, or waits of paths that the run does not take.
+an address strays. Mutants that it does not show wrong are redundant waits, or waits of paths that the run does not
+take.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import pytest
 
 from rocm_lab.simulator import launcher
 from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.kernel import SimulatedKernel
 from rocm_lab.simulator.launcher import ARCHS, Simulation
 from rocm_lab.waits.check import Word, check_waits
+from tests.amd.kernels.attention_cases import Case
 from tests.amd.simulator.check_cases import run_check
 from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
 from tests.amd.simulator.late_results import LateKernel
@@ -40,8 +43,8 @@ class Mutated:
         return self.kernel
 
 
-def _step(case: object) -> Callable[[str], Simulation]:
-    return lambda arch: run_step(arch, case, is_large=False)  # type: ignore[arg-type]
+def _step(case: Case) -> Callable[[str], Simulation]:
+    return lambda arch: run_step(arch, case, is_large=False)
 
 
 def _store(arch: str) -> Simulation:
@@ -72,7 +75,7 @@ AT_NIGHT = {
 def test_every_mutant_that_late_results_show_wrong_is_found(
     mutated: Mutated, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels: dict[str, launcher.SimulatedKernel] = {}
+    kernels: dict[str, SimulatedKernel] = {}
     monkeypatch.setattr(launcher, "_simulated", kernels)
     mutated.run(arch)
     of_run = {name: kernel for name, kernel in kernels.items() if kernel.assembly.name == mutated.kernel}

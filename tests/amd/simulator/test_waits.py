@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from triton._C.libtriton import amd, llvm  # type: ignore[import-untyped]
+from triton._C.libtriton import amd, llvm
 
-from rocm_lab.simulator.assembly import Assembly, parse_instruction
+from rocm_lab.simulator.assembly import Assembly, Instruction, parse_instruction
 from rocm_lab.waits.check import Verdict, Word, check_waits
 
 CDNA3, CDNA4 = "gfx942", "gfx950"
@@ -16,7 +16,7 @@ CDNA3, CDNA4 = "gfx942", "gfx950"
 def assembly_of(code: str) -> Assembly:
     """A kernel of these lines, which ends behind them; "name:" is a label."""
     labels: dict[str, int] = {}
-    instructions = []
+    instructions: list[Instruction] = []
     for line in [*(line.strip() for line in code.strip().splitlines()), "s_endpgm"]:
         if line.endswith(":"):
             labels[line[:-1]] = len(instructions)
@@ -143,9 +143,9 @@ _SINGLE = "v_mfma_f32_16x16x4_f32 v[8:11], v0, v1, v[8:11]"
 # Wait states, as the tables of the two ISA documents have them: 4 passes 7 or 8, 8 passes 11 or 12, SGEMM 8 passes 10.
 HAZARDS = {
     "matrix, vector, 4 passes": _matrix(f"{_SMALL}\nWAIT\nv_mov_b32_e32 v4, v11", 7, "v_mfma", "v_mov", CDNA3),
-    "matrix, vector, 4 passes of CDNA 4": _matrix(f"{_SMALL}\nWAIT\nv_mov_b32_e32 v4, v11", 8, "v_mfma", "v_mov", CDNA4),
+    "matrix, 4 passes of CDNA 4": _matrix(f"{_SMALL}\nWAIT\nv_mov_b32_e32 v4, v11", 8, "v_mfma", "v_mov", CDNA4),
     "matrix, vector, 8 passes": _matrix(f"{_LARGE}\nWAIT\nv_mov_b32_e32 v4, v16", 11, "v_mfma", "v_mov", CDNA3),
-    "matrix, vector, 8 passes of CDNA 4": _matrix(f"{_LARGE}\nWAIT\nv_mov_b32_e32 v4, v16", 12, "v_mfma", "v_mov", CDNA4),
+    "matrix, 8 passes of CDNA 4": _matrix(f"{_LARGE}\nWAIT\nv_mov_b32_e32 v4, v16", 12, "v_mfma", "v_mov", CDNA4),
     "matrix of float32": _matrix(f"{_SINGLE}\nWAIT\nv_mov_b32_e32 v4, v8", 10, "v_mfma", "v_mov"),
     "matrix, 16 passes": _matrix(
         "v_mfma_f32_32x32x2_f32 v[16:31], v0, v1, 0\nWAIT\nv_mov_b32_e32 v4, v31", 18, "v_mfma", "v_mov"
@@ -154,10 +154,12 @@ HAZARDS = {
         "v_mfma_f32_16x16x32_bf16 v[8:11], v[0:3], v[4:7], 0\nWAIT\nv_mov_b32_e32 v4, v8", 8, "v_mfma", "v_mov", CDNA4
     ),
     "matrix of FP8": _matrix(
-        "v_mfma_f32_32x32x16_fp8_fp8 v[16:31], v[0:1], v[2:3], 0\nWAIT\nv_mov_b32_e32 v4, v16", 11, "v_mfma", "v_mov", CDNA3
+        "v_mfma_f32_32x32x16_fp8_fp8 v[16:31], v[0:1], v[2:3], 0\nWAIT\nv_mov_b32_e32 v4, v16",
+        11, "v_mfma", "v_mov", CDNA3,
     ),
     "matrix of FP8 of CDNA 4": _matrix(
-        "v_mfma_f32_16x16x128_f8f6f4 v[16:19], v[0:7], v[8:15], 0\nWAIT\nv_mov_b32_e32 v4, v16", 12, "v_mfma", "v_mov", CDNA4
+        "v_mfma_f32_16x16x128_f8f6f4 v[16:19], v[0:7], v[8:15], 0\nWAIT\nv_mov_b32_e32 v4, v16",
+        12, "v_mfma", "v_mov", CDNA4,
     ),
     "matrix, vector write": _matrix(f"{_SMALL}\nWAIT\nv_mov_b32_e32 v8, 0", 7, "v_mfma", "v_mov", CDNA3),
     "matrix, store": _matrix(f"{_SMALL}\nWAIT\nglobal_store_dword v0, v8, s[0:1]", 7, "v_mfma", "global_store", CDNA3),
@@ -272,7 +274,8 @@ WRONG = {
     + "ds_write_b32 v0, v2\n" * 20 + "s_mov_b32 s5, s4",
     "one of two paths": "global_load_dword v1, v0, s[0:1]\ns_cbranch_scc1 late\ns_waitcnt vmcnt(0)\nlate:\n"
     "v_mov_b32_e32 v2, v1",
-    "the next round of a loop": "loop:\nv_add_u32_e32 v2, v1, v2\nglobal_load_dword v1, v0, s[0:1]\ns_cbranch_scc1 loop",
+    "the next round of a loop":
+    "loop:\nv_add_u32_e32 v2, v1, v2\nglobal_load_dword v1, v0, s[0:1]\ns_cbranch_scc1 loop",
     "fewer operations on one path": "global_load_dword v1, v0, s[0:1]\ns_cbranch_scc1 few\n"
     "global_load_dword v2, v0, s[0:1]\nfew:\ns_waitcnt vmcnt(1)\nv_mov_b32_e32 v3, v1",
     "a hazard across a branch": f"{_SMALL}\ns_cbranch_scc1 used\ns_nop 7\nused:\nv_mov_b32_e32 v1, v8",
@@ -321,7 +324,8 @@ _INTO_LDS = "s_mov_b32 m0, 0\ns_nop 0\nbuffer_load_dword v0, s[0:3], 0 offen lds
 LOADS_INTO_LDS = {
     "waited for before the barrier": (f"{_INTO_LDS}\ns_waitcnt vmcnt(0)\ns_barrier\nds_read_b32 v1, v2", Word.PROVED),
     "not waited for": (f"{_INTO_LDS}\ns_barrier\nds_read_b32 v1, v2", Word.NOT_CHECKED),
-    "waited for after the barrier": (f"{_INTO_LDS}\ns_barrier\ns_waitcnt vmcnt(0)\nds_read_b32 v1, v2", Word.NOT_CHECKED),
+    "waited for after the barrier": (
+        f"{_INTO_LDS}\ns_barrier\ns_waitcnt vmcnt(0)\nds_read_b32 v1, v2", Word.NOT_CHECKED),
     "waited for between two barriers": (
         f"{_INTO_LDS}\ns_barrier\ns_waitcnt vmcnt(0)\ns_barrier\nds_read_b32 v1, v2", Word.PROVED),
     "the newest of two": (

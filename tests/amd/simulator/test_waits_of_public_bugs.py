@@ -63,7 +63,9 @@ BUGS = {
     ),
     # The wait for the input tensor in LDS came too late.
     "ROCm/aiter#3633": PublicBug(
-        f"ds_read_b64 v[2:3], v0\nds_read_b64 v[4:5], v0\nWAIT\n{_PRODUCT}", "s_waitcnt lgkmcnt(1)", "s_waitcnt lgkmcnt(0)"
+        f"ds_read_b64 v[2:3], v0\nds_read_b64 v[4:5], v0\nWAIT\n{_PRODUCT}",
+        "s_waitcnt lgkmcnt(1)",
+        "s_waitcnt lgkmcnt(0)",
     ),
     # A load that comes after an instruction has written its register: it is overwritten.
     "ROCm/rocm-systems#7890": PublicBug(
@@ -77,6 +79,15 @@ BUGS = {
         "s_nop 0",
         "s_waitcnt vmcnt(0)",
         Word.NOT_CHECKED,
+    ),
+    # LLVM's GCNHazardRecognizer looks at a block once: it gives up there on the long way, and forgets the short one.
+    # In our own latent decode, as Triton 3.9.0 compiled a variant of it.
+    "LLVM's visited blocks": PublicBug(
+        "v_mfma_f32_16x16x16_bf16 v[8:11], v[2:3], v[4:5], v[12:15]\ns_cbranch_scc1 short\n"
+        + "v_or_b32_e32 v20, s2, v20\n" * 17
+        + "s_branch short\nshort:\nWAIT\nv_max_f32_e32 v16, v9, v9",
+        "s_setprio 0",
+        "s_nop 6",
     ),
     # Triton's scheduled products: a copy of accumulators before the last product has written them.
     "facebookexperimental/triton#3417": PublicBug(

@@ -38,21 +38,38 @@ _SINGLE_STATES = {8: 10, 16: 18}
 Deliver = Callable[[], None]
 
 
+@dataclass(eq=False)
+class _Store:
+    """A store to LDS that has not arrived; is_in_order: by an LDS instruction, and not by a load into LDS."""
+
+    offsets: Array
+    values: Array
+    wave: int
+    is_in_order: bool = False
+
+
 class _LateLds(Lds):
-    """Keeps stores back until they are delivered. Loads see the wave's own earlier stores, as hardware's do."""
+    """Keeps stores back until they are delivered. A wave's reads come after its own earlier stores, as on hardware."""
 
     def __init__(self, real: Lds) -> None:
         self.real = real
-        self.kept: list[tuple[Array, Array, int]] = []
+        self.pending: list[_Store] = []
 
     def barrier(self) -> None:
         self.real.barrier()
 
     def store(self, offsets: Array, values: Array, wave: int) -> None:
-        self.kept.append((offsets.copy(), values.copy(), wave))
+        self.pending.append(_Store(offsets.copy(), values.copy(), wave))
 
     def load(self, offsets: Array, size: int, wave: int) -> Array:
+        self.deliver([each for each in self.pending if each.wave == wave and each.is_in_order])
         return self.real.load(offsets, size, wave)
+
+    def deliver(self, stores: list[_Store]) -> None:
+        """Writes those of the stores that are still pending."""
+        for each in [each for each in stores if each in self.pending]:
+            self.pending.remove(each)
+            self.real.store(each.offsets, each.values, each.wave)
 
 
 @dataclass(slots=True)
@@ -125,9 +142,11 @@ class LateKernel(SimulatedKernel):
         vector, scalar = core.vector.copy(), core.scalar.copy()
         lds = core.lds
         assert isinstance(lds, _LateLds)
-        lds.kept = []
+        before = len(lds.pending)
         step()
-        kept = lds.kept
+        stores = lds.pending[before:]
+        for each in stores:
+            each.is_in_order = queue is not self._flights[core.wave_number].vm
         changed = np.flatnonzero((vector != core.vector).any(axis=1))
         lanes = vector[changed] != core.vector[changed]
         loaded = core.vector[changed].copy()
@@ -140,8 +159,7 @@ class LateKernel(SimulatedKernel):
             now = core.vector[changed]
             core.vector[changed] = np.where(lanes, loaded, now)
             core.scalar[changed_scalars] = loaded_scalars
-            for offsets, values, wave in kept:
-                lds.real.store(offsets, values, wave)
+            lds.deliver(stores)
 
         queue.append(deliver)
 

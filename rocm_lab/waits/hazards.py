@@ -30,15 +30,14 @@ from rocm_lab.waits.registers import EXEC_BITS, M0_BITS, MODE, SCALARS, VCC_BITS
 # The most wait states that any row asks for: 16 passes and 4 more.
 MOST_STATES = 20
 
-# Passes of a matrix instruction, 4 cycles each: CDNA3 and CDNA4 ISA, tables of section 7; LLVM's SISchedule.td.
-_PASSES = (
-    (r"32x32x64_f8f6f4", 16),
-    (r"16x16x128_f8f6f4", 8),
-    (r"32x32x[12]_?\w*f32|32x32x2_f32", 16),
-    (r"16x16x[14]_f32", 8),
-    (r"32x32x(?:8|16)_(?:f16|bf16|fp8_fp8)", 8),
-    (r"16x16x(?:16|32)_(?:f16|bf16|fp8_fp8)", 4),
-)
+# Passes of a matrix instruction, 4 cycles each: CDNA3 and CDNA4 ISA, tables of section 7; LLVM's SISchedule.td. Of
+# "f8f6f4" those of two matrices of 8 bits.
+_PASSES = {
+    **dict.fromkeys(("16x16x16_f16", "16x16x16_bf16", "16x16x32_f16", "16x16x32_bf16", "16x16x32_fp8_fp8"), 4),
+    **dict.fromkeys(("32x32x8_f16", "32x32x8_bf16", "32x32x16_f16", "32x32x16_bf16", "32x32x16_fp8_fp8"), 8),
+    **dict.fromkeys(("16x16x4_f32", "16x16x128_f8f6f4"), 8),
+    **dict.fromkeys(("32x32x2_f32", "32x32x64_f8f6f4"), 16),
+}
 _TRANSCENDENTAL = re.compile(r"v_(?:exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_(?:legacy_)?f(?:16|32|64)")
 _PERMLANE_SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
 _LANE_READS = ("v_readlane_b32", "v_readfirstlane_b32")
@@ -67,11 +66,10 @@ class Facts:
     @cached_property
     def passes(self) -> int:
         """Passes of a matrix instruction. Raises UnknownInstruction."""
-        shape = re.sub(r"v_mfma_f32_", "", self.name)
-        for pattern, passes in _PASSES:
-            if re.fullmatch(pattern, shape):
-                return passes
-        raise UnknownInstruction(f"the passes of {self.instruction.text!r}")
+        passes = _PASSES.get(self.name.removeprefix("v_mfma_f32_"))
+        if passes is None or "cbsz" in self.instruction.modifiers or "blgp" in self.instruction.modifiers:
+            raise UnknownInstruction(f"the passes of {self.instruction.text!r}")
+        return passes
 
     @property
     def is_xdl(self) -> bool:

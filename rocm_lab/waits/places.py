@@ -194,7 +194,7 @@ class Places:
     def _place(self, index: int, values: Values) -> None:
         """Notes the place of a load into LDS: lane after lane from M0 on. An earlier one counts until all have seen it.
 
-        Source: AMD Instinct MI300 ISA, section 9.1.9 "Memory Buffer Load to LDS".
+        Source: AMD Instinct MI300 ISA, "Memory Buffer Load to LDS".
         """
         start = values.get(NUM_VECTOR + M0, ANYTHING)
         offset = self._instructions[index].number("offset")

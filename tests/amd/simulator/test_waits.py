@@ -8,7 +8,9 @@ import pytest
 from triton._C.libtriton import amd, llvm
 
 from rocm_lab.simulator.assembly import Assembly, Instruction, parse_instruction
+from rocm_lab.simulator.isa import matrix
 from rocm_lab.waits.check import Verdict, Word, check_waits
+from rocm_lab.waits.hazards import Facts
 
 CDNA3, CDNA4 = "gfx942", "gfx950"
 
@@ -318,6 +320,11 @@ def test_what_cannot_be_read_is_not_checked_and_said(code: str, reason: str) -> 
     found = verdict_of(code)
     assert found.word is Word.NOT_CHECKED
     assert reason in found.reasons[0]
+
+
+def test_every_matrix_instruction_of_the_simulator_has_passes() -> None:
+    for name in matrix.BUILDERS:
+        assert Facts.of(parse_instruction(f"{name} v[0:15], v[16:17], v[18:19], 0"), CDNA4).passes in (4, 8, 16)
 
 
 _INTO_LDS = "s_mov_b32 m0, 0\ns_nop 0\nbuffer_load_dword v0, s[0:3], 0 offen lds"

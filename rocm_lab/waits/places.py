@@ -5,8 +5,9 @@ Here a read and a load are apart if their bytes never meet. Registers have bound
 without bounds can hold anything. Paths are kept apart where registers with few values differ, as the number of a buffer
 does, so that a read of one buffer meets the other one's load alone.
 
-A vector register that is written while EXEC may be a part of the lanes keeps its earlier bounds too. EXEC is whole at
-the start, and again where what s_and_saveexec kept of it comes back.
+Bounds are of the active lanes. A vector register that is written while EXEC may be a part of the lanes has its earlier
+bounds in the others, which come back when EXEC may grow. EXEC is whole at the start, and again where what
+s_and_saveexec kept of it comes back.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ _NOTHING = Bounds(0, 0)
 # In place of bounds: all lanes.
 _WHOLE = Bounds(-1, -1)
 _EXEC = NUM_VECTOR + EXEC
-# Registers as in registers.py. Behind them, by the number of the load into LDS: its place, and whether that can change.
-_PLACE, _SETTLED = 10_000, 1_000_000
+# Registers as in registers.py. Behind them their bounds in lanes that are not active; then, by the number of the load
+# into LDS, its place, and whether that can change.
+_INACTIVE, _PLACE, _SETTLED = 1_000, 10_000, 1_000_000
 _ARRIVED, _SHOWN = Bounds(1, 1), Bounds(2, 2)
 Values = dict[int, Bounds]
 
@@ -224,7 +226,6 @@ class Places:
     def _write(self, instruction: Instruction, effects: Effects, found: Bounds, values: Values) -> None:
         """Gives what an instruction writes its new bounds."""
         restored = ANYTHING
-        saved = register(instruction.operands[1]) if "_saveexec_" in instruction.name else None
         if instruction.name in ("s_or_b64", "s_mov_b64") and instruction.operands[0] == "exec":
             kept = register(instruction.operands[-1])
             restored = values.get(NUM_VECTOR + kept.index, ANYTHING) if kept is not None else ANYTHING
@@ -235,7 +236,7 @@ class Places:
             written &= written - 1
             bounds = found if first and not written else ANYTHING
             if name < NUM_VECTOR and not is_whole:
-                bounds = _hull(bounds, values.get(name, ANYTHING))
+                values.setdefault(_INACTIVE + name, values.get(name, ANYTHING))
             if name == _EXEC and restored == _WHOLE:
                 bounds = _WHOLE
             first = False
@@ -243,7 +244,11 @@ class Places:
                 values.pop(name, None)
             else:
                 values[name] = bounds
-        if "_saveexec_" in instruction.name and saved is not None and is_whole:
+        if effects.writes >> _EXEC & 1 and not _narrows(instruction):
+            for name in [name for name in values if _INACTIVE <= name < _PLACE]:
+                bounds = _hull(values.pop(name), values.get(name - _INACTIVE, ANYTHING))
+                values[name - _INACTIVE] = bounds
+        if "_saveexec_" in instruction.name and is_whole:
             kept = register(instruction.operands[0])
             assert kept is not None
             values[NUM_VECTOR + kept.index] = _WHOLE
@@ -277,13 +282,19 @@ def _names_any(compared: Instruction, written: int) -> bool:
     return any(found is not None and written >> (NUM_VECTOR + found.index) & 1 for found in named)
 
 
+def _narrows(instruction: Instruction) -> bool:
+    """True if EXEC becomes a part of what it was."""
+    of_exec = instruction.operands[:2] == ("exec", "exec") and instruction.name in ("s_and_b64", "s_andn2_b64")
+    return of_exec or instruction.name == "s_and_saveexec_b64" or instruction.name.startswith("v_cmpx_")
+
+
 def _stable(values: Values, counted: Mapping[int, set[Bounds]]) -> Values:
     """Without bounds that change too often; of a place any is possible then."""
     stable: Values = {}
     for name, bounds in values.items():
         if len(counted[name]) <= _MOST_VALUES:
             stable[name] = bounds
-        elif _PLACE <= name < _SETTLED:
+        elif _INACTIVE <= name < _SETTLED:
             stable[name] = ANYTHING
     return stable
 
@@ -293,11 +304,11 @@ def _hull(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _hull_of_all(paths: Sequence[Values]) -> Values:
-    """What holds on every path; a load into LDS that some of them have, all have."""
+    """What holds on every path; a load into LDS, and lanes that are not active, that some of them have, all have."""
     joined: Values = {}
     for name in {name for path in paths for name in path}:
         found = [path[name] for path in paths if name in path]
-        if len(found) < len(paths) and not _PLACE <= name < _SETTLED:
+        if len(found) < len(paths) and not _INACTIVE <= name < _SETTLED:
             continue
         if len({*found}) == 1 or (name < _SETTLED and _WHOLE not in found):
             joined[name] = Bounds(min(each.low for each in found), max(each.high for each in found))

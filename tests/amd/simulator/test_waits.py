@@ -347,6 +347,20 @@ LOADS_INTO_LDS = {
         "ds_read_b32 v1, v2 offset:1024", Word.NOT_CHECKED),
     "of one wave, which needs no barrier": (f"{_INTO_LDS}\ns_waitcnt vmcnt(0)\nds_read_b32 v1, v2", Word.PROVED),
     "of one wave, not waited for": (f"{_INTO_LDS}\nds_read_b32 v1, v2", Word.NOT_CHECKED),
+    "an address of the lanes that are active": (
+        f"s_and_saveexec_b64 s[10:11], s[12:13]\nv_mov_b32_e32 v2, 0x400\n{_INTO_LDS}\ns_barrier\nds_read_b32 v1, v2",
+        Word.PROVED,
+    ),
+    "an address that other lanes do not have": (
+        f"s_and_saveexec_b64 s[10:11], s[12:13]\nv_mov_b32_e32 v2, 0x400\ns_or_b64 exec, exec, s[10:11]\n{_INTO_LDS}\n"
+        "s_barrier\nds_read_b32 v1, v2",
+        Word.NOT_CHECKED,
+    ),
+    "an address that all lanes have again": (
+        f"s_and_saveexec_b64 s[10:11], s[12:13]\nv_mov_b32_e32 v3, 0\ns_or_b64 exec, exec, s[10:11]\n"
+        f"v_mov_b32_e32 v2, 0x400\n{_INTO_LDS}\ns_barrier\nds_read_b32 v1, v2",
+        Word.PROVED,
+    ),
     "two buffers in turn": (
         "s_mov_b32 s4, 0\nloop:\ns_add_i32 s5, s4, 1\ns_cmp_lt_i32 s5, 2\ns_cselect_b32 s4, s5, 0\n"
         "s_lshl_b32 s6, s4, 8\ns_mov_b32 m0, s6\ns_nop 0\nbuffer_load_dword v0, s[0:3], 0 offen lds\ns_barrier\n"

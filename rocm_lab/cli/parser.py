@@ -116,4 +116,4 @@ def _add_waits(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_WAITS_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.waits")
-    add_options(parser, (o.FILES, a.JSON))
+    add_options(parser, (o.FILES, o.OBJDUMP, a.JSON))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from rocm_attn.errors import RocmAttnError
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.waits.check import Verdict, Word, check_waits
-from rocm_lab.waits.objects import files_of, kernels_of
+from rocm_lab.waits.objects import OBJDUMPS, files_of, kernels_of
 
 _HASH_CHARACTERS = 12
 
@@ -50,7 +51,8 @@ class CheckedKernel:
 
 def run(options: argparse.Namespace) -> None:
     """Prints a verdict for each kernel. Raises Unwaited after that if one has a fault, BadSetting for bad files."""
-    checked = [each for path in files_of(map(Path, options.files)) for each in _checked(path)]
+    objdumps = (options.objdump,) if options.objdump else OBJDUMPS
+    checked = [each for path in files_of(map(Path, options.files)) for each in _checked(path, objdumps)]
     if options.json:
         print(json.dumps({"kernels": [each.as_json() for each in checked]}, indent=2))
     else:
@@ -62,9 +64,9 @@ def run(options: argparse.Namespace) -> None:
         raise Unwaited(f"{counts[Word.FAULT]} of {len(checked)} kernels use what they have not waited for")
 
 
-def _checked(path: Path) -> list[CheckedKernel]:
+def _checked(path: Path, objdumps: Sequence[str]) -> list[CheckedKernel]:
     try:
-        kernels = kernels_of(path)
+        kernels = kernels_of(path, objdumps)
     except UnknownInstruction as unknown:
         return [CheckedKernel(path, "", "", Verdict(path.name, (), (str(unknown),)))]
     return [CheckedKernel(path, each.arch, each.sha256, check_waits(each.assembly, each.arch)) for each in kernels]

@@ -1,19 +1,17 @@
 """Reads kernels from files: the assembly that Triton keeps next to a code object, or a code object itself.
 
 A code object is read by LLVM's llvm-objdump, which must know its arch (gfx942 since LLVM 17, gfx950 since 20); ROCm's
-own is found too. ROCM_ATTN_LLVM_OBJDUMP names one that is not on the path. Source of the numbers of archs: LLVM's "User
-Guide for AMDGPU Backend", e_flags.
+own is found too. Source of the numbers of archs: LLVM's "User Guide for AMDGPU Backend", e_flags.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,8 @@ from rocm_lab.simulator.faults import UnknownInstruction
 ARCHS = ("gfx942", "gfx950")
 TEXTS, OBJECTS = (".amdgcn", ".s"), (".hsaco", ".co", ".o")
 
-_OBJDUMP_VARIABLE = "ROCM_ATTN_LLVM_OBJDUMP"
-_OBJDUMPS = (
+# Newest first.
+OBJDUMPS = (
     *(f"llvm-objdump-{version}" for version in range(30, 16, -1)),
     "/opt/rocm/llvm/bin/llvm-objdump",
     "llvm-objdump",
@@ -72,8 +70,8 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def kernels_of(path: Path) -> list[CodeKernel]:
-    """The kernels of one file.
+def kernels_of(path: Path, objdumps: Sequence[str] = OBJDUMPS) -> list[CodeKernel]:
+    """The kernels of one file. objdumps: names or paths of llvm-objdump, of which the first that knows the arch is used
 
     Raises BadSetting for another arch and without a disassembler, UnknownInstruction for what cannot be read.
     """
@@ -83,7 +81,7 @@ def kernels_of(path: Path) -> list[CodeKernel]:
         _require_known(path, arch or "another arch")
         assert arch is not None
         sha256 = hashlib.sha256(data).hexdigest()
-        return [CodeKernel(path, arch, sha256, each) for each in parse_disassembly(_disassembled(path, arch))]
+        return [CodeKernel(path, arch, sha256, each) for each in parse_disassembly(_disassembled(path, arch, objdumps))]
     text = data.decode()
     target = re.search(r"^\s*\.amdgcn_target\s+\"\S*?(gfx\w+)", text, re.MULTILINE)
     arch = target[1] if target else "an unknown arch"
@@ -98,10 +96,10 @@ def _require_known(path: Path, arch: str) -> None:
         raise BadSetting(f"{path} is code for {arch}; waits are checked for {' and '.join(ARCHS)}")
 
 
-def _disassembled(path: Path, arch: str) -> str:
+def _disassembled(path: Path, arch: str, objdumps: Sequence[str]) -> str:
     tried = []
-    for name in (os.environ.get(_OBJDUMP_VARIABLE), *_OBJDUMPS):
-        tool = shutil.which(name) if name else None
+    for name in objdumps:
+        tool = shutil.which(name)
         if tool is None:
             continue
         done = subprocess.run([tool, "-d", f"--mcpu={arch}", str(path)], capture_output=True, text=True, check=False)
@@ -110,8 +108,8 @@ def _disassembled(path: Path, arch: str) -> str:
         tried.append(tool)
     of_these = f"{' and '.join(tried)} cannot read" if tried else "no llvm-objdump is found for"
     raise BadSetting(
-        f"{of_these} {path}, code for {arch}; install a newer LLVM and set {_OBJDUMP_VARIABLE}, or give the assembly "
-        f"that Triton keeps in its cache (.amdgcn)"
+        f"{of_these} {path}, code for {arch}; install a newer LLVM and name its tool with --objdump, or give "
+        f"the assembly that Triton keeps in its cache (.amdgcn)"
     )
 
 

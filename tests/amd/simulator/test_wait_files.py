@@ -71,28 +71,29 @@ def test_a_branch_out_of_its_function_is_refused() -> None:
 
 
 def test_a_code_object_is_read_by_the_disassembler_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, tool, file = tmp_path / "text", tmp_path / "objdump", tmp_path / "kernel.co"
     text.write_text(DISASSEMBLED)
     tool.write_text(f'#!/bin/sh\n[ "$1 $2" = "-d --mcpu=gfx950" ] && cat {text}\n')
     tool.chmod(0o755)
     file.write_bytes(code_object(0x4F))
-    monkeypatch.setenv("ROCM_ATTN_LLVM_OBJDUMP", str(tool))
-    kernels = kernels_of(file)
+    kernels = kernels_of(file, [str(tool)])
     assert [(each.arch, each.assembly.name) for each in kernels] == [("gfx950", "kernel"), ("gfx950", "other")]
     assert kernels[0].sha256 == hashlib.sha256(code_object(0x4F)).hexdigest()
+    assert main(["waits", str(file), "--objdump", str(tool)]) == DONE
+    assert "2 kernels: 2 proved" in capsys.readouterr().out
 
 
-def test_without_a_disassembler_that_knows_the_arch_the_reader_is_told_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "kernel.co"
+def test_without_a_disassembler_that_knows_the_arch_the_reader_learns_what_to_do(tmp_path: Path) -> None:
+    file, tool = tmp_path / "kernel.co", tmp_path / "objdump"
     file.write_bytes(code_object(0x4C))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("rocm_lab.waits.objects._OBJDUMPS", ("llvm-objdump",))
-    with pytest.raises(BadSetting, match=r"no llvm-objdump is found for .*set ROCM_ATTN_LLVM_OBJDUMP"):
-        kernels_of(file)
+    with pytest.raises(BadSetting, match=r"no llvm-objdump is found for .*--objdump"):
+        kernels_of(file, [str(tool)])
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    tool.chmod(0o755)
+    with pytest.raises(BadSetting, match=r"objdump cannot read .*--objdump"):
+        kernels_of(file, [str(tool)])
 
 
 def test_another_arch_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is in flight on the counters of gfx9, and what s_waitcnt proves of it.
+"""The counters of gfx9: which operations count, and which of them an s_waitcnt proves complete.
 
 Sources: "AMD Instinct MI300 Instruction Set Architecture" and the one of CDNA4, section 4.4 "Data Dependency
 Resolution":

@@ -179,7 +179,7 @@ class Flow:
         return after
 
     def _keep(self, node: Node, key: Key, aged: Aged, after: State) -> None:
-        """What becomes of an operation of memory."""
+        """Adds an operation of memory to the state after an instruction, if it is still in flight."""
         if key.kind is Flight.ARRIVED:
             if not node.is_barrier:
                 after[key] = aged

@@ -30,8 +30,8 @@ from rocm_lab.waits.registers import EXEC_BITS, M0_BITS, MODE, SCALARS, VCC_BITS
 # The most wait states that any row asks for: 16 passes and 4 more.
 MOST_STATES = 20
 
-# Passes of a matrix instruction, 4 cycles each: CDNA3 and CDNA4 ISA, tables of section 7; LLVM's SISchedule.td. Of
-# "f8f6f4" those of two matrices of 8 bits.
+# Passes of a matrix instruction, 4 cycles each: CDNA3 and CDNA4 ISA, tables of section 7; LLVM's SISchedule.td. Those
+# of "f8f6f4" are for two matrices of 8 bits.
 _PASSES = {
     **dict.fromkeys(("16x16x16_f16", "16x16x16_bf16", "16x16x32_f16", "16x16x32_bf16", "16x16x32_fp8_fp8"), 4),
     **dict.fromkeys(("32x32x8_f16", "32x32x8_bf16", "32x32x16_f16", "32x32x16_bf16", "32x32x16_fp8_fp8"), 8),

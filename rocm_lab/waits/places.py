@@ -304,7 +304,7 @@ def _hull(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _hull_of_all(paths: Sequence[Values]) -> Values:
-    """What holds on every path; a load into LDS, and lanes that are not active, that some of them have, all have."""
+    """Bounds that hold on every path; loads into LDS, and inactive lanes, of any path are those of all."""
     joined: Values = {}
     for name in {name for path in paths for name in path}:
         found = [path[name] for path in paths if name in path]

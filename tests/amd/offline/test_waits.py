@@ -25,7 +25,7 @@ FORGOTTEN_BY_LLVM = "_latent_decode_kernel"
 
 
 def unproved(kernels: Iterable[CompiledKernel], arch: str) -> list[str]:
-    """What the check says of kernels that it does not prove."""
+    """The kernels that the check does not prove, with its first reason for each."""
     found = []
     for kernel in kernels:
         verdict = check_waits(parse_assembly(kernel.asm["amdgcn"]), arch)

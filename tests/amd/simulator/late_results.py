@@ -1,8 +1,8 @@
 """A judge of waits that shares nothing with the check: kernels run in the simulator, and every result arrives late.
 
-What a load, an LDS store or a load into LDS moves arrives when an s_waitcnt, or a full counter, leaves no other way.
-What a matrix or vector instruction computes is not there for the instructions that hardware does not make wait for it,
-before the wait states of the ISA documents are over. Until then a reader sees poison. A kernel whose waits are
+Data of loads, of LDS stores and of loads into LDS arrives when an s_waitcnt, or a full counter, leaves no other way.
+The result of a matrix or vector instruction is hidden from the instructions that hardware does not make wait for it,
+until the wait states of the ISA documents are over. Until then a reader sees poison. A kernel whose waits are
 sufficient on the paths that a run takes gives the same answer; one that uses a result early gives a wrong one, or
 strays.
 
@@ -184,7 +184,7 @@ class LateKernel(SimulatedKernel):
             flights.computed.append(_Computed(rows, is_vector, name))
 
     def _hidden(self, computed: _Computed, instruction: Instruction) -> list[tuple[bool, int]]:
-        """Whether vector, and row: what this instruction does not see yet."""
+        """Rows that this instruction does not see yet, and for each True if it is of vector registers."""
         name = instruction.name
         rows = computed.rows
         if computed.by.startswith("v_mfma"):
@@ -216,7 +216,7 @@ class LateKernel(SimulatedKernel):
 
 
 def _with_poison(core: Core, hidden: list[tuple[bool, int]], step: Step) -> int | None:
-    """Executes an instruction that sees poison in these rows. What it writes there is lost: the late result comes."""
+    """Executes an instruction that sees poison in these rows. The late result overwrites what it writes there."""
     vectors = sorted({row for is_vector, row in hidden if is_vector})
     scalars = sorted({row for is_vector, row in hidden if not is_vector})
     kept, kept_scalars = core.vector[vectors].copy(), core.scalar[scalars].copy()

@@ -1,7 +1,7 @@
 """Waits of our own kernels, each removed or made weaker: what a run with late results shows wrong, the check finds.
 
-Whether a mutant is wrong is no judgement of the check: late_results.py runs it, and the case's own comparison fails, or
-an address strays. Mutants that it does not show wrong are redundant waits, or waits of paths that the run does not
+The check has no say in which mutants are wrong: late_results.py runs them, and the case's own comparison fails, or an
+address strays. Mutants that it does not show wrong are redundant waits, or waits of paths that the run does not
 take.
 """
 

@@ -9,8 +9,9 @@ from triton._C.libtriton import amd, llvm
 
 from rocm_lab.simulator.assembly import Assembly, Instruction, parse_instruction
 from rocm_lab.simulator.isa import matrix
+from rocm_lab.waits import flow
 from rocm_lab.waits.check import Verdict, Word, check_waits
-from rocm_lab.waits.hazards import Facts
+from rocm_lab.waits.hazards import ROWS, Facts, Hazard
 
 CDNA3, CDNA4 = "gfx942", "gfx950"
 
@@ -246,6 +247,12 @@ def test_the_assembler_accepts_every_line(rule: Rule, arch: str) -> None:
     llvm.init_targets()
     for line in (rule.wait, rule.less):
         assert amd.assemble_amdgcn(f"{rule.with_line(line)}\ns_endpgm\n", "amdgcn-amd-amdhsa", arch, "")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+def test_every_row_of_the_table_of_hazards_is_needed_by_a_rule(row: Hazard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "ROWS", tuple(each for each in ROWS if each is not row))
+    assert any(verdict_of(rule.with_line(rule.less), rule.archs[0]).word is Word.PROVED for rule in HAZARDS.values())
 
 
 RIGHT = {

@@ -7,6 +7,7 @@ The page has a table between two marks; the lines of the same source are written
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from rocm_lab.waits.check import Word, check_waits
 from rocm_lab.waits.objects import files_of, kernels_of
 
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end of verdicts -->\n"
+# AITER appends the values of a kernel's constants to its name.
+_CONSTANTS = re.compile(r"_num_query_heads_\d.*")
 _HEAD = """\
 | compiled from | arch | kernel | different codes | proved | not checked | faults |
 |---|---|---|---|---|---|---|
@@ -37,7 +40,8 @@ def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
             code = kernel.arch, _text(kernel.assembly)
             if code not in seen:
                 seen.add(code)
-                counts[kernel.arch, kernel.assembly.name][check_waits(kernel.assembly, kernel.arch).word] += 1
+                name = _CONSTANTS.sub("", kernel.assembly.name)
+                counts[kernel.arch, name][check_waits(kernel.assembly, kernel.arch).word] += 1
     return [
         f"| {source} | {arch} | `{name}` | {sum(found.values())} | {found[Word.PROVED]} | {found[Word.NOT_CHECKED]} | "
         f"{found[Word.FAULT]} |\n"

@@ -59,8 +59,8 @@ KERNELS = {
 AT_NIGHT = {
     "store": replace(KERNELS["store"], stride=1),
     "decode": replace(KERNELS["decode"], stride=1, least_wrong=40),
-    "extend": Mutated("_extend_kernel", _step(ONE_EXTEND), 2, 40),
-    "list": Mutated("_list_kernel", _step(ONE_EXTEND), 2, 10),
+    "extend": Mutated("_extend_kernel", _step(ONE_EXTEND), 2, 25),
+    "list": Mutated("_list_kernel", _step(ONE_EXTEND), 2, 5),
 }
 
 

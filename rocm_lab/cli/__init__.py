@@ -1,1 +1,1 @@
-"""The commands `rocm-attn bench`, `cost`, `replay-step`, `soak` and `tune`."""
+"""The commands `rocm-attn bench`, `cost`, `replay-step`, `soak`, `tune` and `waits`."""

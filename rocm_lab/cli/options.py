@@ -24,3 +24,10 @@ SECONDS = option(
 OUTPUT = option("--output", metavar="FILE", help="file for the rows (ROCM_ATTN_TUNING, or tuning.json in the cache)")
 JOBS = option("--jobs", type=positive, metavar="N", help="processes that compile (all cores but one)")
 DRY_RUN = switch("--dry-run", "list the candidates without running them; needs no GPU")
+OBJDUMP = option("--objdump", metavar="FILE", help="llvm-objdump that knows the code objects' arch (looked for)")
+FILES = option(
+    "files",
+    nargs="+",
+    metavar="FILE",
+    help="assembly of Triton (.amdgcn), a code object (.hsaco, .co; needs llvm-objdump), or a directory",
+)

@@ -25,10 +25,16 @@ examples:
   rocm-attn tune 32x8x128 --page-size 64 --json > tuned.json            32 query heads over 8 KV heads of 128
 """
 
+_WAITS_EXAMPLES = """\
+examples:
+  rocm-attn waits ~/.triton/cache                                        everything that Triton compiled
+  rocm-attn waits fmha_fwd.co --json
+"""
+
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Adds the laboratory's commands to `rocm-attn`."""
-    for add in (_add_tune, _add_cost, _add_replay_step, _add_soak, add_bench):
+    for add in (_add_tune, _add_cost, _add_replay_step, _add_soak, _add_waits, add_bench):
         add(commands)
 
 
@@ -98,3 +104,16 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     recurrent = a.switch("--recurrent", "with recurrent layers: checkpoints of prefixes, drafts that are taken back")
     add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
     add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, recurrent, json))
+
+
+def _add_waits(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "waits",
+        help="check compiled kernels for gfx942 and gfx950 for missing waits and no-ops; needs no GPU",
+        description="Prove for every path of a kernel that registers and LDS are not used before the loads, stores and "
+        "matrix instructions in flight on them are waited for. Exit code 1 if a kernel has a fault.",
+        examples=_WAITS_EXAMPLES,
+    )
+    parser.set_defaults(module="rocm_lab.cli.waits")
+    add_options(parser, (o.FILES, o.OBJDUMP, a.JSON))

@@ -36,7 +36,8 @@ _STORED = ("byte", "byte_d16_hi", "short", "short_d16_hi", "dword", "dwordx2", "
 _POLICIES = ("sc0", "sc1", "nt")
 
 
-def _size(instruction: Instruction) -> int:
+def access_size(instruction: Instruction) -> int:
+    """The bytes that a load or store accesses for each lane."""
     found = re.search(r"_(?:load|store)_(?:lds_)?([a-z]+?(?:x\d)?)(?:_d16\w*)?$", instruction.name)
     assert found is not None, instruction.name
     return _SIZES[found[1]]
@@ -104,7 +105,7 @@ def _load_lanes(core: Core, addresses: Addresses, size: int) -> Array:
 
 
 def _load(context: Context, instruction: Instruction) -> Step:
-    core, size = context.core, _size(instruction)
+    core, size = context.core, access_size(instruction)
     if "lds" in instruction.modifiers:
         return _load_to_lds(context, instruction)
     addresses = memory_addresses(core, instruction, instruction.operands[1:], size)
@@ -127,7 +128,7 @@ def _load(context: Context, instruction: Instruction) -> Step:
 
 def _load_to_lds(context: Context, instruction: Instruction) -> Step:
     """Lane after lane from the LDS offset in M0 on; lanes that are not active leave their place as it is."""
-    core, size = context.core, _size(instruction)
+    core, size = context.core, access_size(instruction)
     addresses = memory_addresses(core, instruction, instruction.operands, size)
     immediate = instruction.number("offset")
     lane_offset = np.arange(LANES) * size
@@ -142,7 +143,7 @@ def _load_to_lds(context: Context, instruction: Instruction) -> Step:
 
 
 def _store(context: Context, instruction: Instruction) -> Step:
-    core, size = context.core, _size(instruction)
+    core, size = context.core, access_size(instruction)
     if instruction.name.startswith("buffer_"):
         value, *rest = instruction.operands
     else:

@@ -20,6 +20,7 @@ from rocm_lab.simulator.isa import (
     vector_integer,
 )
 from rocm_lab.simulator.isa.step import Builder, Context, Step
+from rocm_lab.simulator.isa.vector import VectorOp
 
 _GROUPS = (
     control,
@@ -37,6 +38,8 @@ _GROUPS = (
     matrix,
 )
 BUILDERS: dict[str, Builder] = {name: builder for group in _GROUPS for name, builder in group.BUILDERS.items()}
+# The operands of those that are a row of a table: how many destinations, and whether the destination is read.
+VECTOR_OPS: dict[str, VectorOp] = {**vector_integer.OPS, **vector_float.OPS, **convert.OPS}
 assert len(BUILDERS) == sum(len(group.BUILDERS) for group in _GROUPS), "an instruction is in two groups"
 
 

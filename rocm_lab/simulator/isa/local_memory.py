@@ -30,6 +30,13 @@ def _offsets(instruction: Instruction, size: int) -> list[int]:
     return [instruction.number("offset0") * unit, instruction.number("offset1") * unit]
 
 
+def reach_of(instruction: Instruction) -> tuple[int, int]:
+    """The bytes that a load reads, relative to its address: the first, and the one behind the last."""
+    size = _SIZES[_kind(instruction)[0].partition("_")[0]]
+    offsets = _offsets(instruction, size)
+    return min(offsets), max(offsets) + size
+
+
 def _load(context: Context, instruction: Instruction) -> Step:
     core = context.core
     kind, is_upper_half = _kind(instruction)

@@ -1,0 +1,106 @@
+"""Waits of our own kernels, each removed or made weaker: what a run with late results shows wrong, the check finds.
+
+The check has no say in which mutants are wrong: late_results.py runs them, and the case's own comparison fails, or an
+address strays. Mutants that it does not show wrong are redundant waits, or waits of paths that the run does not
+take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+import pytest
+
+from rocm_lab.simulator import launcher
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
+from rocm_lab.simulator.kernel import SimulatedKernel
+from rocm_lab.simulator.launcher import ARCHS, Simulation
+from rocm_lab.waits.check import Word, check_waits
+from tests.amd.kernels.attention_cases import Case
+from tests.amd.simulator.check_cases import run_check
+from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
+from tests.amd.simulator.late_results import LateKernel
+from tests.amd.simulator.wait_mutants import mutants_of
+
+ONE_DECODE = replace(STEP, kv_len=[40], q_len=[1], heads=(2, 1), dims=(64, 64), dtype=BF16)
+ONE_EXTEND = replace(ONE_DECODE, kv_len=[33], q_len=[9])
+
+
+@dataclass(frozen=True, slots=True)
+class Mutated:
+    """A kernel of a run, of whose mutants each stride-th is tried, and how many of those the judge must show wrong."""
+
+    kernel: str
+    run: Callable[[str], Simulation]
+    stride: int
+    least_wrong: int
+
+    def __str__(self) -> str:
+        return self.kernel
+
+
+def _step(case: Case) -> Callable[[str], Simulation]:
+    return lambda arch: run_step(arch, case, is_large=False)
+
+
+def _store(arch: str) -> Simulation:
+    return run_store(arch, BF16, linear_pools, is_large=False)
+
+
+KERNELS = {
+    "table_update": Mutated("_table_update_kernel", partial(run_check, path="metadata/table_update.py"), 1, 6),
+    "store": Mutated("_store_kernel", _store, 3, 4),
+    "decode": Mutated("_decode_kernel", _step(ONE_DECODE), 19, 2),
+}
+AT_NIGHT = {
+    "store": replace(KERNELS["store"], stride=1),
+    "decode": replace(KERNELS["decode"], stride=1, least_wrong=40),
+    "extend": Mutated("_extend_kernel", _step(ONE_EXTEND), 2, 25),
+    "list": Mutated("_list_kernel", _step(ONE_EXTEND), 2, 5),
+}
+
+
+@pytest.mark.parametrize(
+    "mutated",
+    [
+        *(pytest.param(each, id=name) for name, each in KERNELS.items()),
+        *(pytest.param(each, id=f"all of {name}", marks=pytest.mark.nightly) for name, each in AT_NIGHT.items()),
+    ],
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_mutant_that_late_results_show_wrong_is_found(
+    mutated: Mutated, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: dict[str, SimulatedKernel] = {}
+    monkeypatch.setattr(launcher, "_simulated", kernels)
+    mutated.run(arch)
+    of_run = {name: kernel for name, kernel in kernels.items() if kernel.assembly.name == mutated.kernel}
+    assert of_run
+    tried: Counter[tuple[bool, Word]] = Counter()
+    missed = []
+    for key, kernel in of_run.items():
+        kernels[key] = LateKernel(kernel.assembly, arch)
+        mutated.run(arch)
+        assert check_waits(kernel.assembly, arch).word is Word.PROVED
+        for mutant in islice(mutants_of(kernel.assembly), 0, None, mutated.stride):
+            kernels[key] = LateKernel(mutant.assembly, arch)
+            word = check_waits(mutant.assembly, arch).word
+            is_wrong = _is_wrong(mutated, arch)
+            tried[is_wrong, word] += 1
+            if is_wrong and word is Word.PROVED:
+                missed.append(mutant.name)
+        kernels[key] = kernel
+    assert not missed
+    assert sum(count for (is_wrong, _), count in tried.items() if is_wrong) >= mutated.least_wrong, tried
+
+
+def _is_wrong(mutated: Mutated, arch: str) -> bool:
+    try:
+        mutated.run(arch)
+    except (AssertionError, SimulationFault, UnknownInstruction, OverflowError):
+        return True  # the last two: a descriptor or an address of poison is none that the simulator can read
+    return False

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rocm_attn.batch.mask import StepMask
+from rocm_attn.batch.mask import StepMask, spans_of_blocks
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.errors import DeviceFault, RocmAttnError
 from tests.amd.random_calls.finding import Finding
@@ -64,6 +64,20 @@ def step_with_mask(scene: Scene) -> None:
     bits = torch.from_numpy(np.concatenate([cells, np.full(rng.choice((0, 3)), 255, np.uint8)])).to(scene.device)
     mask = StepMask(bits, scene.ints([position for seq in seqs for position in seq.positions]))
     judged_step(scene, rng.choice((by_hand, by_runner)), "a step with a mask", seqs, scene.batch(seqs, mask=mask))
+    scene.verified = None  # a move would be one of this step, which may be right
+
+
+def step_with_spans(scene: Scene) -> None:
+    """New tokens of a block see each other, and all before it, in layers that take masks."""
+    seqs, block = going_on(scene), scene.rng.randint(1, 3)
+    if not seqs:
+        return
+    for seq in seqs:
+        number = np.arange(len(seq.ids))[:, None] // block
+        seq.shows = np.arange(seq.end) < np.minimum(seq.begin + (number + 1) * block, seq.end)
+    kv_len, q_len = (np.array(each, np.int32) for each in zip(*((seq.end, len(seq.ids)) for seq in seqs), strict=True))
+    batch = scene.batch(seqs, mask=spans_of_blocks(kv_len, q_len, block, scene.device))
+    judged_step(scene, scene.rng.choice((by_hand, by_runner)), f"a step of blocks of {block}", seqs, batch)
     scene.verified = None  # a move would be one of this step, which may be right
 
 

@@ -22,6 +22,7 @@ from tests.amd.random_calls.hostile_verbs import (
     step_of_infinities,
     step_sharing_prefixes,
     step_with_mask,
+    step_with_spans,
     stray_write,
 )
 from tests.amd.random_calls.oracle import UNKNOWN
@@ -261,8 +262,8 @@ VERBS: dict[str, Verb] = {
         store_one, attend_one, old_layers, end, draft_chain, draft_tree, draft_runner, admit, reserve, reserve_all,
         truncate, free, given_to_another, fork, evict, mark_stored, keep, admit_over, drop, look, export_row,
         export_pages, import_row, import_pages, weights, kv_scales, scales_from_scratch, convert, expanded, captures,
-        reopen, unseal, ask, copied, accepted_rows, step_with_mask, step_sharing_prefixes, step_of_infinities,
-        memory_runs_out, stray_write,
+        reopen, unseal, ask, copied, accepted_rows, step_with_mask, step_with_spans, step_sharing_prefixes,
+        step_of_infinities, memory_runs_out, stray_write,
     )
 }  # fmt: skip
 

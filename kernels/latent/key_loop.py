@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.coded import (
@@ -287,6 +290,16 @@ def scaled_latents(softmax, scale_value, K: tl.constexpr):
     return LatentSoftmax(low, high, maximum, total)
 
 
+@constexpr_function
+def _forgets_products() -> bool:
+    """True if a matrix result has to be used before a branch ends: on AMD, and under the interpreter.
+
+    Behind a branch LLVM may forget that it takes time to be there (docs/waits.md, "A fault of the compiler").
+    """
+    target = None if knobs.runtime.interpret else current_target()
+    return target is None or target.backend == "hip"
+
+
 @triton.jit
 def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
     """Adds key blocks [blocks.first, blocks.end) to a softmax state. Only keys that some row sees are loaded.
@@ -307,6 +320,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     # True if some masked blocks show all their keys to all rows, which is tested for each. AMD's compiler moves nothing
     # across that branch: gfx942 keeps 85 registers less with it.
     PARTLY: tl.constexpr = MASKED and K.WIDE and not K.WINDOWED and not PACKED
+    IN_BRANCHES: tl.constexpr = PARTLY and _forgets_products()
     low, high, maximum, total = softmax
     logits = query.logits
     pages = rows.line
@@ -387,7 +401,13 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
                 # Products of a warpgroup are laid out for the code that follows them, but not through a branch: without
                 # one two warpgroups would compute the same scores (Triton 3.6).
                 scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * logits.qk_scale)
+                if IN_BRANCHES:
+                    largest = tl.max(scores, 1)
+            elif IN_BRANCHES:
+                largest = tl.max(scores, 1)
+        if not IN_BRANCHES:
+            largest = tl.max(scores, 1)
+        new_maximum = tl.maximum(maximum, largest * logits.qk_scale)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)

@@ -176,6 +176,8 @@ OPS: dict[str, VectorOp] = {
     "v_mul_hi_i32": _op(partial(_high_product, wide=I64), I32, I32),
     "v_mul_u32_u24": _unsigned(lambda a, b: (a & _24_BITS) * (b & _24_BITS)),
     "v_mul_i32_i24": _unsigned(lambda a, b: (_signed_24(a) * _signed_24(b)).view(U32)),
+    "v_mul_hi_u32_u24": _unsigned(lambda a, b: _high_product(a & _24_BITS, b & _24_BITS, U64)),
+    "v_mul_hi_i32_i24": _unsigned(lambda a, b: _high_product(_signed_24(a), _signed_24(b), I64).view(U32)),
     "v_mad_u32_u24": _unsigned(lambda a, b, c: (a & _24_BITS) * (b & _24_BITS) + c, 3),
     "v_mad_i32_i24": _unsigned(lambda a, b, c: (_signed_24(a) * _signed_24(b)).view(U32) + c, 3),
     "v_mad_u64_u32": VectorOp(U64, (U32, U32, U64), _mad_64, has_mask=True),

@@ -74,6 +74,8 @@ def random_words() -> Array:
         ("v_or_b32", [12, 3], 15),
         ("v_xor_b32", [12, 10], 6),
         ("v_mul_i32_i24", [0xFFFFFF, 3], MINUS_1 - 2),
+        ("v_mul_hi_i32_i24", [0xFFFFFF, 3], MINUS_1),
+        ("v_mul_hi_u32_u24", [0xABFFFFFF, 0xFFFFFF], 0xFFFF),
         ("v_accvgpr_read_b32", [7], 7),
         ("v_add_u16", [0xABCDFFFF, 3], 2),
         ("v_sub_u16", [1, 3], 0xFFFE),

@@ -503,13 +503,12 @@ class Scheduler:
         staying = [held for held in self._running if held.level <= newcomer.level]
         if len(staying) >= self._max_batch_size:
             return False
-        rows = np.array([held.row for held in staying], np.int32)
-        for pages in self._table.spaces:
+        rows, claimed = np.array([held.row for held in staying], np.int32), self._claimed(staying)
+        for space, pages in enumerate(self._table.spaces):
             needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
-            claimed = sum(self._pages_to_come(held, pages) for held in staying)
             is_held = np.zeros(pages.pages.num_pages, np.bool_)
             is_held[pages.entries_host[rows]] = True
-            if needed + claimed + np.count_nonzero(is_held[RESERVED_PAGE + 1 :]) > pages.num_usable_pages:
+            if needed + claimed[space] + np.count_nonzero(is_held[RESERVED_PAGE + 1 :]) > pages.num_usable_pages:
                 return False
         return True
 

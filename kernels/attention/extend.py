@@ -137,11 +137,8 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
         edge_block = first_key // K.KEY_BLOCK
     rows = None
-    mask_words = None
     if x.mask.end is not None:
         rows = keys_of_block(x.mask, seq, first_token, is_row, end_key, G)
-        if x.mask.words is not None:
-            mask_words = rows.words
         edge_block = rows.edge // K.KEY_BLOCK
         if K.WINDOWED:
             first_key = rows.first
@@ -153,7 +150,7 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
     kv = KeyValues(
         k_side, v_side, TableLine(pages, x.line.width), ScalePointers(x.scale_values.k, x.scale_values.v, kv_head)
     )
-    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, rows, mask_words)
+    seen = SeenKeys(KeyRange(first_key, end_key), x.window_left, rows, x.mask.words)
     if G.SEGMENT_LEN > 0:
         attend_segments(x, to, query_block, row, done, take, query, kv, seen, edge_block, G)
     else:

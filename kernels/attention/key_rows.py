@@ -14,6 +14,7 @@ from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.cache.layer_pages import NEAR
 
 _NEAR = tl.constexpr(NEAR)
@@ -27,8 +28,7 @@ def lie_in_one_page(args: AttendArgs, key_block: int) -> bool:
 @constexpr_function
 def are_read_by_page(in_one_page: bool) -> bool:
     """True if kernels read keys by page: if they lie in one, on AMD and under the interpreter. NVIDIA gains nothing."""
-    target = None if knobs.runtime.interpret else current_target()
-    return in_one_page and (target is None or target.backend == "hip")
+    return in_one_page and not on_nvidia()
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def _row_word(seen, first_key, K: tl.constexpr):
     rows = seen.rows
     bits = ~_bits_from(rows.end_key - first_key)
     if seen.words is not None:
-        bits = bits & _cell_bits(seen.words, rows.cell, rows.end_key, first_key, rows.start)
+        bits = bits & _cell_bits(rows.words, rows.cell, rows.end_key, first_key, rows.start)
     if K.WINDOWED:
         bits = bits & _bits_from(rows.first_key - first_key)
     return bits

@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.target_info import current_target, is_hip_cdna3
+from triton.language.target_info import is_hip_cdna3
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention import scores
+from rocm_attn.kernels.backend import on_nvidia
 
 LOG2_E = tl.constexpr(scores.LOG2_E)
 LN_2 = tl.constexpr(scores.LN_2)
@@ -31,8 +32,7 @@ def has_tanh(dtype: tl.dtype) -> bool:
 
     Rows of float32 keep the form above, whose error is that of float32.
     """
-    target = None if knobs.runtime.interpret else current_target()
-    return target is not None and target.backend == "cuda" and dtype.primitive_bitwidth == 16
+    return bool(on_nvidia() and dtype.primitive_bitwidth == 16)
 
 
 @triton.jit

@@ -188,18 +188,15 @@ def _latent_decode_kernel(
             first = window_block + first_block
             end = window_block + end_block
             seen_rows = None
-            block_words = None
             if visible_end is not None:
                 mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
                 seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
-                if mask_words is not None:
-                    block_words = seen_rows.words
                 # Every row sees the keys before the edge, in a loop like that of steps without a mask.
                 edge = tl.minimum(tl.maximum(seen_rows.edge // K.KEY_BLOCK, first), end)
                 seen = SeenKeys(KeyRange(first_key, end_key), window_left, None, None)
                 softmax = attend_latents(softmax, query, rows, seen, KeyRange(first, edge), K, True, G.STAGES)
                 first = edge
-            seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, block_words)
+            seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, mask_words)
             softmax = attend_latents(softmax, query, rows, seen, KeyRange(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, scale_value, K)
             # Computed again, not kept: the accumulators leave no registers to keep them in.

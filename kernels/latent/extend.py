@@ -108,12 +108,9 @@ def _latent_extend_kernel(
             first_key = tl.maximum(first_kv_index - window_left, 0)
             edge_block = first_key // K.KEY_BLOCK
         seen_rows = None
-        block_words = None
         if RANGED:
             mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
             seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
-            if mask_words is not None:
-                block_words = seen_rows.words
             edge_block, end_key = seen_rows.edge // K.KEY_BLOCK, seen_rows.end
         scale_value = row_scale(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
@@ -122,7 +119,7 @@ def _latent_extend_kernel(
         logits = Logits(scaled, tanh_scaled, None)
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
-        seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, block_words)
+        seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, mask_words)
         softmax = no_latents_seen(G.QUERY_ROWS, K)
         if not K.WINDOWED:
             softmax = attend_latents(softmax, query, rows, seen, KeyRange(0, edge_block), K, False, G.STAGES)

@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton import knobs
-from triton.language.target_info import current_target
-from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.coded import (
@@ -33,6 +30,7 @@ from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_so
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range, sum_by_pairs
+from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded, decoded_pairs
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
@@ -290,16 +288,6 @@ def scaled_latents(softmax, scale_value, K: tl.constexpr):
     return LatentSoftmax(low, high, maximum, total)
 
 
-@constexpr_function
-def _forgets_products() -> bool:
-    """True if a matrix result has to be used before a branch ends: on AMD, and under the interpreter.
-
-    Behind a branch LLVM may forget that it takes time to be there (docs/waits.md, "A fault of the compiler").
-    """
-    target = None if knobs.runtime.interpret else current_target()
-    return target is None or target.backend == "hip"
-
-
 @triton.jit
 def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
     """Adds key blocks [blocks.first, blocks.end) to a softmax state. Only keys that some row sees are loaded.
@@ -320,7 +308,9 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     # True if some masked blocks show all their keys to all rows, which is tested for each. AMD's compiler moves nothing
     # across that branch: gfx942 keeps 85 registers less with it.
     PARTLY: tl.constexpr = MASKED and K.WIDE and not K.WINDOWED and not PACKED
-    IN_BRANCHES: tl.constexpr = PARTLY and _forgets_products()
+    # After such a branch LLVM may forget that a matrix result takes time to be there (docs/waits.md, "A fault of the
+    # compiler"): on AMD each side of it uses the result.
+    IN_BRANCHES: tl.constexpr = PARTLY and not on_nvidia()
     low, high, maximum, total = softmax
     logits = query.logits
     pages = rows.line

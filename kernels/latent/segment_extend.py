@@ -104,16 +104,13 @@ def _latent_segment_extend_kernel(
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, row_kv_index, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
         seen_rows = None
-        block_words = None
         if visible_end is not None:
             mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
             seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
-            if mask_words is not None:
-                block_words = seen_rows.words
             end_key = seen_rows.end
             if K.WINDOWED:
                 first_key = seen_rows.first
-        seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, block_words)
+        seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, mask_words)
         low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K)
         for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
             part = attend_latent_segment(segment, query, rows, seen, G)

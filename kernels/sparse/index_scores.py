@@ -22,6 +22,7 @@ from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.coded import half_query
+from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.cache.codes import decoded
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
@@ -111,10 +112,7 @@ def _multiplies_codes(encoding: int) -> bool:
 @constexpr_function
 def _is_half_sooner(encoding: int) -> bool:
     """True if codes become float16 by fewer instructions than bfloat16."""
-    target = None if knobs.runtime.interpret else current_target()
-    return (
-        encoding in (Encoding.E4M3FN.number, Encoding.E5M2.number) and target is not None and target.backend == "cuda"
-    )
+    return encoding in (Encoding.E4M3FN.number, Encoding.E5M2.number) and on_nvidia()
 
 
 @constexpr_function

@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, close, exact, rows_of, words_of
 from rocm_attn.kernels.states.fold_token import NORM_EPSILON
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import constexpr_function
 
+from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, StatePlaces
-from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.token_tiles import num_tiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 

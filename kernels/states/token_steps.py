@@ -15,10 +15,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.backend import on_nvidia
 from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 

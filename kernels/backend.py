@@ -1,4 +1,4 @@
-"""The compiler that launches of states go to, where it determines their shapes."""
+"""The compiler that launches go to, where it determines how a kernel is written."""
 
 from __future__ import annotations
 

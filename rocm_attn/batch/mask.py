@@ -159,8 +159,8 @@ class TokenSpans:
     """The mask of a step in which tokens of a span see each other, also those after themselves; the rest is causal.
 
     A span holds the tokens of an image in a prompt, the first tokens of a prefix-LM, or a block of drafts. All of it
-    must be new in one step: the tokens of an earlier step have not seen those of this one. Whether a span overrides a
-    layer's window is the layer's property: Problem.spans_pass_window.
+    must be new in one step: the tokens of an earlier step have not seen those of this one. A layer says with
+    Problem.spans_pass_window if a span overrides its window.
 
     spans:  int32 [n, 3], read-only: sequence of the step, kv_index of the first token, one past that of the last;
             sorted, and without overlaps

@@ -57,7 +57,7 @@ class StateHeaders:
 
 
 class _Watched:
-    """The states of the layers behind a backend. Raises Unsupported for a model or options that are not followed."""
+    """The states of a backend's layers. Raises Unsupported for a model or options that are not followed."""
 
     def __init__(self, backend: Any) -> None:
         attending, recurrent = backend.full_attn_backend, backend.linear_attn_backend

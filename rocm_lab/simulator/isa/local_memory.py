@@ -31,7 +31,7 @@ def _offsets(instruction: Instruction, size: int) -> list[int]:
 
 
 def reach_of(instruction: Instruction) -> tuple[int, int]:
-    """The bytes that a load reads, relative to its address: the first, and the one behind the last."""
+    """The bytes that a load reads, relative to its address: the first, and one past the last."""
     size = _SIZES[_kind(instruction)[0].partition("_")[0]]
     offsets = _offsets(instruction, size)
     return min(offsets), max(offsets) + size

@@ -22,7 +22,7 @@ NUM_TOKENS = 7
 
 
 def sent(world: Hybrid, num_tokens: int) -> tuple[Told, KVExtent, Tensor]:
-    """A new request of so many tokens, and what export_row() says and writes of it."""
+    """A new request of this many tokens, its extent, and the buffer that export_row() has written."""
     one, exporter = world.admit(), KVExporter(world.runtime)
     world.run([one], [world.ids(num_tokens)])
     extent = exporter.extent(exporter.pages_of(one.row, num_tokens), num_tokens)

@@ -1,7 +1,7 @@
 """Our compiled kernels wait for all that they use: the static check proves each.
 
 Every run checks the first variants that test_first_variants.py compiles; the night checks every variant.
-The latent decode would not, if it took its maxima behind a branch (docs/waits.md, "A fault of the compiler").
+The latent decode would not, if it took its maxima after a branch (docs/waits.md, "A fault of the compiler").
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ each_provider = pytest.mark.parametrize("provider", providers())
 
 
 def sees(problem: Problem, spans: Sequence[tuple[int, int]], query: int, key: int) -> bool:
-    """Whether a query sees a key of its sequence, by the definitions. spans: of the sequence in this step"""
+    """True if a query sees a key of its sequence, by the definitions. spans: of the sequence in this step"""
     together = problem.custom_mask and any(begin <= query < end and begin <= key < end for begin, end in spans)
     if key > query:
         return together or not problem.causal

@@ -20,7 +20,7 @@ LOADED = "\tglobal_load_dword v1, v0, s[0:1]\n"
 WAIT = "\ts_waitcnt vmcnt(0)\n"
 USED = "\tv_mov_b32_e32 v2, v1\n"
 
-# From llvm-objdump 19: what is behind the end is padding, which is no kernel of gfx942.
+# From llvm-objdump 19: padding comes after the end, and is no kernel of gfx942.
 DISASSEMBLED = """
 kernel.hsaco:	file format elf64-amdgpu
 

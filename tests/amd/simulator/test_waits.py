@@ -17,7 +17,7 @@ CDNA3, CDNA4 = "gfx942", "gfx950"
 
 
 def assembly_of(code: str) -> Assembly:
-    """A kernel of these lines, which ends behind them; "name:" is a label."""
+    """A kernel of these lines, which ends after them; "name:" is a label."""
     labels: dict[str, int] = {}
     instructions: list[Instruction] = []
     for line in [*(line.strip() for line in code.strip().splitlines()), "s_endpgm"]:

@@ -35,11 +35,16 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     """
 
     def __init__(
-        self, num_levels: int, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        qo_indptr_buf_arr: list[Tensor] | None = None, paged_kv_indptr_buf_arr: list[Tensor] | None = None,
+        self,
+        num_levels: int,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[Tensor] | None = None,
         paged_kv_indices_buf_arr: list[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(float_workspace_buffer)
         given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
         buffers = [each if use_cuda_graph and each is not None else [None] * num_levels for each in given]
@@ -61,13 +66,26 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """Does nothing: no workspace of the caller's is used."""
 
     def plan(
-        self, qo_indptr_arr: list[Tensor], paged_kv_indptr_arr: list[Tensor], paged_kv_indices_arr: list[Tensor],
-        paged_kv_last_page_len: list[Tensor], num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
-        causal: bool = False, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
+        self,
+        qo_indptr_arr: list[Tensor],
+        paged_kv_indptr_arr: list[Tensor],
+        paged_kv_indices_arr: list[Tensor],
+        paged_kv_last_page_len: list[Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans batches for later calls of run(), one per level; all have the same new tokens.
 
         causal: for the last level; tokens see all of the levels before it

@@ -40,12 +40,22 @@ _ONCE_POSITIONAL = (
 
 
 def single_decode_with_kv_cache(
-    q: Tensor, k: Tensor, v: Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
-    v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
-    sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
     return_lse: bool = False,
-) -> Result:  # fmt: skip
+) -> Result:
     """Returns the attention of one new token: [q_heads, v_head_dim], and its LSE [q_heads] if asked for.
 
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
@@ -66,11 +76,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     """
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
-        paged_kv_indices_buffer: Tensor | None = None, paged_kv_last_page_len_buffer: Tensor | None = None,
-        backend: str = "auto", jit_args: list[Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
         refuse(jit_args=jit_args)
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -87,9 +103,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         return self._use_tensor_cores
 
     def plan(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, *deprecated_positional_args: Any, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *deprecated_positional_args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Plans a batch for later calls of run(). Takes _plan_impl's optional arguments, by position with a warning.
 
         Raises Unsupported, BadBatch, BadTensor, NeverFits. Then nothing is planned.
@@ -113,14 +137,34 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         self._plan_impl(*of_kv, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs)
 
     def _plan_impl(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, *, pos_encoding_mode: str = "NONE", window_left: int = -1, window_right: int = 0,
-        logits_soft_cap: float | None = None, q_data_type: Dtype = "float16", kv_data_type: Dtype = None,
-        o_data_type: Dtype = None, data_type: Dtype = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
-        block_tables: Tensor | None = None, seq_lens: Tensor | None = None, fixed_split_size: int | None = None,
-        disable_split_kv: bool = False, q_len_per_req: int = 1, is_causal: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        window_right: int = 0,
+        logits_soft_cap: float | None = None,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype = None,
+        o_data_type: Dtype = None,
+        data_type: Dtype = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        is_causal: bool | None = None,
+    ) -> None:
         """Does the work of plan(). fixed_split_size, disable_split_kv: results are the same in any batch."""
         refuse(window_right=window_right or None)
         if q_len_per_req < 1:
@@ -157,12 +201,23 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self, q: Tensor, paged_kv_cache: PagedKV, *args: Any, q_scale: Scale = None, k_scale: Scale = None,
-        v_scale: Scale = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
-        enable_pdl: bool | None = None, window_left: int | None = None, sinks: Tensor | None = None,
-        q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: PagedKV | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Returns the planned batch's attention over a layer's pages: [tokens, q_heads, head_dim], and LSE to base 2.
 
         paged_kv_cache: [pages, 2, page_size, kv_heads, head_dim] in NHD, [pages, 2, kv_heads, page_size, head_dim] in
@@ -187,11 +242,21 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def forward(
-        self, q: Tensor, paged_kv_cache: PagedKV, pos_encoding_mode: str = "NONE", q_scale: float | None = None,
-        k_scale: float | None = None, v_scale: float | None = None, window_left: int = -1,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, *, return_lse: bool = False,
-    ) -> Result:  # fmt: skip
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
@@ -203,22 +268,43 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     """Decode whose run() is captured. Every batch has as many sequences as last_page_len_buffer has entries."""
 
     def __init__(
-        self, workspace_buffer: Tensor, indptr_buffer: Tensor, indices_buffer: Tensor, last_page_len_buffer: Tensor,
-        kv_layout: str = "NHD", use_tensor_cores: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
 
 
 def fast_decode_plan(
-    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int,
-    num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
-    logits_soft_cap: float | None = None, q_data_type: Dtype = None, kv_data_type: Dtype = None,
-    data_type: Dtype = None, sm_scale: float | None = None, rope_scale: float | None = None,
-    rope_theta: float | None = None, non_blocking: bool = True, fixed_split_size: int | None = None,
-    disable_split_kv: bool = False, q_len_per_req: int = 1, global_override_indptr_cpu: Tensor | None = None,
-) -> None:  # fmt: skip
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: Dtype = None,
+    kv_data_type: Dtype = None,
+    data_type: Dtype = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
     """Plans as the wrapper's plan() does, and raises the same; engines put it in place of that one.
 
     global_override_indptr_cpu: indptr on the host, int [S + 1]. With pages of one token no length is read from a device

@@ -38,10 +38,15 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     """
 
     def __init__(
-        self, float_workspace_buffer: Tensor, use_cuda_graph: bool = False, qo_indptr: Tensor | None = None,
-        kv_indptr: Tensor | None = None, kv_indices: Tensor | None = None, kv_len_arr: Tensor | None = None,
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
         backend: str = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         super().__init__(float_workspace_buffer, "NHD", backend, buffers, use_cuda_graph=use_cuda_graph)
         # For caches in two tensors, whose pages are copied to one.
@@ -49,18 +54,36 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         self._batch: PlannedBatch | None = None
 
     def plan(
-        self, qo_indptr: Tensor | None = None, kv_indptr: Tensor | None = None, kv_indices: Tensor | None = None,
-        kv_len_arr: Tensor | None = None, num_heads: int | None = None, head_dim_ckv: int | None = None,
-        head_dim_kpe: int | None = None, page_size: int | None = None, causal: bool | None = None,
-        sm_scale: float | None = None, q_data_type: torch.dtype | None = None, kv_data_type: torch.dtype | None = None,
-        use_profiler: bool = False, *, metadata: MLAPlanMetadata | None = None, cum_seq_lens_q: Tensor | None = None,
-        block_tables: Tensor | None = None, seq_lens: Tensor | None = None, max_q_len: int | None = None,
+        self,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata: MLAPlanMetadata | None = None,
+        cum_seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        max_q_len: int | None = None,
         query_layout: Literal["packed", "split"] | None = None,
-        kv_cache_layout: Literal["packed", "split"] | None = None, lse_mode: LseMode = "none",
-        output_dtype: torch.dtype | None = None, output_scale: Literal["none", "per-tensor"] = "none",
-        scale_mode: ScaleMode = "default", skip_softmax: bool = False, enable_pdl: bool | None = None,
+        kv_cache_layout: Literal["packed", "split"] | None = None,
+        lse_mode: LseMode = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: Literal["none", "per-tensor"] = "none",
+        scale_mode: ScaleMode = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
         use_sinks: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans a batch for later calls of run(), given by metadata or by its tensors alone.
 
         Arguments about layouts are ignored: run() takes either. Raises Unsupported, BadBatch, BadTensor, NeverFits.
@@ -104,14 +127,30 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         return PlannedBatch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
 
     def run(
-        self, q_nope: Tensor | None = None, q_pe: Tensor | None = None, ckv_cache: Tensor | None = None,
-        kpe_cache: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
-        profiler_buffer: Tensor | None = None, kv_len: Tensor | None = None, page_table: Tensor | None = None,
-        return_lse_base_on_e: bool = False, o_scale: float | None = None, *, query: Any = None, kv_cache: Any = None,
-        ckv_scale: float | None = None, ckv_scale_arr: Tensor | None = None, kpe_scale: float | None = None,
-        sinks: Tensor | None = None, skip_softmax_threshold_scale_factor: float | None = None,
-        bmm1_scale: float | Tensor | None = None, bmm2_scale: float | Tensor | None = None,
-    ) -> Result:  # fmt: skip
+        self,
+        q_nope: Tensor | None = None,
+        q_pe: Tensor | None = None,
+        ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: Tensor | None = None,
+        kv_len: Tensor | None = None,
+        page_table: Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        query: Any = None,
+        kv_cache: Any = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: Tensor | None = None,
+        kpe_scale: float | None = None,
+        sinks: Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | Tensor | None = None,
+        bmm2_scale: float | Tensor | None = None,
+    ) -> Result:
         """Returns the planned batch's attention over a layer's latent pages: [tokens, heads, head_dim_ckv], and LSE.
 
         query:    [tokens, heads, head_dim_ckv + head_dim_kpe], or its two parts; also as q_nope and q_pe

@@ -33,9 +33,12 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
 
 
 def get_batch_indices_positions(
-    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None,
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Returns each new token's sequence and its place there, int32 [nnz] each. New tokens are a sequence's last ones.
 
     append_indptr: int [S + 1], the first new token of each sequence; seq_lens: int [S], new tokens included
@@ -68,9 +71,16 @@ def get_batch_indices_positions(
 
 
 def append_paged_kv_cache(
-    append_key: Tensor, append_value: Tensor, batch_indices: Tensor, positions: Tensor, paged_kv_cache: PagedKV,
-    kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, kv_layout: str = "NHD",
-) -> None:  # fmt: skip
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: PagedKV,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
     """Writes K and V of new tokens to their places: page kv_indices[kv_indptr[seq] + place // page_size].
 
     append_key, append_value: [nnz, kv_heads, head_dim]
@@ -87,9 +97,16 @@ def append_paged_kv_cache(
 
 
 def append_paged_mla_kv_cache(
-    append_ckv: Tensor, append_kpe: Tensor, batch_indices: Tensor, positions: Tensor, ckv_cache: Tensor | None,
-    kpe_cache: Tensor | None, kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor,
-) -> None:  # fmt: skip
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor | None,
+    kpe_cache: Tensor | None,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
     """Like append_paged_kv_cache, but for latent rows and rotated parts of keys.
 
     append_ckv, append_kpe: [nnz, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written in place

@@ -25,10 +25,15 @@ class PODWithPagedKVCacheWrapper(Wrapper):
     """Decode over lists of pages, and prefill of one sequence whose K and V are two tensors: two launches."""
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        paged_kv_indptr_buffer: Tensor | None = None, paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None, jit_args: list[Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        jit_args: list[Any] | None = None,
+    ) -> None:
         buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         super().__init__(float_workspace_buffer)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
@@ -41,12 +46,24 @@ class PODWithPagedKVCacheWrapper(Wrapper):
         return self._decode.is_cuda_graph_enabled
 
     def plan(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
-        q_data_type: Dtype = "float16", kv_data_type: Dtype = None, data_type: Dtype = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype = None,
+        data_type: Dtype = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
         non_blocking: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans the decode batch. Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan."""
         lists, sizes = (indptr, indices, last_page_len), (num_qo_heads, num_kv_heads, head_dim, page_size)
         scores: dict[str, Any] = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left}
@@ -61,17 +78,39 @@ class PODWithPagedKVCacheWrapper(Wrapper):
     begin_forward = plan
 
     def run(
-        self, q_p: Tensor, k_p: Tensor, v_p: Tensor, q_d: Tensor, paged_kv_cache_d: PagedKV,
-        custom_mask_p: Tensor | None = None, packed_custom_mask_p: Tensor | None = None, causal_p: bool = False,
-        kv_layout_p: str = "NHD", pos_encoding_mode_p: str = "NONE", sm_scale_p: float | None = None,
-        window_left_p: int = -1, rope_scale_p: float | None = None, rope_theta_p: float | None = None,
-        return_lse_p: bool = False, custom_mask_d: Tensor | None = None, packed_custom_mask_d: Tensor | None = None,
-        causal_d: bool = False, kv_layout_d: str = "NHD", pos_encoding_mode_d: str = "NONE",
-        sm_scale_d: float | None = None, window_left_d: int = -1, rope_scale_d: float | None = None,
-        rope_theta_d: float | None = None, q_scale: float | None = None, k_scale: float | None = None,
-        v_scale: float | None = None, return_lse_d: bool = False, use_fp16_qk_reduction: bool = False,
-        enable_pdl: bool | None = None, *args: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        q_p: Tensor,
+        k_p: Tensor,
+        v_p: Tensor,
+        q_d: Tensor,
+        paged_kv_cache_d: PagedKV,
+        custom_mask_p: Tensor | None = None,
+        packed_custom_mask_p: Tensor | None = None,
+        causal_p: bool = False,
+        kv_layout_p: str = "NHD",
+        pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: float | None = None,
+        window_left_p: int = -1,
+        rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None,
+        return_lse_p: bool = False,
+        custom_mask_d: Tensor | None = None,
+        packed_custom_mask_d: Tensor | None = None,
+        causal_d: bool = False,
+        kv_layout_d: str = "NHD",
+        pos_encoding_mode_d: str = "NONE",
+        sm_scale_d: float | None = None,
+        window_left_d: int = -1,
+        rope_scale_d: float | None = None,
+        rope_theta_d: float | None = None,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *args: Any,
+    ) -> tuple[Tensor, Tensor]:
         """Returns the outputs of prefill, [tokens, q_heads, head_dim], and of decode. Log-sum-exps are not returned.
 
         ..._p: as in single_prefill_with_kv_cache. ..._d: the plan and the layout of the wrapper hold, as in FlashInfer.
@@ -104,13 +143,29 @@ class BatchPODWithPagedKVCacheWrapper(Wrapper):
         return False
 
     def plan(
-        self, qo_indptr_p: Tensor, kv_indptr_p: Tensor, kv_indices_p: Tensor, last_page_len_p: Tensor,
-        qo_indptr_d: Tensor, kv_indptr_d: Tensor, kv_indices_d: Tensor, last_page_len_d: Tensor, num_qo_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
-        q_data_type: Dtype = "float16", kv_data_type: Dtype = None, data_type: Dtype = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        self,
+        qo_indptr_p: Tensor,
+        kv_indptr_p: Tensor,
+        kv_indices_p: Tensor,
+        last_page_len_p: Tensor,
+        qo_indptr_d: Tensor,
+        kv_indptr_d: Tensor,
+        kv_indices_d: Tensor,
+        last_page_len_d: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype = None,
+        data_type: Dtype = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
         non_blocking: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans both batches as one. Raises the same as BatchPrefillWithPagedKVCacheWrapper.plan."""
         q_p, kv_p, q_d, kv_d = map(torch.from_numpy, on_host(qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d))
         if not len(kv_p) or not len(kv_d) or not len(q_p) or (q_d.diff() != 1).any():
@@ -132,11 +187,21 @@ class BatchPODWithPagedKVCacheWrapper(Wrapper):
     begin_forward = plan
 
     def run(
-        self, q_p: Tensor, paged_kv_cache_p: PagedKV, q_d: Tensor, paged_kv_cache_d: PagedKV,
-        custom_mask_p: Tensor | None = None, packed_custom_mask_p: Tensor | None = None, causal_p: bool = False,
-        q_scale: float | None = None, k_scale: float | None = None, v_scale: float | None = None,
-        return_lse: bool = False, use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self,
+        q_p: Tensor,
+        paged_kv_cache_p: PagedKV,
+        q_d: Tensor,
+        paged_kv_cache_d: PagedKV,
+        custom_mask_p: Tensor | None = None,
+        packed_custom_mask_p: Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> tuple[Any, Any]:
         """Returns the outputs of prefill and of decode; return_lse: then also a pair of log-sum-exps, to base 2.
 
         Both caches must be one. FlashInfer's scales are those of decode alone, and so are refused if they are not 1.

@@ -25,14 +25,30 @@ __all__ = [
 
 
 def single_prefill_with_kv_cache(
-    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
-    scale_v: Tensor | None = None, o_dtype: torch.dtype | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None, causal: bool = False, kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
-    window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
-    rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
-    kv_cache_sf: tuple[Tensor, Tensor] | None = None, k_scale: float | None = None, v_scale: float | None = None,
-) -> Result:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Tensor | None = None,
+    scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> Result:
     """Returns the attention of a sequence's last tokens: [tokens, q_heads, v_head_dim]; LSE [tokens, q_heads], base 2.
 
     q: [tokens, q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
@@ -64,12 +80,21 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
     """
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None, paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None, paged_kv_last_page_len_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None, mask_indptr_buf: Tensor | None = None, backend: str = "auto",
-        jit_args: list[Any] | None = None, jit_kwargs: dict[str, Any] | None = None, variant_owns_mask: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs or None, variant_owns_mask=variant_owns_mask)
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
@@ -80,19 +105,43 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, use_cuda_graph=use_cuda_graph)
 
     def plan(
-        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
-        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None, causal: bool = False,
-        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
-        window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True, prefix_len_ptr: Tensor | None = None, token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0, max_item_len_ptr: Tensor | None = None, seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None, block_tables: Tensor | None = None, max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans a batch for later calls of run().
 
         qo_indptr:   int [S + 1], the first new token of each sequence; new tokens are its last ones
@@ -126,13 +175,26 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self, q: Tensor, paged_kv_cache: PagedKV, *args: Any, q_scale: Scale = None, k_scale: Scale = None,
-        v_scale: Scale = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
-        lse_base: str = "log2", lse_layout: str = "NH", enable_pdl: bool | None = None, window_left: int | None = None,
-        sinks: Tensor | None = None, kv_cache_sf: PagedKV | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None, use_fp16_softmax: bool | None = None,
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: PagedKV | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Returns the attention of the planned batch over a layer's pages: [tokens, q_heads, v_head_dim], and LSE.
 
         paged_kv_cache: as in BatchDecodeWithPagedKVCacheWrapper.run
@@ -152,11 +214,22 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def forward(
-        self, q: Tensor, paged_kv_cache: PagedKV, causal: bool = False, pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
-        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
-    ) -> Result:  # fmt: skip
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

@@ -29,11 +29,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
     """
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None, kv_indptr_buf: Tensor | None = None, custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None, backend: str = "auto", jit_args: list[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None, variant_owns_mask: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs or None, variant_owns_mask=variant_owns_mask)
         if use_cuda_graph:
             raise Unsupported(
@@ -43,18 +51,41 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         super().__init__(float_workspace_buffer, kv_layout, backend)
 
     def plan(
-        self, qo_indptr: Tensor, kv_indptr: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
-        head_dim_vo: int | None = None, custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
-        causal: bool = False, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True, prefix_len_ptr: Tensor | None = None, token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0, max_item_len_ptr: Tensor | None = None, fixed_split_size: int | None = None,
-        disable_split_kv: bool = False, seq_lens: Tensor | None = None, seq_lens_q: Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None, v_indptr: Tensor | None = None,
-        o_indptr: Tensor | None = None, uniform_q_len: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
         """Plans a batch for later calls of run().
 
         qo_indptr, kv_indptr: int [S + 1], the first new token of each sequence, and its first row of K and V
@@ -88,11 +119,23 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *args: Any, q_scale: float | None = None, k_scale: float | None = None,
-        v_scale: float | None = None, o_scale: float | None = None, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: bool = False, lse_base: str = "log2", lse_layout: str = "NH",
-        enable_pdl: bool | None = None, kv_cache_sf: PagedKV | None = None,
-    ) -> Result:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: PagedKV | None = None,
+    ) -> Result:
         """Returns the attention of the planned batch over a layer's K and V: [tokens, q_heads, v_head_dim], and LSE.
 
         Raises Unsupported, BadTensor, BadSetting, WrongState.
@@ -108,11 +151,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None, *,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
         return_lse: bool = False,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
         return self.run(q, k, v, return_lse=return_lse)

@@ -117,37 +117,63 @@ def _copying(in_place: Callable[Concatenate[Tensor, Tensor, P], None]) -> Turned
 
 
 def apply_rope_pos_ids_inplace(
-    q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None = None, interleave: bool = False,
-    rope_scale: float = 1, rope_theta: float = 1e4,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> None:
     """Turns q and k in place by their positions divided by rope_scale. Raises BadTensor."""
     _turn_by(q, k, pos_ids, rotary_dim, _Frequencies(rope_scale, rope_theta), interleave)
 
 
 def apply_rope_inplace(
-    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, rotary_dim: int | None = None, interleave: bool = False,
-    rope_scale: float = 1, rope_theta: float = 1e4,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> None:
     """Turns q and k of sequences in place, each from its offset on. Raises BadTensor."""
     at = _positions(q, indptr, offsets)
     apply_rope_pos_ids_inplace(q, k, at, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_llama31_rope_pos_ids_inplace(
-    q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None = None, interleave: bool = False,
-    rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
     old_context_len: int = 8192,
-) -> None:  # fmt: skip
+) -> None:
     """Turns q and k in place by their positions, with the frequencies of Llama 3.1. Raises BadTensor."""
     by = _Frequencies.llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
     _turn_by(q, k, pos_ids, rotary_dim, by, interleave)
 
 
 def apply_llama31_rope_inplace(
-    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, rotary_dim: int | None = None, interleave: bool = False,
-    rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
     old_context_len: int = 8192,
-) -> None:  # fmt: skip
+) -> None:
     """Turns q and k of sequences in place, with the frequencies of Llama 3.1. Raises BadTensor."""
     scales, at = (rope_scale, rope_theta, low_freq_factor, high_freq_factor), _positions(q, indptr, offsets)
     apply_llama31_rope_pos_ids_inplace(q, k, at, rotary_dim, interleave, *scales, old_context_len)

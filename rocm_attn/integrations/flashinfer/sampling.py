@@ -138,28 +138,45 @@ def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pd
 
 
 def sampling_from_logits(
-    logits: Tensor, indices: Tensor | None = None, deterministic: bool = True, generator: torch.Generator | None = None,
-    check_nan: bool = False, seed: Seed = None, offset: Seed = None,
-) -> Samples:  # fmt: skip
+    logits: Tensor,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
+    offset: Seed = None,
+) -> Samples:
     """Returns samples of softmax(logits). Raises BadTensor, BadSetting."""
     probs = torch.softmax(_rows("logits", logits, check_nan=check_nan), -1)
     return _sampled(probs, indices, _Draws(generator, seed, offset))
 
 
 def sampling_from_probs(
-    probs: Tensor, indices: Tensor | None = None, deterministic: bool = True, generator: torch.Generator | None = None,
-    check_nan: bool = False, seed: Seed = None, offset: Seed = None, return_valid: bool = False,
-) -> Samples:  # fmt: skip
+    probs: Tensor,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
+    offset: Seed = None,
+    return_valid: bool = False,
+) -> Samples:
     """Returns samples. Raises BadTensor, BadSetting."""
     rows = _rows("probs", probs, check_nan=check_nan)
     return _sampled(rows, indices, _Draws(generator, seed, offset), return_valid=return_valid)
 
 
 def top_p_sampling_from_probs(
-    probs: Tensor, top_p: Limit, indices: Tensor | None = None, deterministic: bool = True,
-    generator: torch.Generator | None = None, check_nan: bool = False, seed: Seed = None, offset: Seed = None,
+    probs: Tensor,
+    top_p: Limit,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
+    offset: Seed = None,
     return_valid: bool = False,
-) -> Samples:  # fmt: skip
+) -> Samples:
     """Returns samples of the likeliest tokens whose sum reaches top_p, a number or [rows]. Raises BadTensor."""
     rows = _rows("probs", probs, check_nan=check_nan)
     kept = rows.where(_in_top_p(rows, top_p), 0)
@@ -167,10 +184,16 @@ def top_p_sampling_from_probs(
 
 
 def top_k_sampling_from_probs(
-    probs: Tensor, top_k: Limit, indices: Tensor | None = None, deterministic: bool = True,
-    generator: torch.Generator | None = None, check_nan: bool = False, seed: Seed = None, offset: Seed = None,
+    probs: Tensor,
+    top_k: Limit,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
+    offset: Seed = None,
     return_valid: bool = False,
-) -> Samples:  # fmt: skip
+) -> Samples:
     """Returns samples of the top_k likeliest tokens, a number or one for each sample. Raises BadTensor, BadSetting."""
     rows = _rows("probs", probs, check_nan=check_nan)
     if indices is not None and isinstance(top_k, Tensor):
@@ -184,10 +207,16 @@ def top_k_sampling_from_probs(
 
 
 def min_p_sampling_from_probs(
-    probs: Tensor, min_p: Limit, indices: Tensor | None = None, deterministic: bool = True,
-    generator: torch.Generator | None = None, check_nan: bool = False, seed: Seed = None, offset: Seed = None,
+    probs: Tensor,
+    min_p: Limit,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
+    offset: Seed = None,
     return_valid: bool = False,
-) -> Samples:  # fmt: skip
+) -> Samples:
     """Returns samples of tokens with at least min_p of the largest one, a number or [rows]. Raises BadTensor."""
     rows = _rows("probs", probs, check_nan=check_nan)
     least = rows.amax(-1, keepdim=True) * _limits("min_p", min_p, len(rows), 0)
@@ -195,20 +224,35 @@ def min_p_sampling_from_probs(
 
 
 def top_k_top_p_sampling_from_logits(
-    logits: Tensor, top_k: Limit, top_p: Limit, indices: Tensor | None = None, filter_apply_order: str = "top_k_first",
-    deterministic: bool = True, generator: torch.Generator | None = None, check_nan: bool = False, seed: Seed = None,
+    logits: Tensor,
+    top_k: Limit,
+    top_p: Limit,
+    indices: Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
     offset: Seed = None,
-) -> Samples:  # fmt: skip
+) -> Samples:
     """Returns top_k_top_p_sampling_from_probs of softmax(logits). Raises BadTensor, BadSetting."""
     probs, draws = torch.softmax(_rows("logits", logits, check_nan=check_nan), -1), (generator, False, seed, offset)
     return top_k_top_p_sampling_from_probs(probs, top_k, top_p, indices, filter_apply_order, True, *draws)
 
 
 def top_k_top_p_sampling_from_probs(
-    probs: Tensor, top_k: Limit, top_p: Limit, indices: Tensor | None = None, filter_apply_order: str = "top_k_first",
-    deterministic: bool = True, generator: torch.Generator | None = None, check_nan: bool = False, seed: Seed = None,
-    offset: Seed = None, return_valid: bool = False,
-) -> Samples:  # fmt: skip
+    probs: Tensor,
+    top_k: Limit,
+    top_p: Limit,
+    indices: Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Seed = None,
+    offset: Seed = None,
+    return_valid: bool = False,
+) -> Samples:
     """Returns samples of tokens that both filters leave; limits are numbers or [rows]. Raises BadTensor, BadSetting.
 
     filter_apply_order: top_k_first: top_p is of the sum of the top_k tokens; joint: of the whole
@@ -240,10 +284,16 @@ def top_k_mask_logits(logits: Tensor, top_k: Limit) -> Tensor:
 
 
 def chain_speculative_sampling(
-    draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor,
-    maybe_output_accepted_token_num: Tensor | None = None, maybe_output_emitted_draft_token_num: Tensor | None = None,
-    deterministic: bool = True, generator: torch.Generator | None = None, seed: Seed = None, offset: Seed = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    draft_probs: Tensor,
+    draft_token_ids: Tensor,
+    target_probs: Tensor,
+    maybe_output_accepted_token_num: Tensor | None = None,
+    maybe_output_emitted_draft_token_num: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    seed: Seed = None,
+    offset: Seed = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Verifies chains of n drafts by rejection sampling. Returns int32 [B, n + 1], -1 after the last, and two counts.
 
     draft_probs: [B, n, vocab]; draft_token_ids: int [B, n]; target_probs: [B, n + 1, vocab]

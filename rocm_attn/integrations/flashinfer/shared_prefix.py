@@ -31,9 +31,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     def begin_forward(
-        self, unique_kv_indptr: Tensor, unique_kv_indices: Tensor, unique_kv_last_page_len: Tensor, num_qo_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, data_type: str | torch.dtype = "float16",
-    ) -> None:  # fmt: skip
+        self,
+        unique_kv_indptr: Tensor,
+        unique_kv_indices: Tensor,
+        unique_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: str | torch.dtype = "float16",
+    ) -> None:
         """Plans a batch for later calls of forward(). Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan."""
         lists = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
         sizes = num_qo_heads, num_kv_heads, head_dim, page_size
@@ -59,18 +66,32 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     def begin_forward(
-        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
-        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
-    ) -> None:  # fmt: skip
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
         """Plans a float16 batch for later forward(). Raises the same as BatchPrefillWithPagedKVCacheWrapper.plan."""
         lists = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self._unique.plan(*lists, num_qo_heads, num_kv_heads, head_dim, page_size)
 
     def forward(
-        self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedKV, causal: bool = False,
-        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, rope_scale: float | None = None,
+        self,
+        q: Tensor,
+        k_shared: Tensor,
+        v_shared: Tensor,
+        unique_kv_cache: PagedKV,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Returns the attention over both: [tokens, q_heads, head_dim]; causal only in the pages.
 
         k_shared, v_shared: as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward

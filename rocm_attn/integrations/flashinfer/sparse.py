@@ -42,16 +42,39 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         self._num_keys = 0
 
     def plan(
-        self, indptr: Tensor, indices: Tensor, M: int, N: int, R: int, C: int, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, mask: Tensor | None = None, packed_mask: Tensor | None = None, causal: bool = False,
-        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-        q_data_type: Dtype = "float16", kv_data_type: Dtype = None, o_data_type: Dtype = "float16",
-        non_blocking: bool = True, block_mask: Tensor | None = None, kv_block_lens: Tensor | None = None,
-        q2k_indices: Tensor | None = None, q2k_num: Tensor | None = None, kv_splits: int | str | None = None,
-        use_clc: bool | None = None, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: Tensor | None = None,
+        packed_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype = None,
+        o_data_type: Dtype = "float16",
+        non_blocking: bool = True,
+        block_mask: Tensor | None = None,
+        kv_block_lens: Tensor | None = None,
+        q2k_indices: Tensor | None = None,
+        q2k_num: Tensor | None = None,
+        kv_splits: int | str | None = None,
+        use_clc: bool | None = None,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans M queries in rows of R and N keys in columns of C for later calls of run(). The last row may be short.
 
         indptr, indices: int [rows + 1] and [nnz], the columns that each row sees
@@ -98,10 +121,18 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Returns the attention of q [M, q_heads, head_dim] to k and v [N, kv_heads, head_dim], and LSE, base 2.
 
         Raises Unsupported, BadTensor, WrongState.
@@ -115,11 +146,20 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         return self._attend(q, pages, RunArguments(out, lse, return_lse))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale))
         return self.run(q, k, v, scale_q, scale_k, scale_v)
@@ -133,12 +173,24 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         self._num_kv_heads = 0
 
     def plan(
-        self, block_mask_map: Tensor, block_row_sz: Tensor, block_col_sz: Tensor, num_qo_heads: int, num_kv_heads: int,
-        head_dim: int, causal: bool = False, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, non_blocking: bool = True, q_data_type: Dtype = "float16",
+        self,
+        block_mask_map: Tensor,
+        block_row_sz: Tensor,
+        block_col_sz: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: Dtype = "float16",
         kv_data_type: Dtype = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans blocks for later calls of run().
 
         block_mask_map: [kv_heads, rows, columns], not 0 where a row of blocks sees a column
@@ -186,9 +238,15 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
     begin_forward = plan
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None,
-        return_lse: bool = False, enable_pdl: bool | None = None,
-    ) -> Result:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Result:
         """Returns the attention of q [q_heads, queries, head_dim] to k and v [kv_heads, keys, head_dim]; LSE, base 2.
 
         out, lse: memory of [kv_heads * queries, q_heads / kv_heads(, head_dim)], as FlashInfer's kernel writes it; the
@@ -210,10 +268,17 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         return (by_head[0], by_head[1]) if return_lse else by_head[0]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._rescore(ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale))
         return self.run(q, k, v)

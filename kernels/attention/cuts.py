@@ -265,7 +265,7 @@ class DecodeCut:
 
 
 # Fewer programs of the merge leave a GPU idle; many more run one after the other.
-_MERGE_PROGRAMS = 512
+_MERGE_PROGRAMS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +277,7 @@ class MergeShape:
     columns:    output columns of a program
     parts:      parts that are added up in one step
     num_warps:  warps of a program
+    few:        rows of at most this many parts are added up in one step of as many
     """
 
     by_row: bool
@@ -284,6 +285,7 @@ class MergeShape:
     columns: int
     parts: int
     num_warps: int
+    few: int
 
 
 def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, early: bool) -> MergeShape:
@@ -296,23 +298,27 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
     block = max(16, next_power_of_2(v_head_dim))
     if num_rows > num_programs:
         heads = min(next_power_of_2(q_rows), max(1, 2048 // block))
-        return MergeShape(False, heads, block, 8 if heads * block <= 1024 else 4, 2)
+        parts = 8 if heads * block <= 1024 else 4
+        return MergeShape(False, heads, block, parts, 2, few=parts)
     # Parts of a row if all rows are alike: few rows begin where a program does.
     typical = next_power_of_2(num_programs // max(num_rows, 1) + 1)
     if typical > 32:
         # 8 rows of 133 parts: 13.5 us in three steps, 14.5 in one of eight warps.
         parts = 64 if num_rows >= 4 and typical <= 256 else min(max(typical, 64), 1024)
-        return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1)
+        return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1, few=parts)
     if typical > 8:
-        return MergeShape(True, 1, min(block, 64), typical, 2)
-    # 256 rows of 8 heads (256 x 2k): 68.4 us with 4 heads per program, 70.9 with one, which makes too many programs.
-    # 128 rows (16 x 4k): 71.6 and 70.8, and 77 with all heads, which makes too few.
-    heads = min(q_rows, num_rows * q_rows // _MERGE_PROGRAMS, 2048 // (max(typical, 4) * block))
-    columns = block if num_rows * q_rows >= _MERGE_PROGRAMS else min(block, 64)
+        return MergeShape(True, 1, min(block, 64), typical, 2, few=typical)
+    # Rows are seldom alike, so that steps of longer rows have more parts. Sequences of 90k and 70k next to 40 of 77
+    # tokens, 32 x 2 heads of 64: 44 us with 8 parts in a step, 30 with 64; 64 x 4 of 192/128: 127 with 4, 113 with 32.
+    # But typical rows would take longer by as many: 128 x 2k of the first ones 46 us in place of 41.
+    elements = num_rows * q_rows * block // _MERGE_PROGRAMS
+    elements = min(max(1 << max(0, elements.bit_length() - 1), 32), 128)
+    columns = min(block, 64, elements)
+    heads = min(next_power_of_2(q_rows), elements // columns)
     # A merge that is launched early finds room next to decode if it has one warp: 16 x 4k takes 69.6 us so and 71.1
     # with two, 64 x 4k in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
-    warps = 1 if early else 2
-    return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), warps)
+    warps = 2 if heads * columns > 64 else 1
+    return MergeShape(True, heads, columns, warps * 2048 // (heads * columns), warps, few=max(typical, 4))
 
 
 class GroupShape(NamedTuple):

@@ -182,7 +182,9 @@ def _extend_merge_kernel(
         if ROWS > 0:
             AT_ONCE: tl.constexpr = G.at_once
             LINES: tl.constexpr = G.QUERY_ROWS
-            acc, maximum, total = merge_parts(parts, began, num_parts, line, num_lines, column, LINES, AT_ONCE)
+            acc, maximum, total = merge_parts(
+                parts, began, num_parts, line, num_lines, column, LINES, AT_ONCE.PARTS, AT_ONCE
+            )
         elif (G.STAGES > 1) and (num_parts > _few_parts(G.COLUMNS)):
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)
         else:

@@ -46,7 +46,7 @@ class MergeGeometry(NamedTuple):
     rows:       how decode's rows are cut
     MOST_ROWS:  rows of a sequence, at most
     V_HEAD_DIM: elements of an output row
-    BY_ROW, HEADS, COLUMNS, PARTS: see MergeShape
+    BY_ROW, HEADS, COLUMNS, PARTS, FEW: see MergeShape
     EARLY:      see launch_merge
     """
 
@@ -57,6 +57,7 @@ class MergeGeometry(NamedTuple):
     HEADS: int
     COLUMNS: int
     PARTS: int
+    FEW: int
     EARLY: bool
 
 
@@ -71,18 +72,20 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
-    """The softmax state of all parts of one row: acc [HEADS, COLUMNS], maximum and sum [HEADS]; adds PARTS at a time.
+def merge_parts(
+    parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr
+):
+    """The softmax state of all parts of one row: acc [HEADS, COLUMNS], maximum and sum [HEADS]. Adds PARTS at a time.
 
     q_row: which lines, those below num_rows
     """
     HEADS: tl.constexpr = G.HEADS
     COLUMNS: tl.constexpr = G.COLUMNS
-    lane = tl.arange(0, G.PARTS)
+    lane = tl.arange(0, PARTS)
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    for first in range(0, num_parts, G.PARTS):
+    for first in range(0, num_parts, PARTS):
         index = first + lane
         # The row began in its first program (slot 2p + 1) and was begun earlier for all the others (slot 2p).
         part = 2 * (first_program + index) + (index == 0).to(tl.int32)
@@ -177,7 +180,14 @@ def _merge_kernel(
     if mine:
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
-        acc, maximum, total = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
+        if (G.FEW < G.PARTS) & (num_parts <= G.FEW):
+            acc, maximum, total = merge_parts(
+                parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G.FEW, G
+            )
+        else:
+            acc, maximum, total = merge_parts(
+                parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G.PARTS, G
+            )
         if sink is not None:
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]
@@ -217,7 +227,9 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool 
         cut.programs,
         cut.window_left,
         *args.written_strides,
-        G=MergeGeometry(rows, cut.most_rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts, early),
+        G=MergeGeometry(
+            rows, cut.most_rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts, shape.few, early
+        ),
         num_warps=shape.num_warps,
         **early_options(early),
     )

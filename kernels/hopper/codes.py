@@ -89,12 +89,18 @@ def row_scale(scale, head, G: gl.constexpr):
     return scale_value
 
 
+@constexpr_function
+def _parts_of_place(G):
+    """Parts of BOX_COLUMNS that a tile of codes, of K or of V, has room for."""
+    return max(G.K.DIM, G.V.DIM) // BOX_COLUMNS.value
+
+
 @gluon.jit
 def new_codes(G: gl.constexpr):
     """An empty ring."""
     TILES: gl.constexpr = G.CODE_TILES
     BOX: gl.constexpr = G.BOX
-    PARTS: gl.constexpr = G.CODE_TILES * (G.DIM // BOX_COLUMNS)
+    PARTS: gl.constexpr = G.CODE_TILES * _parts_of_place(G)
     BOXES: gl.constexpr = PARTS * (G.KEY_BLOCK // G.BOX)
     PIECE: gl.constexpr = piece_rows(G)
     PIECES: gl.constexpr = PARTS * G.KEY_BLOCK // PIECE
@@ -117,26 +123,28 @@ def new_codes(G: gl.constexpr):
 
 
 @gluon.jit
-def _load_codes(desc, column, codes, n, slots, G: gl.constexpr):
+def _load_codes(desc, head, codes, n, slots, C: gl.constexpr, G: gl.constexpr):
     """Loads the n-th tile of codes, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
-    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    PARTS: gl.constexpr = _parts_of_place(G)
     place = n % G.CODE_TILES
     mbarrier.wait(codes.free.index(place), ((n // G.CODE_TILES) & 1) ^ 1)
     full = codes.full.index(place)
-    mbarrier.expect(full, G.KEY_BLOCK * G.DIM)
+    mbarrier.expect(full, G.KEY_BLOCK * C.DIM)
     for i in gl.static_range(BOXES):
-        for c in gl.static_range(PARTS):
+        for c in gl.static_range(C.DIM // BOX_COLUMNS):
             box = codes.boxes.index((place * PARTS + c) * BOXES + i)
-            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
+            tma.async_copy_global_to_shared(desc, [slots[i], head * C.DIM + c * BOX_COLUMNS], full, box)
 
 
 @gluon.jit
 def _load_step(task, row, step, n, ahead, G: gl.constexpr):
     cache, codes = task
     slots = slots_of_step(row.source, step, row.seen, G)
-    _load_codes(cache.k, row.head * G.DIM, codes, 2 * n, slots, G)
-    _load_codes(cache.v, row.head * G.DIM, codes, 2 * n + 1, slots, G)
+    OF_K: gl.constexpr = G.K
+    OF_V: gl.constexpr = G.V
+    _load_codes(cache.k, row.head, codes, 2 * n, slots, OF_K, G)
+    _load_codes(cache.v, row.head, codes, 2 * n + 1, slots, OF_V, G)
     return ahead
 
 
@@ -167,10 +175,11 @@ def _scales_of_keys(scale_values, row, at, G: gl.constexpr):
 
 
 @gluon.jit
-def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
+def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, C: gl.constexpr, G: gl.constexpr):
     """Decodes the n-th tile of codes to a stage, without zeroing anything else. SCALED: with scales of V"""
     PIECE: gl.constexpr = piece_rows(G)
-    PIECES: gl.constexpr = (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
+    PIECES: gl.constexpr = (C.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
+    PIECES_OF_PLACE: gl.constexpr = _parts_of_place(G) * G.KEY_BLOCK // PIECE
     ASSEMBLY: gl.constexpr = _as_half(G.ENCODING)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -179,7 +188,7 @@ def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
         scale_values = codes.v_scale_values._reinterpret(gl.float32, [PIECE], line)
         scale_value = gl.expand_dims(scale_values.load(gl.SliceLayout(1, layout)), 1)
     for i in gl.static_range(PIECES):
-        piece = codes.pieces.index(place * PIECES + i).load(layout)
+        piece = codes.pieces.index(place * PIECES_OF_PLACE + i).load(layout)
         numbers = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [piece], dtype=gl.float16, is_pure=True, pack=4)
         if SCALED:
             numbers = (numbers.to(gl.float32) * scale_value).to(ring.pieces.dtype)
@@ -216,6 +225,8 @@ def _first_scales(task, row, step, G: gl.constexpr):
 @gluon.jit
 def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
     BY_TOKEN: gl.constexpr = G.SCALES == TOKEN_SCALES
+    OF_K: gl.constexpr = G.K
+    OF_V: gl.constexpr = G.V
     scale_values, codes, rings = task
     stage = n % G.STAGES
     _wait_for_codes(codes, 2 * n, G)
@@ -229,11 +240,11 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
         # Two steps ahead, and one: a load of a scale waits for that of its page.
         k_scale_value, v_scale_value = _scales_of_keys(scale_values, row.head, at, G)
         ahead = (k_scale_value, v_scale_value, _pages_of_keys(row.source, step + 2, row.seen, G))
-    _decode_tile(codes, 2 * n, rings.k, stage, False, G)
+    _decode_tile(codes, 2 * n, rings.k, stage, False, OF_K, G)
     _pass_on(codes, 2 * n, rings.k, stage, G)
     _wait_for_codes(codes, 2 * n + 1, G)
     wait_for_place_of_values(rings, n, 0, G)
-    _decode_tile(codes, 2 * n + 1, rings.v, stage, BY_TOKEN, G)
+    _decode_tile(codes, 2 * n + 1, rings.v, stage, BY_TOKEN, OF_V, G)
     zero_unseen(rings.v, n, step, row.seen, G)
     _pass_on(codes, 2 * n + 1, rings.v, stage, G)
     return ahead

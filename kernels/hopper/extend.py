@@ -73,8 +73,10 @@ from rocm_attn.kernels.hopper.rows import (
     GROUP_ROWS,
     HopperGeometry,
     HopperSchedule,
+    RowColumns,
     block_of,
     next_row,
+    parts_of,
     seen_by_block,
     steps_of,
     work_of_program,
@@ -84,7 +86,7 @@ from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, new_
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padded_dim
-from rocm_attn.kernels.tuning.tiles import next_power_of_2
+from rocm_attn.kernels.tuning.tiles import equal_columns, next_power_of_2
 
 
 class ConsumerMemory(NamedTuple):
@@ -259,8 +261,8 @@ def _hopper_extend_kernel(
     todo = work_of_program(begun, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
-        PARTS: gl.constexpr = G.DIM // G.COLUMNS
-        COLUMNS: gl.constexpr = G.COLUMNS
+        PARTS: gl.constexpr = parts_of(G.K)
+        COLUMNS: gl.constexpr = G.K.TILE
         K_DTYPE: gl.constexpr = gl.float16 if G.CODE_TILES else DTYPE
         # A row of V times its token's scale may exceed float16.
         V_DTYPE: gl.constexpr = DTYPE if G.SCALES == TOKEN_SCALES else K_DTYPE
@@ -274,7 +276,7 @@ def _hopper_extend_kernel(
         first_left, second_left, k_scale_values = first_q, second_q, rings.free
         PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
         lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
-        sums = partials + lines * G.HEAD_DIM
+        sums = partials + lines * G.V.HEAD_DIM
         if G.LEFT_IN_WORKSPACE:
             room = sums + lines * 2
             first_left, second_left = left_of_group(0, room, G), left_of_group(1, room, G)
@@ -350,7 +352,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
     num_slots, draws = pages.raw_k.shape[0] * geometry.PAGE_SIZE, tiles.drawn_blocks > 0
-    k, v = (_as_loaded(side, geometry) for side in (pages.raw_k, pages.raw_v))
+    k, v = _as_loaded(pages.raw_k, geometry.K, geometry), _as_loaded(pages.raw_v, geometry.V, geometry)
     strides = args.strides_in(geometry.STRIDE_UNIT)
     q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
     try:
@@ -411,7 +413,7 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
         assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
-        words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])
+        words = tiles.segment_words(programs=sharing.programs, v_head_dim=args.out.shape[2])
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
     args.check_workspace(words)
@@ -422,9 +424,6 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     num_kv_heads, gqa_ratio = args.heads
     sharing, page_size = cut.sharing, args.pages.format.page_size
     coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
-    head_dim = args.q.shape[2]
-    dim = padded_dim(head_dim)
-    columns = tiles.extend.columns(dim)
     box = math.gcd(page_size, tiles.value_block)
     gathers = is_gathered(page_size) and not is_fp8
     blocks = tiles.extend.head_blocks(gqa_ratio)
@@ -435,11 +434,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         GQA_RATIO=tiles.extend.heads_per_block(gqa_ratio),
         HEAD_BLOCKS=blocks,
         TOKENS=cut.query_tokens,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        COLUMNS=columns,
-        LAST_COLUMNS=_last_columns(head_dim, columns),
-        MASKS_COLUMNS=_masks_columns(head_dim, columns),
+        K=_columns(args.q.shape[2], tiles.extend.dim_block),
+        V=_columns(args.out.shape[2], tiles.v_dim_block or tiles.extend.dim_block),
         PAGE_SIZE=page_size,
         GATHERED=gathers,
         BOX=tiles.value_block if gathers else box,
@@ -475,17 +471,18 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     )
 
 
-def _last_columns(head_dim: int, columns: int) -> int:
-    """Columns of a row's last tile with which products are made: a power of two, at least 16."""
-    return max(16, next_power_of_2((head_dim - 1) % columns + 1))
+def _columns(head_dim: int, dim_block: int) -> RowColumns:
+    """Returns the columns of rows, cut into tiles of dim_block columns at most. 0: of all that a power of two has"""
+    dim = padded_dim(head_dim)
+    tile = math.gcd(dim, equal_columns(dim, dim_block))
+    rest = head_dim % tile
+    # Products are made with a power of two of columns, at least 16. Those beyond the head must be zeros, and not the
+    # next head's.
+    last = max(16, next_power_of_2((head_dim - 1) % tile + 1))
+    return RowColumns(HEAD_DIM=head_dim, DIM=dim, TILE=tile, LAST=last, ZEROED=0 < rest < last)
 
 
-def _masks_columns(head_dim: int, columns: int) -> bool:
-    """True if some of them lie beyond the head, so that they must be zeros, and not those of the next head."""
-    return head_dim % columns > 0 and head_dim % columns < _last_columns(head_dim, columns)
-
-
-def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
+def _as_loaded(pages: torch.Tensor, columns: RowColumns, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
     """Returns contiguous pages as rows of slots, of which TMA loads boxes; or unchanged, if keys are gathered."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
@@ -495,7 +492,7 @@ def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescripto
     slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim
     # With boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us instead of 384 (H200).
     shape, strides = [slots, row], [row, 1]
-    if geometry.MASKS_COLUMNS:
+    if columns.ZEROED:
         shape, strides, box = [num_heads, slots, dim], [dim, row, 1], [1, *box]
     layout = gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=len(shape))
     return TensorDescriptor(pages, shape, strides, box, layout)

@@ -47,15 +47,17 @@ def _places_of_step(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(pages, row, ring, stage, places, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def _copy_tile(
+    pages, row, ring, stage, places, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, C: gl.constexpr, G: gl.constexpr
+):
     """Begins the copies of a tile of K or V to a stage. FIRST: its first box of its step"""
     column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _LAYOUT)), 0)
     for i in gl.static_range(TILE_KEYS // G.BOX):
         slot = gl.expand_dims(places[FIRST + i], 1)
-        keys = pages + (slot.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS * G.HEAD_DIM) + row * G.HEAD_DIM)
-        for c in gl.static_range(G.DIM // BOX_COLUMNS):
-            is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, G)
-            box = box_of(ring, stage, c, i, TILE_KEYS, G)
+        keys = pages + (slot.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS * C.HEAD_DIM) + row * C.HEAD_DIM)
+        for c in gl.static_range(C.DIM // BOX_COLUMNS):
+            is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, C)
+            box = box_of(ring, stage, c, i, TILE_KEYS, C, G)
             async_copy.async_copy_global_to_shared(box, keys + (c * BOX_COLUMNS + column), mask=is_there)
     async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
 
@@ -68,14 +70,16 @@ def _first_places(task, row, step, G: gl.constexpr):
 @gluon.jit
 def _gather_step(task, row, step, n, places, G: gl.constexpr):
     cache, rings = task
+    OF_K: gl.constexpr = G.K
     # A load of a place is under way during a step.
     after = _places_of_step(row.source, step + 1, row.seen, G)
     wait_for_place(rings, n, G)
-    _copy_tile(cache.k, row.head, rings.k, n % G.STAGES, places, 0, G.KEY_BLOCK, G)
+    _copy_tile(cache.k, row.head, rings.k, n % G.STAGES, places, 0, G.KEY_BLOCK, OF_K, G)
     BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
+    OF_V: gl.constexpr = G.V
     for tile in gl.static_range(value_tiles(G)):
         wait_for_place_of_values(rings, n, tile, G)
-        _copy_tile(cache.v, row.head, rings.v, value_stage(n, tile, G), places, tile * BOXES, G.VALUE_BLOCK, G)
+        _copy_tile(cache.v, row.head, rings.v, value_stage(n, tile, G), places, tile * BOXES, G.VALUE_BLOCK, OF_V, G)
     return after
 
 

@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of, width_of
 from rocm_attn.kernels.hopper.scaling import times_if_any
 
 # In powers of two. A row's scores may exceed its maximum by this much before it is raised, as in FlashAttention-4
@@ -94,13 +94,6 @@ def _zeros(WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def columns_of(tile, part: gl.constexpr, G: gl.constexpr):
-    """The columns of a tile with which products are made."""
-    WIDTH: gl.constexpr = width_of(part, G)
-    return tile.slice(0, WIDTH, 1) if tile.shape[1] > WIDTH else tile
-
-
-@gluon.jit
 def blocks_of(numbers, G: gl.constexpr):
     """Numbers of a step's keys by tiles of V, [64, VALUE_BLOCK] each: one, or two."""
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
@@ -118,7 +111,7 @@ def blocks_of(numbers, G: gl.constexpr):
 @gluon.jit
 def scaled_by_rows(acc, scale_value, G: gl.constexpr):
     """Accumulators times a number for each row, which is 1 for most if G.SCALES_SELDOM."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.V)
     scaled = ()
     for i in gl.static_range(PARTS):
         by_row = of_rows(scale_value, acc[i])
@@ -129,7 +122,7 @@ def scaled_by_rows(acc, scale_value, G: gl.constexpr):
 @gluon.jit
 def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
     """Weights laid out for products with a part's columns of V."""
-    WIDTH: gl.constexpr = width_of(part, G)
+    WIDTH: gl.constexpr = width_of(part, G.V)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
 
@@ -137,10 +130,11 @@ def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def add_products(acc, weights, v, stage, G: gl.constexpr):
     """Adds products of weights with a tile of V, in flight, to accumulators."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(G.V)
     products = ()
     for i in gl.static_range(PARTS):
-        v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, G)
+        v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, OF_V)
         products += (warpgroup_mma(_as_operand(weights, i, G), v_tile, acc[i], is_async=True),)  # type: ignore[assignment]
     return products
 
@@ -149,12 +143,12 @@ def add_products(acc, weights, v, stage, G: gl.constexpr):
 def nothing_seen(G: gl.constexpr):
     """The softmax state before any key, with sums of lanes; in deterministic attention with sums of rows."""
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     acc = ()
     for i in gl.static_range(PARTS):
-        acc += (_zeros(width_of(i, G)),)  # type: ignore[assignment]
+        acc += (_zeros(width_of(i, G.V)),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout))
     if G.SEGMENT_STEPS == 0:
@@ -194,7 +188,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     warps have nothing to scale.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    OF_K: gl.constexpr = G.K
+    K_PARTS: gl.constexpr = parts_of(G.K)
+    V_PARTS: gl.constexpr = parts_of(G.V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
@@ -209,15 +205,15 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
-        for i in gl.static_range(PARTS):
+        for i in gl.static_range(V_PARTS):
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
         wait_for_keys(rings, n, G)
         pending = (zero,)
-        for i in gl.static_range(PARTS):
-            q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
-            k_tile = k_tile.permute((1, 0))
+        for i in gl.static_range(K_PARTS):
+            q_tile = columns_of(query.tiles.index(i), i, OF_K)
+            k_tile = columns_of(k.tiles.index(stage * K_PARTS + i), i, OF_K).permute((1, 0))
             pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
         if G.OVERLAPS:
             waited = warpgroup_mma_wait(0, deps=pending + products)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rocm_attn.kernels.attention.coded import exponent_to_move, moved_to_half, scale_of_moved
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, parts_of
 
 
 class QueryOutputs(NamedTuple):
@@ -45,16 +45,17 @@ def _place(rows, line, block, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
-def is_column(column, G: gl.constexpr):
-    """A mask of the columns [1, COLUMNS] that a row has."""
-    return column < G.HEAD_DIM if G.HEAD_DIM < G.DIM else True
+def is_column(column, C: gl.constexpr):
+    """A mask of the columns [1, TILE] that a row has."""
+    return column < C.HEAD_DIM if C.HEAD_DIM < C.DIM else True
 
 
 @gluon.jit
 def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
     """The group's rows of q, on their way to registers; 0 for rows without a token, and if there is nothing to do."""
-    COLUMNS: gl.constexpr = G.COLUMNS
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    OF_K: gl.constexpr = G.K
+    COLUMNS: gl.constexpr = G.K.TILE
+    PARTS: gl.constexpr = parts_of(G.K)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
     rows = gl.expand_dims(_place(q, line, block, todo.row, G), 1)
@@ -62,7 +63,7 @@ def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     fetched = ()
     for i in gl.static_range(PARTS):
-        is_there = is_row & is_column(i * COLUMNS + column, G)
+        is_there = is_row & is_column(i * COLUMNS + column, OF_K)
         fetched += (gl.load(rows + (i * COLUMNS + column), mask=is_there, other=0.0),)  # type: ignore[assignment]
     return fetched
 
@@ -74,7 +75,7 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
     If K is in float16, rows of bfloat16 are moved there, each by a power of two of its own: see coded.half_query. The
     factor then has LAYOUT, [64].
     """
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.K)
     if G.MOVES_Q:
         largest = gl.max(gl.abs(fetched[0].to(gl.float32)), 1)
         for i in gl.static_range(1, PARTS):
@@ -110,16 +111,17 @@ def _with_sinks(softmax, sinks, line, block, kv_head, G: gl.constexpr):
 @gluon.jit
 def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.constexpr):
     """The places of a part of the accumulators: lines [64] and columns [1, width] of a row; which have a token."""
+    OF_V: gl.constexpr = G.V
     WIDTH: gl.constexpr = acc.shape[1]
     line = lines_of_group(GROUP, gl.SliceLayout(1, acc.type.layout))
-    column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout)), 0) + part * G.COLUMNS
-    return (line, column), gl.expand_dims(_is_row(line, block, G), 1) & is_column(column, G)
+    column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout)), 0) + part * G.V.TILE
+    return (line, column), gl.expand_dims(_is_row(line, block, G), 1) & is_column(column, OF_V)
 
 
 @gluon.jit
 def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.constexpr):
     """Stores the results of a whole row."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.V)
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
     line = lines_of_group(GROUP, S_ROW)
@@ -145,7 +147,7 @@ def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.conste
 @gluon.jit
 def store_part(GROUP: gl.constexpr, softmax, to, block, part, G: gl.constexpr):
     """Stores the program's part of a row that it shares. part: its place in the workspace"""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.V)
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
     first = part * (G.GROUPS * GROUP_ROWS)
@@ -154,5 +156,5 @@ def store_part(GROUP: gl.constexpr, softmax, to, block, part, G: gl.constexpr):
     gl.store(sums + 1, total)
     for i in gl.static_range(PARTS):
         places, is_there = _places_of_part(GROUP, i, acc[i], block, G)
-        rows = to.partials + gl.expand_dims((first + places[0]) * G.HEAD_DIM, 1)
+        rows = to.partials + gl.expand_dims((first + places[0]) * G.V.HEAD_DIM, 1)
         gl.store(rows + places[1], acc[i], mask=is_there)

@@ -13,7 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.hopper.draws import ask_before, ask_within
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, block_of, next_row, piece_rows, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rows import (
+    BOX_COLUMNS,
+    block_of,
+    next_row,
+    parts_of,
+    piece_rows,
+    seen_by_block,
+    steps_of,
+)
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Each thread of the warps that gather keys (gather.py) arrives at a barrier.
@@ -80,16 +88,17 @@ class Loaded(NamedTuple):
 
 
 @gluon.jit
-def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """An empty ring of STAGES stages, each a tile of TILE_KEYS keys. Boxes, one after the other, have the layout of a
-    swizzled tile in memory.
+def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr, C: gl.constexpr, G: gl.constexpr):
+    """An empty ring of STAGES stages, each a tile of TILE_KEYS keys with columns C.
+
+    Boxes, one after the other, have the layout of a swizzled tile in memory.
     """
     BOX: gl.constexpr = G.BOX
-    BOXES: gl.constexpr = STAGES * (G.DIM // BOX_COLUMNS) * (TILE_KEYS // G.BOX)
+    BOXES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS) * (TILE_KEYS // G.BOX)
     PIECE: gl.constexpr = piece_rows(G)
-    PIECES: gl.constexpr = STAGES * (G.DIM // BOX_COLUMNS) * TILE_KEYS // PIECE
-    TILES: gl.constexpr = STAGES * (G.DIM // G.COLUMNS)
-    COLUMNS: gl.constexpr = G.COLUMNS
+    PIECES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS) * TILE_KEYS // PIECE
+    TILES: gl.constexpr = STAGES * parts_of(C)
+    COLUMNS: gl.constexpr = C.TILE
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, BOX_COLUMNS], layout)
@@ -109,8 +118,10 @@ def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(free.index(i), count=G.GROUPS)
-    k = _new_ring(K_DTYPE, G.STAGES, G.KEY_BLOCK, G)
-    return Rings(k, _new_ring(V_DTYPE, G.VALUE_STAGES, G.VALUE_BLOCK, G), free)
+    OF_K: gl.constexpr = G.K
+    OF_V: gl.constexpr = G.V
+    k = _new_ring(K_DTYPE, G.STAGES, G.KEY_BLOCK, OF_K, G)
+    return Rings(k, _new_ring(V_DTYPE, G.VALUE_STAGES, G.VALUE_BLOCK, OF_V, G), free)
 
 
 @gluon.jit
@@ -136,10 +147,10 @@ def slots_of_step(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, C: gl.constexpr, G: gl.constexpr):
     """A box of a stage's tile, by its columns and its keys: those of the first columns lie before those of others."""
     BOXES: gl.constexpr = TILE_KEYS // G.BOX
-    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    PARTS: gl.constexpr = C.DIM // BOX_COLUMNS
     return ring.boxes.index((stage * PARTS + column) * BOXES + at)
 
 
@@ -150,27 +161,29 @@ def value_tiles(G):
 
 
 @gluon.jit
-def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
+def _load_box(desc, row, slot, column, full, box, C: gl.constexpr, G: gl.constexpr):
     """Loads a box of a KV head by TMA. Columns beyond the head are zeros, or the next head's if nothing reads them."""
-    if G.MASKS_COLUMNS:
+    if C.ZEROED:
         BOX: gl.constexpr = G.BOX
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
         of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
         tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
     else:
-        tma.async_copy_global_to_shared(desc, [slot, row * G.HEAD_DIM + column], full, box)
+        tma.async_copy_global_to_shared(desc, [slot, row * C.HEAD_DIM + column], full, box)
 
 
 @gluon.jit
-def _load_tile(desc, row, ring, stage, slots, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def _load_tile(
+    desc, row, ring, stage, slots, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, C: gl.constexpr, G: gl.constexpr
+):
     """Loads a tile of K or V to a stage, box by box. FIRST: its first box of its step"""
-    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    PARTS: gl.constexpr = C.DIM // BOX_COLUMNS
     full = ring.full.index(stage)
-    mbarrier.expect(full, TILE_KEYS * G.DIM * 2)
+    mbarrier.expect(full, TILE_KEYS * C.DIM * 2)
     for i in gl.static_range(TILE_KEYS // G.BOX):
         for c in gl.static_range(PARTS):
-            box = box_of(ring, stage, c, i, TILE_KEYS, G)
-            _load_box(desc, row, slots[FIRST + i], c * BOX_COLUMNS, full, box, G)
+            box = box_of(ring, stage, c, i, TILE_KEYS, C, G)
+            _load_box(desc, row, slots[FIRST + i], c * BOX_COLUMNS, full, box, C, G)
 
 
 @gluon.jit
@@ -249,9 +262,10 @@ def nothing_ahead(task, row, step, G: gl.constexpr):
 @gluon.jit
 def _load_keys(task, row, step, n, ahead, G: gl.constexpr):
     cache, rings = task
+    OF_K: gl.constexpr = G.K
     slots = slots_of_step(row.source, step, row.seen, G)
     wait_for_place(rings, n, G)
-    _load_tile(cache.k, row.head, rings.k, n % G.STAGES, slots, 0, G.KEY_BLOCK, G)
+    _load_tile(cache.k, row.head, rings.k, n % G.STAGES, slots, 0, G.KEY_BLOCK, OF_K, G)
     return ahead
 
 
@@ -260,9 +274,10 @@ def _load_values(task, row, step, n, ahead, G: gl.constexpr):
     cache, rings = task
     slots = slots_of_step(row.source, step, row.seen, G)
     BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
+    OF_V: gl.constexpr = G.V
     for tile in gl.static_range(value_tiles(G)):
         wait_for_place_of_values(rings, n, tile, G)
-        _load_tile(cache.v, row.head, rings.v, value_stage(n, tile, G), slots, tile * BOXES, G.VALUE_BLOCK, G)
+        _load_tile(cache.v, row.head, rings.v, value_stage(n, tile, G), slots, tile * BOXES, G.VALUE_BLOCK, OF_V, G)
     return ahead
 
 
@@ -283,13 +298,14 @@ def produce_values(x, cache, rings, todo, G: gl.constexpr):
 @gluon.jit
 def _zero_in_box(ring, n, at, first, end, G: gl.constexpr):
     """Zeroes the values of a box's keys, counted from the n-th step, that are not in [first, end)."""
-    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = G.V.DIM // BOX_COLUMNS
     BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
     stage = value_stage(n, at // BOXES, G)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
     for c in gl.static_range(PARTS):
-        box = box_of(ring, stage, c, at % BOXES, G.VALUE_BLOCK, G)
+        box = box_of(ring, stage, c, at % BOXES, G.VALUE_BLOCK, OF_V, G)
         values = box.load(layout)
         box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
 

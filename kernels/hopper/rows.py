@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -29,6 +30,24 @@ BOX_COLUMNS = gl.constexpr(64)
 GROUP_ROWS = gl.constexpr(64)
 
 
+@dataclass(frozen=True)
+class RowColumns:
+    """The columns of a row of K, or of V, and so of q or of the output.
+
+    HEAD_DIM: elements of the row
+    DIM:      columns of the row in shared memory, a multiple of BOX_COLUMNS; those of q after HEAD_DIM are zeros
+    TILE:     columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
+    LAST:     columns of the last tile with which products are made; a power of two
+    ZEROED:   whether boxes hold zeros beyond the head; else products are made with no column there
+    """
+
+    HEAD_DIM: int
+    DIM: int
+    TILE: int
+    LAST: int
+    ZEROED: bool
+
+
 class HopperGeometry(NamedTuple):
     """The values that the kernel is compiled for.
 
@@ -36,11 +55,7 @@ class HopperGeometry(NamedTuple):
     GQA_RATIO: query heads of such a block
     HEAD_BLOCKS: equal blocks that the query heads of a KV head are cut into
     TOKENS:    new tokens of a full query block
-    HEAD_DIM:  elements of a q, K, V and output row
-    DIM:       columns of a row in shared memory, a multiple of BOX_COLUMNS; those of q after HEAD_DIM are zeros
-    COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
-    LAST_COLUMNS: columns of the last tile with which products are made; a power of two
-    MASKS_COLUMNS: whether boxes hold zeros beyond the head; else products are made with no column there
+    K, V:      columns of rows of q and K, and of V and the output
     PAGE_SIZE: tokens of a page
     GATHERED:  whether keys are copied one by one, because pages hold no boxes of enough keys (gather.py)
     BOX:       keys of a box, of one page each if they are not gathered
@@ -76,11 +91,8 @@ class HopperGeometry(NamedTuple):
     GQA_RATIO: int
     HEAD_BLOCKS: int
     TOKENS: int
-    HEAD_DIM: int
-    DIM: int
-    COLUMNS: int
-    LAST_COLUMNS: int
-    MASKS_COLUMNS: bool
+    K: RowColumns
+    V: RowColumns
     PAGE_SIZE: int
     GATHERED: bool
     BOX: int
@@ -122,15 +134,30 @@ class HopperGeometry(NamedTuple):
 
 @constexpr_function
 def piece_rows(G):
-    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys if all are not a power of two."""
-    rows = G.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
-    return rows if rows & (rows - 1) == 0 else G.KEY_BLOCK
+    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile of K and of V, or their keys if all are not the
+    same power of two.
+    """
+    rows = G.K.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
+    return rows if rows & (rows - 1) == 0 and G.K.DIM == G.V.DIM else G.KEY_BLOCK
 
 
 @constexpr_function
-def width_of(part, G):
+def parts_of(columns):
+    """Tiles that a row is cut into."""
+    return columns.DIM // columns.TILE
+
+
+@constexpr_function
+def width_of(part, columns):
     """Columns of a tile of a row with which products are made."""
-    return G.LAST_COLUMNS if (part + 1) * G.COLUMNS == G.DIM else G.COLUMNS
+    return columns.LAST if (part + 1) * columns.TILE == columns.DIM else columns.TILE
+
+
+@gluon.jit
+def columns_of(tile, part: gl.constexpr, C: gl.constexpr):
+    """The columns of a tile with which products are made."""
+    WIDTH: gl.constexpr = width_of(part, C)
+    return tile.slice(0, WIDTH, 1) if tile.shape[1] > WIDTH else tile
 
 
 @gluon.jit

@@ -24,13 +24,12 @@ from rocm_attn.kernels.hopper.key_steps import (
     Progress,
     add_products,
     blocks_of,
-    columns_of,
     is_visible,
     scaled_by_rows,
     waited_for,
 )
 from rocm_attn.kernels.hopper.rings import value_stage, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, parts_of
 
 
 @gluon.jit
@@ -70,7 +69,9 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     BLOCKS: gl.constexpr = G.KEY_BLOCK // G.VALUE_BLOCK
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    OF_K: gl.constexpr = G.K
+    K_PARTS: gl.constexpr = parts_of(G.K)
+    V_PARTS: gl.constexpr = parts_of(G.V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)
@@ -80,15 +81,15 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
-        for i in gl.static_range(PARTS):
+        for i in gl.static_range(V_PARTS):
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
         wait_for_keys(rings, n, G)
         pending = (zero,)
-        for i in gl.static_range(PARTS):
-            q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
-            k_tile = k_tile.permute((1, 0))
+        for i in gl.static_range(K_PARTS):
+            q_tile = columns_of(query.tiles.index(i), i, OF_K)
+            k_tile = columns_of(k.tiles.index(stage * K_PARTS + i), i, OF_K).permute((1, 0))
             pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
         if G.OVERLAPS:
             waited = warpgroup_mma_wait(0, deps=pending + products)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, parts_of, width_of
 
 
 class SegmentState(NamedTuple):
@@ -26,8 +26,8 @@ class SegmentState(NamedTuple):
 @gluon.jit
 def new_left(G: gl.constexpr):
     """Room for a consumer's accumulators [parts, 64, columns]."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    COLUMNS: gl.constexpr = G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.V)
+    COLUMNS: gl.constexpr = G.V.TILE
     # The columns that four lanes hold together are moved as one: no two rows of a warp meet in a bank.
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     return gl.allocate_shared_memory(gl.float32, [PARTS, GROUP_ROWS, COLUMNS], layout)
@@ -42,15 +42,15 @@ def nothing_left(empty):
 @gluon.jit
 def left_of_group(GROUP: gl.constexpr, partials, G: gl.constexpr):
     """The group's room in the workspace."""
-    return partials + (gl.program_id(0) * G.GROUPS + GROUP) * (GROUP_ROWS * G.DIM)
+    return partials + (gl.program_id(0) * G.GROUPS + GROUP) * (GROUP_ROWS * G.V.DIM)
 
 
 @gluon.jit
 def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
     """Places of a part's numbers in the workspace: in squares of eight, so that a warp moves whole squares."""
-    WIDTH: gl.constexpr = width_of(part, G)
-    COLUMNS: gl.constexpr = G.COLUMNS
-    SQUARES: gl.constexpr = G.COLUMNS // 8
+    WIDTH: gl.constexpr = width_of(part, G.V)
+    COLUMNS: gl.constexpr = G.V.TILE
+    SQUARES: gl.constexpr = G.V.TILE // 8
     row = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), 0)
     square = row // 8 * SQUARES + column // 8
@@ -60,7 +60,7 @@ def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def _shared_part(room, part: gl.constexpr, G: gl.constexpr):
     """A part's numbers in shared memory, with the columns that products are made with."""
-    WIDTH: gl.constexpr = width_of(part, G)
+    WIDTH: gl.constexpr = width_of(part, G.V)
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     return room.index(part)._reinterpret(gl.float32, [GROUP_ROWS, WIDTH], layout)
 
@@ -115,7 +115,7 @@ def merge_segment(room, left, segment, place, G: gl.constexpr):
 
     place: whether the segment is the program's first of the row, and whether it is its last
     """
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    PARTS: gl.constexpr = parts_of(G.V)
     is_first, is_last = place
     left, scale_values = _merge_of(left, segment)
     # The first segment stays unchanged: its weight is 1, and 0 would be added. Only a -0.0 would become 0.0 by that.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,7 @@ class HopperTiles:
               memory has no room for it next to the rings
     drawn_blocks: whole rows are drawn as programs come to them, KV head by KV head within this many consecutive query
               blocks (hopper/draws.py); 0: they are dealt out
+    v_dim_block: columns of the blocks that rows of V are cut into; 0: like those of K
     open_middle: whether steps that all rows of a window see have a loop of their own, without masks. With heads of 96
               and 256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, 248
     powers_by_products: how many of four exponentials of scores with a cap are computed by products (hopper/powers.py)
@@ -54,6 +55,7 @@ class HopperTiles:
     open_middle: bool = False
     scales_seldom: bool = False
     drawn_blocks: int = 0
+    v_dim_block: int = 0
 
     def __post_init__(self) -> None:
         assert not (self.scales_seldom and self.segment_len), "decode has maxima that are raised each time"
@@ -88,13 +90,13 @@ class HopperTiles:
         """Parts of rows that a program has room for, in deterministic attention."""
         return slots_of(self.most_segments)
 
-    def segment_words(self, *, programs: int, head_dim: int) -> int:
+    def segment_words(self, *, programs: int, v_head_dim: int) -> int:
         """float32 words of deterministic attention's workspace: parts of rows with their sums, and everything left of a
         segment.
         """
         lines = programs * self.extend.query_rows
-        left = lines * padded_dim(head_dim) if self.left_in_workspace else 0
-        return parts_words(lines, slots=self.segment_slots, v_head_dim=head_dim) + left
+        left = lines * padded_dim(v_head_dim) if self.left_in_workspace else 0
+        return parts_words(lines, slots=self.segment_slots, v_head_dim=v_head_dim) + left
 
 
 # Keys of the smallest box that TMA loads; for codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
@@ -103,36 +105,47 @@ LEAST_BOX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _HopperTileChoice:
+class _Choice:
+    """For rows of K, and of V, of up to so many elements; v_head_dim 0: as many as of K."""
+
     head_dim: int
+    v_head_dim: int = 0
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.head_dim, self.v_head_dim or self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HopperTileChoice(_Choice):
     tiles: HopperTiles
 
 
-@dataclass(frozen=True, slots=True)
-class _SegmentTileChoice:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SegmentTileChoice(_Choice):
     """In deterministic attention: num_stages of ExtendTiles, and most_segments of HopperTiles."""
 
-    head_dim: int
     num_stages: int
     most_segments: int
 
 
-def _by_dim(table: str) -> dict[int, HopperTiles]:
-    return {row.head_dim: row.tiles for row in TableFile(_HopperTileChoice, "hopper.json", table)}
+def _by_dims(table: str) -> dict[tuple[int, int], HopperTiles]:
+    return {row.dims: row.tiles for row in TableFile(_HopperTileChoice, "hopper.json", table)}
 
 
 # Measured on one H200, torch 2.11, Triton 3.6; the cost of cutting rows alike not for pages whose keys are gathered.
-_EXTEND_TILES = _by_dim("boxes")
+_EXTEND_TILES = _by_dims("boxes")
 # Other tiles for pages whose keys are gathered, and for deterministic attention over all pages.
-_GATHERED_TILES = {**_EXTEND_TILES, **_by_dim("gathered")}
+_GATHERED_TILES = {**_EXTEND_TILES, **_by_dims("gathered")}
 
 # Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
 BESIDE_THE_PLAIN: Mapping[int, tuple[float, float]] = {64: (536, 631), 128: (394, 535)}
 
 # For eight-bit pages.
-_CODED_TILES = _by_dim("codes")
+_CODED_TILES = _by_dims("codes")
 
-HEAD_DIMS = tuple(_EXTEND_TILES)
+DIMS = tuple(_EXTEND_TILES)
+HEAD_DIMS = tuple(dim for dim, v_head_dim in DIMS if dim == v_head_dim)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -145,19 +158,23 @@ def padded_dim(head_dim: int) -> int:
 
 # For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
 # each product.
-CODED_HEAD_DIMS = tuple(_CODED_TILES)
-_SEGMENT_ROWS = {row.head_dim: row for row in TableFile(_SegmentTileChoice, "hopper.json", "segment")}
+CODED_HEAD_DIMS = tuple(dim for dim, _ in _CODED_TILES)
+_SEGMENT_ROWS = {row.dims: row for row in TableFile(_SegmentTileChoice, "hopper.json", "segment")}
 # With 224 twice as much spills around the merge.
 _SEGMENT_REGISTERS = 240
 # The largest heads whose two accumulators both fit next to the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 
 
-def hopper_tiles(head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
+def hopper_tiles(head_dim: int, v_head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
     """The tiles of heads of up to HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
-    if coded:
-        return _CODED_TILES[head_dim]
-    return (_GATHERED_TILES if is_gathered(page_size) else _EXTEND_TILES)[_row(head_dim)]
+    tiles = _CODED_TILES if coded else _GATHERED_TILES if is_gathered(page_size) else _EXTEND_TILES
+    return tiles[_least_dims(tiles, head_dim, v_head_dim)]
+
+
+def _least_dims(rows: Iterable[tuple[int, int]], head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """The first dims, the smallest ones, that serve those of heads."""
+    return next(dims for dims in rows if head_dim <= dims[0] and v_head_dim <= dims[1])
 
 
 def is_gathered(page_size: int) -> bool:
@@ -165,13 +182,8 @@ def is_gathered(page_size: int) -> bool:
     return page_size % LEAST_BOX > 0
 
 
-def _row(head_dim: int) -> int:
-    """The head dim whose tiles serve heads of up to HEAD_DIMS."""
-    return next(dim for dim in HEAD_DIMS if head_dim <= dim)
-
-
 def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
-    """The tiles of deterministic attention, for heads of up to HEAD_DIMS.
+    """The tiles of deterministic attention, for heads of up to HEAD_DIMS whose K and V are alike.
 
     Segments and key blocks are those of decode.
     """
@@ -179,15 +191,15 @@ def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
     # With heads of 64: 599, 686 and 536. In decode blocks of 128 keys would take 1.17 to 1.27 of the normal mode, and
     # masks of deterministic steps are read for 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
-    row = _row(head_dim)
-    others = _GATHERED_TILES[row]
-    extend = replace(others.extend, num_stages=_SEGMENT_ROWS[row].num_stages, alike_keys=0)
+    dims = _least_dims(_SEGMENT_ROWS, head_dim, head_dim)
+    choice, others = _SEGMENT_ROWS[dims], _GATHERED_TILES[dims]
+    extend = replace(others.extend, num_stages=choice.num_stages, alike_keys=0)
     return HopperTiles(
         extend,
         overlaps=True,
         registers=others.registers if is_gathered(page_size) else _SEGMENT_REGISTERS,
         segment_len=of_decode.segment_len,
         value_keys=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
-        most_segments=_SEGMENT_ROWS[row].most_segments,
+        most_segments=choice.most_segments,
         left_in_workspace=head_dim > _MOST_LEFT_SHARED,
     )

@@ -42,6 +42,8 @@ LIMITS = Limits(
     head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     v_head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     dims_alike=True,
+    # DeepSeek's prompts before absorption, and MiMo.
+    unlike_dims=((192, 128),),
     # Rows of K and V begin at addresses that TMA and 16-byte copies support.
     dim_step=8,
     page_size=(1, limits.MAX_PAGE_SIZE),
@@ -71,6 +73,7 @@ DECODE_LIMITS = replace(
     LIMITS,
     head_dim=(112, max(HEAD_DIMS)),
     v_head_dim=(112, max(HEAD_DIMS)),
+    unlike_dims=(),
     least_gqa_ratio=65,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
@@ -78,6 +81,7 @@ DECODE_LIMITS = replace(
 
 SEGMENT_LIMITS = replace(
     LIMITS,
+    unlike_dims=(),
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
 )
@@ -94,7 +98,7 @@ class HopperExtend(CutExtend[HopperTiles]):
 
     def workspace_words(self, shape: PaddedShape) -> int:
         if self.tiles.segment_len:
-            return self.tiles.segment_words(programs=self.cut.sharing.programs, head_dim=self.problem.head_dim)
+            return self.tiles.segment_words(programs=self.cut.sharing.programs, v_head_dim=self.problem.v_head_dim)
         return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
     @only_launches
@@ -118,7 +122,7 @@ class DrawnHopperExtend(HopperExtend):
 def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
     """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
-    tiles = hopper_tiles(problem.head_dim, problem.page_size, coded=is_coded)
+    tiles = hopper_tiles(problem.head_dim, problem.v_head_dim, problem.page_size, coded=is_coded)
     tiles = _launched_early(tiles, min_q_len)
     extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
     return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))

@@ -92,6 +92,8 @@ def names(selection: Selection) -> dict[StepKind, str]:
         {"logits_soft_cap": 30.0},
         {"head_dim": 256, "v_head_dim": 256, "logits_soft_cap": 50.0},
         {"head_dim": 96, "v_head_dim": 96, "page_size": 48},
+        {"head_dim": 192, "v_head_dim": 128},
+        {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "page_size": 1},
         {"head_dim": 40, "v_head_dim": 40, "page_size": 2},
         {"head_dim": 224, "v_head_dim": 224, "page_size": 1, "logits_soft_cap": 50.0},
     ],
@@ -121,7 +123,10 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         ({"window_left": 2046}, ""),
         ({"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD}, "float8_e4m3fnuz"),
         ({"head_dim": 256, "v_head_dim": 256, **CODED}, "256"),
-        ({"head_dim": 192, "v_head_dim": 128}, "head_dim and v_head_dim must be equal, and are 192 and 128"),
+        (
+            {"head_dim": 192, "v_head_dim": 96},
+            "head_dim and v_head_dim must be equal or 192 and 128, and are 192 and 96",
+        ),
         ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
         (
             {"head_dim": 96, "v_head_dim": 96, **CODED},
@@ -274,7 +279,7 @@ def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memo
     kernel = hopper_of(chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound)
     assert kernel.cut.sharing.programs == 132
     words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096))
-    shared = replace(kernel.tiles, left_in_workspace=False).segment_words(programs=132, head_dim=dim)
+    shared = replace(kernel.tiles, left_in_workspace=False).segment_words(programs=132, v_head_dim=dim)
     assert words == shared + 132 * 128 * dim
     case = Case([9], [5], heads=(32, 8), dims=(dim, dim), dtype=torch.bfloat16)
     tensors = build(case, torch.device("cpu"))
@@ -319,7 +324,7 @@ def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, mon
     for name in ("launch", "launch_extend_merge"):
         monkeypatch.setattr(extend, name, Mock(side_effect=KeyboardInterrupt if name == failing else None))
     for dim, count in ((96, 0), (128, 7)):
-        tiles = hopper_tiles(dim, 16, coded=False)
+        tiles = hopper_tiles(dim, dim, 16, coded=False)
         tensors = build(Case([9], [5], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16), torch.device("cpu"))
         cut = extend_cut(tensors, tiles.extend, RowSharing(programs=5))
         workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim))
@@ -332,7 +337,7 @@ def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, mon
 
 def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
     """The merge resets it, and a single program has no merge."""
-    tiles = hopper_tiles(96, 16, coded=False)
+    tiles = hopper_tiles(96, 96, 16, coded=False)
     tensors = build(Case([9], [5], heads=(8, 2), dims=(96, 96), dtype=torch.bfloat16), torch.device("cpu"))
     cut = extend_cut(tensors, tiles.extend, RowSharing(programs=1))
     workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=96))

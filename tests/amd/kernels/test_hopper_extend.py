@@ -20,6 +20,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
+    DIMS,
     HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
@@ -65,8 +66,8 @@ RAGGED = Case(
 # No row is shared: the cost is too high.
 NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
 
-dims = pytest.mark.parametrize("dim", HEAD_DIMS)
-coded_dims = pytest.mark.parametrize("dim", CODED_HEAD_DIMS)
+of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
+coded_dims = pytest.mark.parametrize("dims", [*((dim, dim) for dim in CODED_HEAD_DIMS), (192, 128), (64, 128)], ids=str)
 # Every page size, each with a number of heads and a dtype.
 FORMS = [
     (8, (6, 2), torch.float16),
@@ -85,7 +86,13 @@ GATHERED_FORMS = [
     (12, (16, 1), torch.bfloat16),
 ]
 FORMS_WITHOUT_CODES = [*FORMS, *GATHERED_FORMS, (48, (5, 1), torch.float16)]
-PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
+PADDED_DIMS = [
+    *((dim, dim) for dim in (MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224)),
+    (96, 64),
+    (80, 128),
+    (256, 144),
+    (128, 40),
+]
 
 
 def run_hopper(
@@ -96,7 +103,7 @@ def run_hopper(
     min_q_len: 2 as in mixed steps; with 1, extend and merge are launched early
     launches:  over one schedule
     """
-    tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
+    tiles = tiles or hopper_tiles(*tensors.case.dims, tensors.case.page_size, coded=tensors.case.kv is not None)
     tiles = replace(tiles, extend=replace(tiles.extend, early=min_q_len == 1))
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
@@ -105,7 +112,7 @@ def run_hopper(
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
     words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
     if tiles.segment_len:
-        words = tiles.segment_words(programs=sharing.programs, head_dim=tensors.case.dims[1])
+        words = tiles.segment_words(programs=sharing.programs, v_head_dim=tensors.case.dims[1])
     partials = torch.full((words,), float("nan"), device=device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     args = tensors.args(schedule, partials)
@@ -129,16 +136,16 @@ def test_every_page_size_of_codes_has_a_form() -> None:
     assert {dtype for *_, dtype in FORMS} == set(LIMITS.dtypes)
 
 
-@dims
+@of_dims
 @pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS_WITHOUT_CODES)
 def test_extend_equals_the_reference(
-    page_size: int, heads: tuple[int, int], dtype: torch.dtype, dim: int, device: torch.device
+    page_size: int, heads: tuple[int, int], dtype: torch.dtype, dims: tuple[int, int], device: torch.device
 ) -> None:
     """This includes the padded tail: output 0 and LSE -inf."""
-    assert_right(replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=(dim, dim)), device)
+    assert_right(replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=dims), device)
 
 
-@dims
+@of_dims
 @pytest.mark.parametrize(
     "scores",
     [
@@ -154,12 +161,12 @@ def test_extend_equals_the_reference(
     ids=str,
 )
 def test_windows_sinks_and_attention_to_all_keys_are_right(
-    scores: dict[str, Any], dim: int, device: torch.device
+    scores: dict[str, Any], dims: tuple[int, int], device: torch.device
 ) -> None:
-    assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
+    assert_right(replace(RAGGED, dims=dims, **scores), device)
 
 
-@pytest.mark.parametrize("dim", PADDED_DIMS)
+@pytest.mark.parametrize("dims", PADDED_DIMS, ids=str)
 @pytest.mark.parametrize(
     "more",
     [
@@ -170,9 +177,9 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     ],
     ids=str,
 )
-def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dim: int, device: torch.device) -> None:
+def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dims: tuple[int, int], device: torch.device) -> None:
     """Memory after a row, of another head or of none, is NaN if no token sees it."""
-    assert_right(replace(RAGGED, dims=(dim, dim), **more), device)
+    assert_right(replace(RAGGED, dims=dims, **more), device)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
@@ -206,17 +213,17 @@ def plant(tensors: Tensors, keys: Tensor, numbers: Tensor) -> None:
     tensors.k_pages[pages, keys % size, :, 0] = numbers[:, None].to(tensors.k_pages.dtype)
 
 
-@dims
+@of_dims
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rise", [4.0, 7.5, 8.5, 60.0])
 def test_maxima_that_rise_by_less_and_by_more_than_the_slack_are_right(
-    rise: float, dtype: torch.dtype, dim: int, device: torch.device
+    rise: float, dtype: torch.dtype, dims: tuple[int, int], device: torch.device
 ) -> None:
     """In each step of 128 keys, some heads' scores rise by `rise` powers of two, and those of others fall.
 
     In float16 weights of 2 ** 16 and more would be infinite.
     """
-    case = Case([1300], [130], heads=(8, 2), dims=(dim, dim), dtype=dtype)
+    case = Case([1300], [130], heads=(8, 2), dims=dims, dtype=dtype)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
         keys = torch.arange(1300, device=device)
@@ -229,9 +236,9 @@ def test_maxima_that_rise_by_less_and_by_more_than_the_slack_are_right(
         torch.testing.assert_close(lse, tensors.lse, rtol=1e-4, atol=1e-3)
 
 
-@dims
-def test_a_score_of_nan_makes_every_row_nan_that_sees_it(dim: int, device: torch.device) -> None:
-    case = Case([900], [130], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16)
+@of_dims
+def test_a_score_of_nan_makes_every_row_nan_that_sees_it(dims: tuple[int, int], device: torch.device) -> None:
+    case = Case([900], [130], heads=(8, 2), dims=dims, dtype=torch.bfloat16)
     tensors = build(case, device)
     plant(tensors, torch.tensor([850], device=device), torch.full((1,), float("nan"), device=device))
     run_hopper(tensors, NONE_SHARED)
@@ -258,11 +265,11 @@ def test_soft_caps_are_right(scores: dict[str, Any], dim: int, device: torch.dev
     assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
 
 
-@dims
+@of_dims
 @pytest.mark.parametrize("cap", [30.0, 60.0, 61.0, 400.0])
-def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dim: int, device: torch.device) -> None:
+def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dims: tuple[int, int], device: torch.device) -> None:
     """One row's scores are all at the lower end, with the smallest exponentials, the other row's at the upper end."""
-    case = Case([300, 300], [9, 9], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16, soft_cap=cap)
+    case = Case([300, 300], [9, 9], heads=(8, 2), dims=dims, dtype=torch.bfloat16, soft_cap=cap)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
         tensors.k_pages.fill_(1.0)
@@ -298,11 +305,11 @@ def test_extend_of_eight_bit_pages_equals_the_reference(
     dtype: torch.dtype,
     kv: Encoding,
     scales: Scales,
-    dim: int,
+    dims: tuple[int, int],
     device: torch.device,
 ) -> None:
     """This includes the padded tail, and NaN in codes and scales that no token sees."""
-    case = replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=(dim, dim), kv=kv, scales=scales)
+    case = replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=dims, kv=kv, scales=scales)
     assert_right(case, device)
 
 
@@ -312,18 +319,18 @@ def test_extend_of_eight_bit_pages_equals_the_reference(
     "scores", [{"window_left": 100}, {"sinks": True, "window_left": 63, "page_size": 128}, {"causal": False}], ids=str
 )
 def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
-    scores: dict[str, Any], kv: Encoding, scales: Scales, dim: int, device: torch.device
+    scores: dict[str, Any], kv: Encoding, scales: Scales, dims: tuple[int, int], device: torch.device
 ) -> None:
-    assert_right(replace(RAGGED, dims=(dim, dim), kv=kv, scales=scales, **scores), device)
+    assert_right(replace(RAGGED, dims=dims, kv=kv, scales=scales, **scores), device)
 
 
 @coded_dims
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
 def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(
-    scales: Scales, dim: int, device: torch.device
+    scales: Scales, dims: tuple[int, int], device: torch.device
 ) -> None:
     """Rows are converted to float16 with a scale, and the product of both scales and -inf must not be NaN."""
-    case = replace(RAGGED, dims=(dim, dim), kv=Encoding.E5M2, scales=scales, tail=0)
+    case = replace(RAGGED, dims=dims, kv=Encoding.E5M2, scales=scales, tail=0)
     tensors = build(case, device)
     assert tensors.k_scale is not None
     tensors.q.zero_()
@@ -334,13 +341,15 @@ def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(
     torch.testing.assert_close(tensors.lse, lse)
 
 
-@dims
+@of_dims
 @pytest.mark.parametrize("page_size", [1, 4, 8, 64])
-def test_every_length_around_pages_and_tiles_is_right(page_size: int, dim: int, device: torch.device) -> None:
+def test_every_length_around_pages_and_tiles_is_right(
+    page_size: int, dims: tuple[int, int], device: torch.device
+) -> None:
     around = [edge + more for edge in (8, 16, 64, 128, 192) for more in (-1, 0, 1)]
     lengths = [(length, new) for length in around for new in (1, 7, 8, 9, length) if new <= length]
     kv_len, q_len = map(list, zip(*lengths, strict=True))
-    assert_right(replace(RAGGED, kv_len=kv_len, q_len=q_len, page_size=page_size, dims=(dim, dim)), device)
+    assert_right(replace(RAGGED, kv_len=kv_len, q_len=q_len, page_size=page_size, dims=dims), device)
 
 
 @pytest.mark.parametrize(
@@ -353,11 +362,11 @@ def test_every_number_of_query_heads_on_a_kv_head_is_right(
     assert_right(case, device)
 
 
-@dims
-def test_decode_and_extend_share_a_mixed_step(dim: int, device: torch.device) -> None:
+@of_dims
+def test_decode_and_extend_share_a_mixed_step(dims: tuple[int, int], device: torch.device) -> None:
     """Extend leaves single tokens to decode, decode leaves the rest: together they serve everything once."""
     tensors = build(
-        replace(RAGGED, kv_len=[40, 20, 17, 0, 50, 33], q_len=[1, 9, 17, 0, 1, 2], tail=0, dims=(dim, dim)), device
+        replace(RAGGED, kv_len=[40, 20, 17, 0, 50, 33], q_len=[1, 9, 17, 0, 1, 2], tail=0, dims=dims), device
     )
     run_hopper(tensors, ALL_SHARED, min_q_len=2)
     assert (tensors.out[[0, 27]] == UNTOUCHED).all()
@@ -380,41 +389,39 @@ def test_a_step_of_nothing_but_padding_is_all_zeros(
     assert (tensors.out == 0).all()
 
 
-@dims
-def test_padded_tokens_never_change_a_real_one(dim: int, device: torch.device) -> None:
-    tensors = build(replace(RAGGED, tail=11, dims=(dim, dim)), device)
+@of_dims
+def test_padded_tokens_never_change_a_real_one(dims: tuple[int, int], device: torch.device) -> None:
+    tensors = build(replace(RAGGED, tail=11, dims=dims), device)
     tensors.q[-11:] = float("nan")
     run_hopper(tensors, ALL_SHARED)
     assert_served(tensors)
 
 
-@dims
-def test_few_tokens_after_many_are_right(dim: int, device: torch.device) -> None:
+@of_dims
+def test_few_tokens_after_many_are_right(dims: tuple[int, int], device: torch.device) -> None:
     """Every program has a part of the only row."""
-    tensors = build(replace(RAGGED, kv_len=[70001], q_len=[3], tail=0, heads=(4, 1), dims=(dim, dim)), device)
+    tensors = build(replace(RAGGED, kv_len=[70001], q_len=[3], tail=0, heads=(4, 1), dims=dims), device)
     run_hopper(tensors, RowSharing(programs=132))
     assert_served(tensors)
 
 
 @pytest.mark.parametrize(("heads", "page_size"), [((96, 2), 2), ((24, 2), 16)])
-@dims
+@of_dims
 def test_blocks_that_fewer_query_heads_fill_are_right(
-    heads: tuple[int, int], page_size: int, dim: int, device: torch.device
+    heads: tuple[int, int], page_size: int, dims: tuple[int, int], device: torch.device
 ) -> None:
-    case = replace(RAGGED, kv_len=[90, 1, 133], q_len=[25, 1, 133], heads=heads, dims=(dim, dim), page_size=page_size)
+    case = replace(RAGGED, kv_len=[90, 1, 133], q_len=[25, 1, 133], heads=heads, dims=dims, page_size=page_size)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
-        tiles = hopper_tiles(dim, page_size, coded=False)
+        tiles = hopper_tiles(*dims, page_size, coded=False)
         run_hopper(tensors, sharing, tiles=replace(tiles, extend=replace(tiles.extend, fills=True)))
         assert_served(tensors)
 
 
-@dims
-def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.device) -> None:
+@of_dims
+def test_programs_take_their_share_and_then_whole_rows(dims: tuple[int, int], device: torch.device) -> None:
     """Four blocks are shared, mostly of a long sequence; a program has several of the other rows, with pads."""
-    case = replace(
-        RAGGED, kv_len=[3000, 0, *range(60, 72), 9], q_len=[40, 0, *[20] * 12, 1], heads=(8, 2), dims=(dim, dim)
-    )
+    case = replace(RAGGED, kv_len=[3000, 0, *range(60, 72), 9], q_len=[40, 0, *[20] * 12, 1], heads=(8, 2), dims=dims)
     tensors = build(case, device)
     sharing = ALL_SHARED._replace(programs=5, split_keys=0)
     cut = run_hopper(tensors, sharing)
@@ -438,7 +445,7 @@ def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], devi
     case = replace(DRAWN, dims=(dim, dim), **more)
     for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
         tensors = build(case, device)
-        dealt = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=0)
+        dealt = replace(hopper_tiles(dim, dim, case.page_size, coded=case.kv is not None), drawn_blocks=0)
         run_hopper(tensors, sharing, tiles=dealt)
         wanted = tensors.out.clone()
         assert_served(tensors)
@@ -453,7 +460,7 @@ def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
 ) -> None:
     """The interruption is before the merge, which resets the count of drawn rows. The next layer draws all rows."""
     case = replace(DRAWN, dims=(dim, dim), **more)
-    tiles = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=8)
+    tiles = replace(hopper_tiles(dim, dim, case.page_size, coded=case.kv is not None), drawn_blocks=8)
     for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
         tensors = build(case, device)
         cut = extend_cut(tensors, tiles.extend, sharing)
@@ -470,25 +477,25 @@ def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
         assert_served(tensors)
 
 
-@dims
-def test_many_short_sequences_are_right(dim: int, device: torch.device) -> None:
+@of_dims
+def test_many_short_sequences_are_right(dims: tuple[int, int], device: torch.device) -> None:
     kv_len, q_len = [20 + at % 37 for at in range(300)], [at % 3 for at in range(300)]
-    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, heads=(2, 1), dims=(dim, dim)), device)
+    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, heads=(2, 1), dims=dims), device)
     run_hopper(tensors, RowSharing(programs=132))
     assert_served(tensors)
 
 
-@dims
-def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device: torch.device) -> None:
+@of_dims
+def test_a_graph_serves_other_lengths_than_it_was_captured_with(dims: tuple[int, int], device: torch.device) -> None:
     """The sharing depends on the lengths: the first step shares all rows, and the second none."""
-    long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=(dim, dim))
+    long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=dims)
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
-    tiles = hopper_tiles(dim, long.page_size, coded=False)
+    tiles = hopper_tiles(*dims, long.page_size, coded=False)
     first, second = build(long, device), build(short, device, seed=1)
     cut = extend_cut(first, tiles.extend, RowSharing(programs=132))
     schedule = garbage(cut.words(60, 2), device)
     partials = torch.full(
-        (cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim),), float("nan"), device=device
+        (cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dims[1]),), float("nan"), device=device
     )
     # The memory of both steps.
     tensors = build(long, device)

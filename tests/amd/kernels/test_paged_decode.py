@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention import merge
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode import launch_paged_decode
@@ -185,13 +186,13 @@ def test_kv_heads_are_read_as_one(
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
     [
-        (3, 24, True, 8),
+        (3, 24, True, 64),
         (1, 40, True, 32),
         (1, 70, True, 64),
         (1, 260, True, 256),
         # The cut of one sequence on an MI300X.
         pytest.param(1, 2432, True, 1024, marks=pytest.mark.nightly),
-        (9, 30, True, 4),
+        (9, 30, True, 64),
         (9, 9, False, 8),
     ],
 )
@@ -205,6 +206,17 @@ def test_every_cut_of_the_merge_is_right(
     case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
     tensors = build(case, kernel_device)
     run_decode(tensors, num_programs=num_programs)
+    assert_served(tensors)
+
+
+@pytest.mark.fast(1)
+def test_a_row_with_more_parts_than_a_step_takes_is_right(
+    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+) -> None:
+    """One row of about 20 parts, and rows of one or two, are added up by four."""
+    monkeypatch.setattr(merge, "merge_shape", lambda *args: replace(merge_shape(*args), parts=4))
+    tensors = build(Case(kv_len=[700, 20, 40], q_len=[1] * 3, heads=(4, 2), dims=(32, 32)), kernel_device)
+    run_decode(tensors, num_programs=44)
     assert_served(tensors)
 
 

@@ -207,7 +207,7 @@ def test_deterministic_masked_steps_on_nvidia_have_no_fewer_rows_than_decode() -
 @pytest.mark.parametrize("head_dim", [128, 192])
 def test_a_ring_of_v_holds_no_more_steps_than_that_of_k(head_dim: int) -> None:
     """Tiles are of whole key blocks, or of halves."""
-    tiles = hopper_tiles(head_dim, 16, coded=False)
+    tiles = hopper_tiles(head_dim, head_dim, 16, coded=False)
     most = tiles.extend.num_stages * tiles.extend.key_block // tiles.value_block
     assert replace(tiles, value_tiles=most).value_stages == most
     with pytest.raises(AssertionError, match="V's ring"):

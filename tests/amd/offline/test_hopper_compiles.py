@@ -15,6 +15,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
+    DIMS,
     HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
@@ -54,20 +55,21 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 # In every run. The second one gathers keys and draws rows: no warp group makes another one draw, and none has a
 # barrier for it.
-SHORT = ((128, "plain"), (96, "gathered"))
-# Bytes on the stack, by head dim and layer: outside of the loops, or still measured as the fastest.
+SHORT = (((128, 128), "plain"), ((96, 96), "gathered"))
+# Bytes on the stack, by head dims and layer: outside of the loops, or still measured as the fastest.
 SPILLED = {
     # Spilled by the warps that gather, which also draw rows.
-    (96, "float16"): 24,
-    (96, "gathered"): 24,
-    (128, "codes_by_token"): 24,
-    (128, "window"): 24,
-    **{(192, layer): 32 if layer in ("window", "capped") else 24 for layer in LAYERS},
+    ((96, 96), "float16"): 24,
+    ((96, 96), "gathered"): 24,
+    ((128, 128), "codes_by_token"): 24,
+    ((128, 128), "window"): 24,
+    ((192, 128), "window"): 24,
+    **{((192, 192), layer): 32 if layer in ("window", "capped") else 24 for layer in LAYERS},
     # The next row's queries, which arrive while results are written.
-    **{(256, layer): 256 for layer in LAYERS},
+    **{((256, 256), layer): 256 for layer in LAYERS},
 }
 # Heads that fill no tile, with their masks.
-SPILLED_OF_PADDED = {40: 0, 72: 24, 144: 24, 224: 256}
+SPILLED_OF_PADDED = {(40, 40): 0, (72, 72): 24, (144, 144): 24, (224, 224): 256, (96, 64): 0, (80, 128): 0}
 # Deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
 # Groups that walk latents spill values of the program and its row over their loops.
@@ -85,7 +87,7 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
     schedule = garbage(cut.words(sum(case.q_len), 1), torch.device("cpu"))
     words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=case.dims[1])
     if tiles.segment_len:
-        words = tiles.segment_words(programs=sharing.programs, head_dim=case.dims[1])
+        words = tiles.segment_words(programs=sharing.programs, v_head_dim=case.dims[1])
     workspace = torch.empty(words)
 
     def launch() -> None:
@@ -96,38 +98,39 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("dim", "layer"),
+    ("dims", "layer"),
     [
-        pytest.param(dim, layer, marks=[pytest.mark.nightly] * ((dim, layer) not in SHORT))
-        for dim in HEAD_DIMS
+        pytest.param(dims, layer, marks=[pytest.mark.nightly] * ((dims, layer) not in SHORT))
+        for dims in DIMS
         for layer in LAYERS
-        if dim in CODED_HEAD_DIMS or "kv" not in LAYERS[layer]
+        if {*dims} <= {*CODED_HEAD_DIMS} or "kv" not in LAYERS[layer]
     ],
+    ids=str,
 )
-def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
-    case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
-    tiles = hopper_tiles(dim, case.page_size, coded=case.kv is not None)
+def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dims: tuple[int, int], layer: str) -> None:
+    case = replace(CASE, dims=dims, **LAYERS[layer])
+    tiles = hopper_tiles(*dims, case.page_size, coded=case.kv is not None)
     # If a cap bounds the sums there is no running maximum, and nothing to scale.
     asks = tiles.scales_seldom and layer != "capped"
-    assert_fast(compiled(case, tiles), SPILLED.get((dim, layer), 0), parameters_to_scale=asks)
+    assert_fast(compiled(case, tiles), SPILLED.get((dims, layer), 0), parameters_to_scale=asks)
 
 
 @pytest.mark.parametrize("dim", [96, pytest.param(128, marks=pytest.mark.nightly)])
 def test_what_mixed_steps_launch_does_too(dim: int) -> None:
-    kernels = compiled(replace(CASE, dims=(dim, dim), page_size=2), hopper_tiles(dim, 2, coded=False), early=False)
+    kernels = compiled(replace(CASE, dims=(dim, dim), page_size=2), hopper_tiles(dim, dim, 2, coded=False), early=False)
     assert len(kernels) == 2
     for kernel in kernels.values():
         assert "griddepcontrol" not in kernel.asm["ptx"]
-    assert_sound(kernels["_hopper_extend_kernel"], SPILLED.get((dim, "gathered"), 0))
+    assert_sound(kernels["_hopper_extend_kernel"], SPILLED.get(((dim, dim), "gathered"), 0))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page_size", [2, 16])
-@pytest.mark.parametrize("dim", [40, 72, 144, 224])
-def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
-    case = replace(CASE, dims=(dim, dim), page_size=page_size)
-    tiles = hopper_tiles(dim, case.page_size, coded=False)
-    assert_fast(compiled(case, tiles), SPILLED_OF_PADDED[dim], parameters_to_scale=tiles.scales_seldom)
+@pytest.mark.parametrize("dims", SPILLED_OF_PADDED, ids=str)
+def test_heads_that_fill_no_tile_do_too(dims: tuple[int, int], page_size: int) -> None:
+    case = replace(CASE, dims=dims, page_size=page_size)
+    tiles = hopper_tiles(*dims, case.page_size, coded=False)
+    assert_fast(compiled(case, tiles), SPILLED_OF_PADDED[dims], parameters_to_scale=tiles.scales_seldom)
 
 
 @pytest.mark.nightly

@@ -239,7 +239,12 @@ class TokenSpans:
 def spans_of_blocks(
     kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], block: int, device: torch.device
 ) -> TokenSpans:
-    """Spans that cut the new tokens of each sequence into blocks, of `block` tokens each but the last: block drafts."""
+    """Spans that cut the new tokens of each sequence into blocks, of `block` tokens each but the last: block drafts.
+
+    Raises BadBatch.
+    """
+    if block < 1:
+        raise BadBatch(f"a block is of {block} tokens; give 1 or more")
     counts = -(-q_len // block)
     seq = np.repeat(np.arange(len(q_len)), counts)
     number = np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -238,6 +238,8 @@ def test_blocks_of_drafts_see_each_other_and_all_before(provider: str, device: t
     assert blocks.spans.tolist() == [[0, 5, 9], [0, 9, 13], [1, 9, 13], [1, 13, 15], [2, 3, 7]]
     world.run_batch(requests, q_len, replace(batch, mask=blocks))
     check(world, requests, q_len, [(0, 5, 9), (0, 9, 13), (1, 9, 13), (1, 13, 15), (2, 3, 7)])
+    with pytest.raises(BadBatch, match="a block is of 0 tokens; give 1 or more"):
+        spans_of_blocks(batch.kv_len, batch.q_len, 0, world.runtime.device)
 
 
 @pytest.mark.fast(interpreted=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rocm_attn.cli.options import option, positive, switch
 
 DUMP = option("dump", metavar="DUMP", help="file that a flight recorder wrote")
+SCRIPT = option("script", metavar="FILE.py", help="script that launches Triton kernels on tensors of the CPU")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
 ROUNDS = option(

@@ -37,8 +37,8 @@ VARIABLE = "OTHER_KERNELS"
 BEGIN, END = "<!-- other kernels -->\n", "<!-- end of other kernels -->\n"
 _PINS = Path(__file__).with_suffix(".json")
 _HEAD = """\
-| kernel | of | arch | launches | instructions | seconds | instructions a second | waits |
-|---|---|---|---|---|---|---|---|
+| kernel | of | arch | instructions | seconds | instructions a second | waits |
+|---|---|---|---|---|---|---|
 """
 F16, F32 = torch.float16, torch.float32
 
@@ -268,7 +268,6 @@ def main(document: Path) -> None:
                     f"`{name}`",
                     f"{pin.repo} {pin.revision[:10]}",
                     arch,
-                    str(report.launches),
                     str(report.instructions),
                     f"{seconds:.2f}",
                     f"{report.instructions / seconds:.0f}",

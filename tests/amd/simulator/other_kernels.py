@@ -170,8 +170,8 @@ def delta_rule(run: Run) -> None:
     q, k, v = torch.randn(3, 1, tokens, heads, dim) / dim**0.5
     g, beta = -torch.rand(1, tokens, heads), torch.rand(1, tokens, heads)
     out, state = torch.full_like(v, torch.nan), torch.zeros(1, heads, dim, dim)
-    off = ("USE_GK", "USE_GV", "USE_QK_L2NORM_IN_KERNEL", "USE_INITIAL_STATE", "STATE_V_FIRST", "IS_VARLEN")
-    off += ("USE_GATE_IN_KERNEL", "HAS_DT_BIAS", "APPLY_BETA_SIGMOID", "ALLOW_NEG_EIGVAL")
+    off = ["USE_GK", "USE_GV", "USE_QK_L2NORM_IN_KERNEL", "USE_INITIAL_STATE", "STATE_V_FIRST", "IS_VARLEN"]
+    off += ["USE_GATE_IN_KERNEL", "HAS_DT_BIAS", "APPLY_BETA_SIGMOID", "ALLOW_NEG_EIGVAL"]
     sizes = {"H": heads, "HV": heads, "K": dim, "V": dim, "BK": dim, "BV": 16}
     run(
         "fused_recurrent_gated_delta_rule_fwd_kernel",

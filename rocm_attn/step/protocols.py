@@ -15,6 +15,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.problem import Problem
 from rocm_attn.step.plan import StepPlan
 
 Outputs_co = TypeVar("Outputs_co", covariant=True, default=Tensor)
@@ -259,6 +260,7 @@ class WrongLayer:
 
     finding: str
     layer: int
+    problem: Problem
     batch: StepBatch
     seqs: Sequence[int]
     found: Attended

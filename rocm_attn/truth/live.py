@@ -112,7 +112,7 @@ class LiveTruth:
         tokens = part.token_ids.shape[0]
         sentence = f"layer {number}: {self._needles.wrong[number]}"
         again = partial(layer.attend_again, part.layers, number, tokens)
-        self._evidence.keep(WrongLayer(sentence, number, batch, [0], layer.attended(tokens), again))
+        self._evidence.keep(WrongLayer(sentence, number, layer.problem, batch, [0], layer.attended(tokens), again))
 
     def _verdict(self, reason: str, *, is_fault: bool) -> TruthVerdict:
         """Returns the verdict of all ranks."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.oracle.numerics import Bound
-from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.protocols import Evidence, WrongLayer
 from rocm_attn.watch.few_sequences import MOST_TOKENS, AllowedOutputs, LayerOfStep
@@ -34,12 +34,13 @@ _FORMAT = 1
 _MOST_BYTES = 4 << 30
 
 
-def layer_of_step(runtime: AttentionRuntime, layer: int, batch: StepBatch, device: torch.device) -> LayerOfStep:
+def layer_of_step(runtime: AttentionRuntime, layer: int, problem: Problem, batch: StepBatch) -> LayerOfStep:
     """A layer of a runtime's own step, whose lengths and rows the host knows."""
+    device = runtime.device
     table, space = runtime.table, runtime.pool.space_of_layer(layer)
     kind = runtime.core.kinds.of_layer[layer]
     return LayerOfStep(
-        runtime.core.layers.problem(layer),
+        problem,
         runtime.pool.layer(layer),
         runtime.head_weights.of(layer),
         batch.q_len.tolist(),
@@ -87,7 +88,7 @@ class EvidenceFile(Evidence):
         if not torch.equal(again.q, wrong.found.q):
             raise ValueError("its queries were others when the step ran again")
         batch, pool = wrong.batch, self._runtime.pool
-        of_step = layer_of_step(self._runtime, wrong.layer, batch, again.q.device)
+        of_step = layer_of_step(self._runtime, wrong.layer, wrong.problem, batch)
         held = torch.cat([of_step.pages_of(seq) for seq in range(batch.num_seqs)])
         memory = _Memory(held, len(pool.layer(wrong.layer).raw_k))
         launches = [_launch(each, memory) for each in noted.launches]

@@ -141,7 +141,7 @@ class SampledCheck(Generic[Outputs]):
         is_single = self._problems[layer].row.tokens == 1
         if taken is None or not is_single:
             return
-        of_step = layer_of_step(self._runtime, layer, batch, taken.q.device)
+        of_step = layer_of_step(self._runtime, layer, self._problems[layer], batch)
         some = self._random.permutation(batch.num_seqs)[:MOST_SEQS].tolist()
         wrong_seqs = of_step.wrong_seqs(taken.q, taken.out, some)
         if wrong_seqs:
@@ -149,7 +149,7 @@ class SampledCheck(Generic[Outputs]):
             differs = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference"
             self._note(differs, "attention")
             attend = partial(self._attend_again, batch, pad_to, layer)
-            self._evidence.keep(WrongLayer(differs, layer, batch, wrong_seqs, taken, attend))
+            self._evidence.keep(WrongLayer(differs, layer, self._problems[layer], batch, wrong_seqs, taken, attend))
 
     def _attend_again(
         self, batch: StepBatch, pad_to: PadTo | None, layer: int, context: Callable[[], AbstractContextManager[None]]

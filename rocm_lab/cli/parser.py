@@ -81,12 +81,13 @@ def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
         "replay-step",
         help="replay a step of a flight recorder's dump and compare the results",
         description="Rebuild one step of a dump, with its lengths, rows and sizes and with random K and V; run it "
-        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ.",
+        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ. With --simulate, say "
+        "what made a layer's result wrong that a server has found: kernel, compiler, or hardware.",
     )
     parser.set_defaults(module="rocm_lab.cli.replay_step")
     provider = a.PROVIDER.but(default=None, help="provider of attention kernels (the dump's)")
     seed = a.SEED.but(help="seed of the random K and V (0)")
-    add_options(parser, (o.DUMP, o.STEP, seed, a.DEVICE, provider, a.JSON))
+    add_options(parser, (o.DUMP, o.STEP, seed, a.DEVICE, provider, o.SIMULATE, o.OBJDUMP, a.JSON))
 
 
 def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,7 @@ read them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -20,9 +20,6 @@ from triton.runtime.jit import JITFunction
 
 from rocm_attn.kernels.launch import Thunk, observe_launches
 
-# Of a storage that is copied before a launch. Pools of K and V are larger, and no attention changes them.
-MOST_BYTES = 64 << 20
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NotedLaunch:
@@ -32,7 +29,7 @@ class NotedLaunch:
     compiled:  its variant that ran
     arguments: by name, constants included
     options:   of the launch, such as num_warps
-    memory:    address of a storage -> its bytes before the launch, of those up to MOST_BYTES
+    memory:    address of a storage -> its bytes before the launch
     """
 
     kernel: Any
@@ -44,10 +41,14 @@ class NotedLaunch:
 
 
 class NotedLaunches:
-    """The launches that a thread makes while noting() is active, in order."""
+    """The launches that a thread makes while noting() is active, in order.
 
-    def __init__(self) -> None:
+    stays: true for a tensor that no launch changes, and whose memory is not copied
+    """
+
+    def __init__(self, stays: Callable[[Tensor], bool]) -> None:
         self.launches: list[NotedLaunch] = []
+        self._stays = stays
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -60,7 +61,7 @@ class NotedLaunches:
             defaults = {each.name: each.default for each in kernel.params if each.has_default}
             named = {**defaults, **dict(zip(kernel.arg_names, args, strict=False))}
             named |= {name: value for name, value in given.items() if name in kernel.arg_names}
-            memory = _memory_of(named.values())
+            memory = self._memory_of(named.values())
             compiled = run(kernel, *args, grid=grid, warmup=warmup, **given)
             x, y, z = (*(grid(named) if callable(grid) else grid), 1, 1)[:3]
             options = {name: value for name, value in given.items() if name not in named}
@@ -75,6 +76,11 @@ class NotedLaunches:
         finally:
             JITFunction.run = run
 
+    def _memory_of(self, arguments: Iterable[Any]) -> dict[int, Tensor]:
+        tensors = [each for each in arguments if isinstance(each, Tensor) and not self._stays(each)]
+        storages = {each.untyped_storage().data_ptr(): each for each in tensors}
+        return {address: bytes_of(each).clone() for address, each in storages.items()}
+
 
 def _run(thunk: Thunk) -> None:
     thunk()
@@ -83,13 +89,6 @@ def _run(thunk: Thunk) -> None:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor's whole storage, uint8 [n], in the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _memory_of(arguments: Any) -> dict[int, Tensor]:
-    tensors = (each for each in arguments if isinstance(each, Tensor))
-    storages = {each.untyped_storage().data_ptr(): each for each in tensors}
-    small = {address: each for address, each in storages.items() if each.untyped_storage().nbytes() <= MOST_BYTES}
-    return {address: bytes_of(each).clone() for address, each in small.items()}
 
 
 def as_plain(value: Any) -> Any:

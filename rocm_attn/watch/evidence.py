@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from rocm_attn.kernels.noted_launches import NotedLaunch
 
 _FORMAT = 1
-# Of K and V that are written; a step of more is not kept.
+# Of a pool that is kept whole; of a larger one the pages of the step's sequences are.
+WHOLE_BYTES = 64 << 20
+# Of these pages; a step of more is not kept.
 _MOST_BYTES = 4 << 30
 
 
@@ -81,16 +84,17 @@ class EvidenceFile(Evidence):
         # Kernels without Triton have no code to keep; the module imports Triton.
         from rocm_attn.kernels.noted_launches import NotedLaunches
 
-        noted = NotedLaunches()
+        num_pages = len(self._runtime.pool.layer(wrong.layer).raw_k)
+        noted = NotedLaunches(lambda tensor: tensor.shape[:1] == (num_pages,) and _storage_bytes(tensor) > WHOLE_BYTES)
         again = wrong.again(noted.noting)
         if again is None or not noted.launches:
             raise ValueError("its attention is launched by something else than Triton")
         if not torch.equal(again.q, wrong.found.q):
             raise ValueError("its queries were others when the step ran again")
-        batch, pool = wrong.batch, self._runtime.pool
+        batch = wrong.batch
         of_step = layer_of_step(self._runtime, wrong.layer, wrong.problem, batch)
         held = torch.cat([of_step.pages_of(seq) for seq in range(batch.num_seqs)])
-        memory = _Memory(held, len(pool.layer(wrong.layer).raw_k))
+        memory = _Memory(held)
         launches = [_launch(each, memory) for each in noted.launches]
         ends = np.cumsum(of_step.q_len).tolist()
         news = {seq: min(of_step.q_len[seq], MOST_TOKENS) for seq in wrong.seqs}
@@ -118,32 +122,32 @@ class EvidenceFile(Evidence):
 class _Memory:
     """The storages that launches were given, as values that torch.save writes.
 
-    pages:     of the step's sequences; of larger tensors with num_pages lines those alone are kept, the others are zero
+    pages:     of the step's sequences; of large pools those alone are kept, the others are zero
     storages:  by number
     rows:      these lines
     """
 
-    def __init__(self, pages: Tensor, num_pages: int) -> None:
-        self._pages, self._num_pages = pages, num_pages
+    def __init__(self, pages: Tensor) -> None:
+        self._pages = pages
         self._numbers: dict[int, int] = {}
         self._has_rows: set[tuple[int, ...]] = set()
         self.storages: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, tensor: Tensor, before: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Keeps the memory of an argument once, as it was before the first launch. Raises ValueError if it is large."""
+        """Keeps the memory of an argument once, as it was before the first launch, and returns its place.
+
+        Raises ValueError if its pages are too many.
+        """
         address = tensor.untyped_storage().data_ptr()
         content = before.get(address)
         if address not in self._numbers:
             self._numbers[address] = len(self.storages)
-            num_bytes = tensor.untyped_storage().nbytes()
-            self.storages.append({"num_bytes": num_bytes, "content": None if content is None else content.cpu()})
+            self.storages.append(
+                {"num_bytes": _storage_bytes(tensor), "content": None if content is None else content.cpu()}
+            )
         place = self.place_of(tensor)
         if content is None and (tensor.data_ptr(), *tensor.stride()) not in self._has_rows:
-            if tensor.shape[:1] != (self._num_pages,):
-                raise ValueError(
-                    f"{name} takes {tensor.untyped_storage().nbytes()} bytes and has no line for each page"
-                )
             if tensor[0].nbytes * len(self._pages) > _MOST_BYTES:
                 raise ValueError(f"{name} has more than {_MOST_BYTES} bytes in the step's {len(self._pages)} pages")
             self._has_rows.add((tensor.data_ptr(), *tensor.stride()))
@@ -162,6 +166,10 @@ class _Memory:
             "shape": list(tensor.shape),
             "stride": list(tensor.stride()),
         }
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _launch(launch: NotedLaunch, memory: _Memory) -> dict[str, Any]:
@@ -290,7 +298,7 @@ class StepEvidence:
                 content["rows"],
                 content["right"],
             )
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
             if isinstance(error, BadSetting):
                 raise
             raise BadSetting(f"{path} holds no evidence of a step ({error})") from error
@@ -306,6 +314,10 @@ class StepEvidence:
         for row in self._rows:
             Place(**row["place"]).within(made)[row["pages"]] = row["content"]
         return made
+
+    def compared(self, out: Tensor) -> Tensor:
+        """The rows of an output that were compared with the reference."""
+        return torch.cat([out[slice(*each["tokens"])] for each in self._right])
 
     def is_right(self, out: Tensor) -> bool:
         """True if an output agrees with the reference where this was compared."""

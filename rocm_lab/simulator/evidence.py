@@ -24,6 +24,7 @@ from triton.backends.amd.compiler import HIPBackend
 
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.noted_launches import named, of_plain
+from rocm_attn.oracle.numerics import Bound, error_parts
 from rocm_attn.watch.evidence import Place, RecordedLaunch, StepEvidence
 from rocm_lab.simulator.assembly import Assembly, parse_assembly
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
@@ -71,7 +72,8 @@ def judge(evidence: StepEvidence, path: Path, objdumps: Sequence[str] = OBJDUMPS
         return _of_software(evidence, path, [*lines, f"on the simulator its code ends: {fault}"])
     lines.append(f"on the simulator its code gives a {_word(evidence, out)} result")
     if not evidence.is_right(out):
-        far = float((out.double() - evidence.recorded.double()).abs().nan_to_num(torch.inf).max())
+        ours, theirs = (evidence.compared(each).double() for each in (out, evidence.recorded))
+        far = float(error_parts(ours.nan_to_num(), theirs.nan_to_num(), Bound(1.0, 0.0)).max())
         return _of_software(evidence, path, [*lines, f"which differs from the recorded one by {far:.2g} at most"])
     verdicts = [check_waits(assembly, code.arch) for code, assembly in codes]
     lines += [f"waits of {each.kernel}: {each.word.value}" for each in verdicts]

@@ -1,8 +1,8 @@
 """From a wrong step on a GPU to its cause on a laptop: rehearsed with gfx942 code, the simulator being the GPU.
 
 A runtime serves a prompt and decodes, with a fault planted in the kernel's source, in its machine code, or in the
-result of one run. The sampled check or the truth probe finds it, and leaves evidence; `replay-step --simulate` names the
-cause.
+result of one run. The sampled check or the truth probe finds it and leaves evidence; `replay-step --simulate` names
+the cause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels import noted_launches
 from rocm_attn.kernels.attention import decode
 from rocm_attn.kernels.compile_only import cache_at
 from rocm_attn.machine.target import known_target
@@ -36,6 +35,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from rocm_attn.truth.live import LiveTruth
+from rocm_attn.watch import evidence
 from rocm_attn.watch.evidence import EvidenceFile, StepEvidence
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from rocm_lab.simulator.evidence import judge
@@ -81,10 +81,10 @@ def serve(path: Path, tap: LayerTap | None = None, problem: Problem = PROBLEM) -
             return out[step.last_token_of_seq]
 
         runner = StepRunner(runtime, forward, None)
-        check = SampledCheck(runner, runtime, [problem], own, every=1, evidence=EvidenceFile(runtime, path))
+        check = SampledCheck(runner, runtime, [problem], own, every=2, evidence=EvidenceFile(runtime, path))
         row = runtime.table.admit()
-        runtime.table.reserve(row, 34)
-        for length, new in ((33, 33), (34, 1)):
+        runtime.table.reserve(row, 18)
+        for length, new in ((17, 17), (18, 1)):
             check.run(StepBatch([row], [length], [new], NO_TOKEN_IDS))
         return str(check.counters.finding)
 
@@ -137,6 +137,7 @@ KERNEL = "_decode_kernel"
 SOUND = "kv_index < keys.end", "keys.end > kv_index"
 
 
+@pytest.mark.nightly
 def test_a_sound_run_leaves_nothing(tmp_path: Path) -> None:
     assert serve(tmp_path / "a.evidence") == ""
     assert not list(tmp_path.iterdir())
@@ -173,7 +174,7 @@ def test_other_instructions_than_the_source_has_are_the_compilers(
 ) -> None:
     path = tmp_path / "a.evidence"
     planted(*SOUND)
-    changes = edit_machine_code(monkeypatch, KERNEL, r"\bv_rcp_f32_e32", "v_rsq_f32_e32")
+    changes = edit_machine_code(monkeypatch, KERNEL, r"\bv_exp_f32_e32", "v_log_f32_e32")
     assert "layer 0 of sequences [0]" in serve(path)
     assert changes[0] > 0
     monkeypatch.undo()
@@ -183,6 +184,7 @@ def test_other_instructions_than_the_source_has_are_the_compilers(
     assert because.endswith("Triton's interpreter gives a right result from its source")
 
 
+@pytest.mark.nightly
 def test_a_wait_that_is_missing_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -201,6 +203,7 @@ def test_a_wait_that_is_missing_is_named(
     assert "is not waited for" in because
 
 
+@pytest.mark.nightly
 def test_needles_that_are_missed_leave_evidence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], planted: Callable[[str, str], None]
 ) -> None:
@@ -214,17 +217,18 @@ def test_needles_that_are_missed_leave_evidence(
     assert cause == "kernel"
 
 
+@pytest.mark.nightly
 def test_pools_are_kept_page_by_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where they take most of the memory: all storages above a limit, which is low here."""
     path = tmp_path / "a.evidence"
-    monkeypatch.setattr(noted_launches, "MOST_BYTES", 4096)
+    monkeypatch.setattr(evidence, "WHOLE_BYTES", 4096)
     serve(path, FlipsOnce())
     content = torch.load(path, weights_only=True)
-    assert [len(each["pages"]) for each in content["rows"]] == [3, 3]
+    assert [len(each["pages"]) for each in content["rows"]] == [2, 2]
     assert cause_of(path, capsys)[0] == "hardware"
-    monkeypatch.setattr(noted_launches, "MOST_BYTES", 16)
+    monkeypatch.setattr(evidence, "_MOST_BYTES", 4095)
     serve(tmp_path / "b.evidence", FlipsOnce())
     assert not (tmp_path / "b.evidence").exists()
 
@@ -236,6 +240,7 @@ def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "a.evidence holds no evidence of a step" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_code_object_that_is_not_its_text_needs_a_disassembler(tmp_path: Path) -> None:
     path = tmp_path / "a.evidence"
     serve(path, FlipsOnce())
@@ -246,6 +251,7 @@ def test_a_code_object_that_is_not_its_text_needs_a_disassembler(tmp_path: Path)
         judge(StepEvidence.read(path), path, objdumps=())
 
 
+@pytest.mark.nightly
 def test_a_result_that_is_right_has_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.evidence"
     serve(path, FlipsOnce())

@@ -121,8 +121,8 @@ class Engine:
             forward = with_pending_tokens(forward, plain.tokens)
             of_prompts = with_pending_tokens(of_prompts, plain.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
-        # Next to the flight record, which names the steps before it.
-        self._evidence = NO_EVIDENCE if path is None else EvidenceFile(self.runtime, path.with_suffix(".evidence"))
+        kept = options.evidence
+        self._evidence = NO_EVIDENCE if kept is None else EvidenceFile(self.runtime, kept)
         watched = watched_steps(self.runtime, forward, options, self.flight, self._evidence, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics

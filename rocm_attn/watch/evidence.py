@@ -58,10 +58,14 @@ class EvidenceFile(Evidence):
     """Writes the evidence of the first layer that was found wrong since its process began.
 
     path: the file; one of an earlier process is replaced
+
+    Raises BadSetting if the file's folder does not exist, so that this is not found out at a fault.
     """
 
-    def __init__(self, runtime: AttentionRuntime, path: Path) -> None:
-        self.path = path
+    def __init__(self, runtime: AttentionRuntime, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise BadSetting(f"evidence {path} cannot be written: {self.path.parent} is not a folder; create it")
         self._runtime = runtime
         self._is_kept = False
 

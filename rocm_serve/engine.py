@@ -123,7 +123,9 @@ class Engine:
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         kept = options.evidence
         self._evidence = NO_EVIDENCE if kept is None else EvidenceFile(self.runtime, kept)
-        watched = watched_steps(self.runtime, forward, options, self.flight, self._evidence, self._new_runner)
+        # On several ranks a step sums over all of them: one that runs it again alone would wait for the others.
+        of_steps = self._evidence if loaded.ranks.shard.num_ranks == 1 else NO_EVIDENCE
+        watched = watched_steps(self.runtime, forward, options, self.flight, of_steps, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
         runner_of_prompts = StepRunner(self.runtime, of_prompts, None, flight=self.flight)

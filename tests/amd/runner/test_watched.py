@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import WrongLayer
+from rocm_attn.step.protocols import NO_EVIDENCE, Evidence, WrongLayer
 from rocm_attn.watch.evidence import EvidenceFile
 from rocm_attn.watch.few_sequences import LayerOfStep
 from rocm_serve import watched
@@ -115,6 +116,25 @@ def test_a_wrong_layer_is_handed_over_with_a_way_to_run_it_again(
     assert "kept: its attention is launched by something else than Triton" in caplog.text
     with pytest.raises(BadSetting, match="gone is not a folder; create it"):
         engine(loaded, evidence=tmp_path / "gone" / "wrong.evidence")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_does_not_run_a_step_again_alone(
+    num_ranks: int, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the sums of the others."""
+    given: list[Evidence] = []
+
+    def watch(*arguments: Any) -> Any:
+        given.append(arguments[4])
+        raise InterruptedError
+
+    shard = replace(loaded.ranks.shard, num_ranks=num_ranks)
+    monkeypatch.setattr(type(loaded.ranks), "shard", shard)
+    monkeypatch.setattr("rocm_serve.engine.watched_steps", watch)
+    with pytest.raises(InterruptedError):
+        engine(loaded, check_every=1, evidence=tmp_path / "wrong.evidence")
+    assert [each is not NO_EVIDENCE for each in given] == [num_ranks == 1]
 
 
 def test_a_fault_that_the_second_run_of_a_step_reports_ends_the_requests_of_its_step(

@@ -78,7 +78,7 @@ class EvidenceFile(Evidence):
             part = self.path.with_name(self.path.name + ".part")
             torch.save(content, part)
             os.replace(part, self.path)
-        except (OSError, ValueError, ImportError) as reason:
+        except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as reason:
             _log().warning("no evidence of layer %d is kept: %s", wrong.layer, reason)
             return
         self._is_kept = True
@@ -93,7 +93,8 @@ class EvidenceFile(Evidence):
         again = wrong.again(noted.noting)
         if again is None or not noted.launches:
             raise ValueError("its attention is launched by something else than Triton")
-        if not torch.equal(again.q, wrong.found.q):
+        # Pads may hold NaN, which equals nothing.
+        if not torch.equal(again.q.nan_to_num(), wrong.found.q.nan_to_num()):
             raise ValueError("its queries were others when the step ran again")
         batch = wrong.batch
         of_step = layer_of_step(self._runtime, wrong.layer, wrong.problem, batch)

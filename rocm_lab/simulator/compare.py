@@ -52,7 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("scripts", nargs="+", metavar="FILE", help="paths from the root of the repository")
     options = parser.parse_args(arguments)
     root = Path(_git("rev-parse", "--show-toplevel"))
-    base = _git("rev-parse", "--short=10", f"{options.base}^{{commit}}")
+    try:
+        base = _git("rev-parse", "--short=10", f"{options.base}^{{commit}}")
+    except subprocess.CalledProcessError:
+        parser.error(f"the commit {options.base} is not in this checkout; fetch it (on GitHub, with fetch-depth 0)")
     head = {script: _simulated(root, script) for script in options.scripts}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "base"

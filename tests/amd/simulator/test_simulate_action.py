@@ -148,3 +148,19 @@ def test_the_comment_goes_to_the_summary_and_the_pull_request(repository: Path) 
     assert not (repository.parent / "asked").exists()
     assert run_step("Comment", repository, GH_TOKEN="t", **given).returncode == 0
     assert (repository.parent / "asked").read_text().startswith("pr comment 7 --body-file")
+    (tools / "gh").write_text("#!/bin/sh\nexit 1\n")
+    refused = run_step("Comment", repository, GH_TOKEN="t", **given)
+    assert refused.returncode == 0
+    assert refused.stdout.startswith("::warning::The comment could not be written")
+    (repository.parent / "simulated.md").unlink()
+    assert run_step("Comment", repository, GH_TOKEN="t", **given).returncode == 0
+
+
+def test_a_base_that_is_not_there_is_named(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed(repository, check=SCRIPT)
+    monkeypatch.chdir(repository)
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(["--base", "gone", "--output", "comment.md", "check.py"])
+    assert "the commit gone is not in this checkout; fetch it" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Launches of Triton kernels, noted with the memory that they find: for a layer that is run again after it was wrong.
 
-Only what Triton launches is noted, whoever launches it. Constants are told in plain values, so that another process can
+Only what Triton launches is noted, whoever launches it. Constants are written in plain values, so that another process can
 read them.
 """
 
@@ -128,7 +128,7 @@ def name_of(kernel: Any) -> str:
 
 
 def named(name: str) -> Any:
-    """What name_of() named, imported. Raises ImportError, AttributeError."""
+    """The object that name_of() named, imported. Raises ImportError, AttributeError."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

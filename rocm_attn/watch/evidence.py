@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from rocm_attn.kernels.noted_launches import NotedLaunch
 
 _FORMAT = 1
-# Of a pool that is kept whole; of a larger one the pages of the step's sequences are.
+# A pool of more bytes is not kept whole, but by the pages of the step's sequences.
 WHOLE_BYTES = 64 << 20
-# Of these pages; a step of more is not kept.
+# A step whose pages have more bytes is not kept.
 _MOST_BYTES = 4 << 30
 
 
@@ -259,13 +259,13 @@ class RecordedLaunch:
 
     @property
     def sha256(self) -> str:
-        """Of the code object."""
+        """The hash of the code object."""
         return hashlib.sha256(self.code).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEvidence:
-    """What a file holds.
+    """The contents of a file.
 
     recorded: the output that was found wrong; again: that of the second run, whose inputs these are
     out:      where the launches write it

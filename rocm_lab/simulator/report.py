@@ -28,7 +28,7 @@ def _waits(assembly: Assembly, arch: str) -> Finding:
     return Finding(verdict.word, (*(fault.line() for fault in verdict.faults), *verdict.reasons))
 
 
-# What is proved of machine code without running it. A new check is a line here: each has a column in every report.
+# The proofs about machine code, made without running it. A new check is a line here: each has a column in every report.
 CHECKS: Mapping[str, Callable[[Assembly, str], Finding]] = {"waits": _waits}
 
 

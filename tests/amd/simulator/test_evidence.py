@@ -95,7 +95,7 @@ def serve(path: Path, tap: LayerTap | None = None, problem: Problem = PROBLEM) -
 
 
 def cause_of(path: Path, capsys: pytest.CaptureFixture[str], code: int = FAILED) -> tuple[str, str]:
-    """What `replay-step --simulate` says: the cause, and what it rests on."""
+    """The cause that `replay-step --simulate` prints, and what it rests on."""
     capsys.readouterr()
     assert main(["replay-step", str(path), "--simulate", "--json"]) == code
     said = json.loads(capsys.readouterr().out)
@@ -225,7 +225,7 @@ def test_needles_that_are_missed_leave_evidence(
 def test_pools_are_kept_page_by_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where they take most of the memory: all storages above a limit, which is low here."""
+    """On a GPU they take most of the memory. Here the limit on a pool that is kept whole is low."""
     path = tmp_path / "a.evidence"
     monkeypatch.setattr(evidence, "WHOLE_BYTES", 4096)
     serve(path, FlipsOnce())

@@ -1,7 +1,7 @@
 """Launches of Triton kernels, noted with the memory that they find: for a layer that is run again after it was wrong.
 
-Only what Triton launches is noted, whoever launches it. Constants are written in plain values, so that another process can
-read them.
+Only what Triton launches is noted, whoever launches it. Constants are written in plain values, so that another process
+can read them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault, WrongState
 from rocm_attn.machine.compile_watch import compile_watch
-from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
+from rocm_attn.step.protocols import NO_EVIDENCE, NO_FLIGHT_RECORDER
 from rocm_attn.truth.live import LiveTruth
 from rocm_attn.truth.verdict import TruthVerdict
+from rocm_attn.watch.evidence import EvidenceFile
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_serve.engine_runtime import model_over, runtime_for
 from rocm_serve.limits import RequestLimits
@@ -120,7 +121,11 @@ class Engine:
             forward = with_pending_tokens(forward, plain.tokens)
             of_prompts = with_pending_tokens(of_prompts, plain.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
-        watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
+        kept = options.evidence
+        self._evidence = NO_EVIDENCE if kept is None else EvidenceFile(self.runtime, kept)
+        # On several ranks a step sums over all of them: one that runs it again alone would wait for the others.
+        of_steps = self._evidence if loaded.ranks.shard.num_ranks == 1 else NO_EVIDENCE
+        watched = watched_steps(self.runtime, forward, options, self.flight, of_steps, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
         runner_of_prompts = StepRunner(self.runtime, of_prompts, None, flight=self.flight)
@@ -375,7 +380,7 @@ class Engine:
             self._check_device()
         except DeviceFault as fault:
             self._take_in(fault)
-        return LiveTruth(self.runtime, self._scheduler.make_room, self.options.chunk).run(seed)
+        return LiveTruth(self.runtime, self._scheduler.make_room, self.options.chunk, self._evidence).run(seed)
 
     def completion(self, number: int) -> Completion:
         """Returns the completion of a finished request; the engine forgets it."""

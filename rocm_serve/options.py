@@ -118,6 +118,14 @@ class EngineOptions(AttentionOptions):
         unit="FILE",
         default_is="they are not kept",
     )
+    evidence: Path | None = option(  # noqa: RUF009  # it makes a field
+        None,
+        "file for a layer that --check-every or the truth probe finds wrong: its inputs, among them requests' K and V, "
+        "and its machine code; `rocm-attn replay-step --simulate` reads it",
+        kind=Path,
+        unit="FILE",
+        default_is="nothing is kept",
+    )
     check_every: int = option(
         0,
         "compare every N-th step with the eager run, and a few of its sequences with the reference; the report "

@@ -11,7 +11,7 @@ from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, RunsSteps
+from rocm_attn.step.protocols import NO_WATCHDOG, Evidence, Flight, LayerCalls, RunsSteps
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
@@ -24,6 +24,7 @@ def watched_steps(
     forward: Forward,
     options: EngineOptions,
     flight: Flight,
+    evidence: Evidence,
     new_runner: Callable[[Forward], StepRunner],
 ) -> tuple[StepRunner, RunsSteps, Watchdog]:
     """A runner of the forward, the object that runs the engine's steps, and the watchdog.
@@ -31,6 +32,7 @@ def watched_steps(
     The steps are run by the runner, wrapped as the options request. The watchdog also watches while the engine waits
     for a step's tokens.
 
+    evidence:   keeps what the sampled check found wrong
     new_runner: makes the runner of a forward
     Raises BadSetting if profiler ranges are requested and this torch has none.
     """
@@ -43,7 +45,7 @@ def watched_steps(
     runner = new_runner(forward)
     steps: RunsSteps = runner
     if options.check_every:
-        steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every)
+        steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every, evidence=evidence)
     if ranges is not None:
         steps = RangedSteps(steps, ranges)
     if not options.hang_after:

@@ -29,6 +29,8 @@
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
 #   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
 #                    AITER_SOURCE names; fails where it names none (not part of the default)
+#   other-kernels    kernels of Triton's tutorials, AITER, fla, vLLM and SGLang in the simulator, from the folders that
+#                    OTHER_KERNELS names; fails where it names none (not part of the default)
 #   engines          whole engines with our backend, SGLang's and vLLM's, in the environments that ENGINE_VENVS holds;
 #                    where one is missing the end of the output says so, and a stage without any is not a passed one
 #   engines-long     what that leaves out; makes the environments first (not part of the default)
@@ -208,6 +210,7 @@ run_stage() {
     simulator-long) spread -m nightly tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
+    other-kernels) : "${OTHER_KERNELS:?names clones and folders of packages}" && run_pytest tests/amd/simulator/test_other_kernels.py ;;
     device) run_on_gpu -m "not nightly" ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     images)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.problem import Problem
 from rocm_attn.step.plan import StepPlan
 
 Outputs_co = TypeVar("Outputs_co", covariant=True, default=Tensor)
@@ -231,3 +233,45 @@ class NoWatchdog(Watchdog):
 
 
 NO_WATCHDOG = NoWatchdog(0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attended:
+    """A layer's attention in a step. q, out: copies; place: the tensor that out is a copy of"""
+
+    q: Tensor
+    out: Tensor
+    place: Tensor
+
+
+# Computes a layer's attention again, if it calls it, and enters the context that it is given around that call.
+AttendsAgain = Callable[[Callable[[], AbstractContextManager[None]]], Attended | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrongLayer:
+    """A layer of a step whose attention to all keys was found wrong.
+
+    finding: a sentence
+    seqs:    of the batch, some of which are wrong
+    found:   the attention with the wrong results
+    again:   computes it again
+    """
+
+    finding: str
+    layer: int
+    problem: Problem
+    batch: StepBatch
+    seqs: Sequence[int]
+    found: Attended
+    again: AttendsAgain
+
+
+class Evidence:
+    """Keeps nothing of a layer that was found wrong; the base of what keeps its inputs and its machine code."""
+
+    def keep(self, wrong: WrongLayer) -> None:
+        """Called while the step's lengths, tables and pages are as they were when the layer attended."""
+
+
+NO_EVIDENCE = Evidence()

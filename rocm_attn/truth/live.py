@@ -8,13 +8,18 @@ run eagerly: the graphs of requests hold the model's projections, which no needl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.probe_requests import give_states
 from rocm_attn.errors import DeviceFault
+from rocm_attn.problem import AllKeys
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.protocols import NO_EVIDENCE, Evidence, WrongLayer
+from rocm_attn.step.step import Part
+from rocm_attn.truth.needle_layer import NeedleLayer
 from rocm_attn.truth.row_needles import RowNeedles
 from rocm_attn.truth.verdict import TruthVerdict
 
@@ -24,10 +29,17 @@ class LiveTruth:
 
     make_room: tokens of a row, new tokens of its steps -> whether there are pages for it that no request needs
     chunk:     most new tokens of a step
+    evidence:  keeps the inputs and the code of a layer that was found wrong
     """
 
-    def __init__(self, runtime: AttentionRuntime, make_room: Callable[[int, int], bool], chunk: int) -> None:
-        self._runtime, self._make_room, self._chunk = runtime, make_room, chunk
+    def __init__(
+        self,
+        runtime: AttentionRuntime,
+        make_room: Callable[[int, int], bool],
+        chunk: int,
+        evidence: Evidence = NO_EVIDENCE,
+    ) -> None:
+        self._runtime, self._make_room, self._chunk, self._evidence = runtime, make_room, chunk, evidence
         self._needles = RowNeedles(
             runtime.kinds.problems, runtime.head_weights.of, runtime.pool, runtime.device, runtime.max_kv_len
         )
@@ -84,11 +96,23 @@ class LiveTruth:
                 part = step.parts[0]
                 for number, layer in layers.items():
                     layer.run(part.layers, number, part.token_ids.shape[0])
-            needles.judge(layers, "decode" if new == 1 else "prompt")
+                earlier = set(needles.wrong)
+                needles.judge(layers, "decode" if new == 1 else "prompt")
+                for number in needles.wrong.keys() - earlier:
+                    self._keep(number, layers[number], part, batch)
             done += new
             # Needles pass no recurrent layer, so a step of a model with such layers counts as unfinished.
             table.mark_stored([row], [done])
             give_states(runtime, np.array([row], np.int32), np.array([done], np.int32))
+
+    def _keep(self, number: int, layer: NeedleLayer, part: Part, batch: StepBatch) -> None:
+        """Hands over a layer with wrong needles, while its step can attend again."""
+        if not isinstance(layer.problem.indexer, AllKeys) or layer.problem.row.tokens != 1:
+            return  # the reference attends to all keys, in rows of single tokens
+        tokens = part.token_ids.shape[0]
+        sentence = f"layer {number}: {self._needles.wrong[number]}"
+        again = partial(layer.attend_again, part.layers, number, tokens)
+        self._evidence.keep(WrongLayer(sentence, number, layer.problem, batch, [0], layer.attended(tokens), again))
 
     def _verdict(self, reason: str, *, is_fault: bool) -> TruthVerdict:
         """Returns the verdict of all ranks."""

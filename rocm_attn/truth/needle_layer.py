@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
-from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.protocols import Attended, LayerCalls
 from rocm_attn.truth.choosers import ByIndexer, Chooser, ChosenLayer, NewChooser
 from rocm_attn.truth.needles import Haystack, NeedleQueries, Sizes, sharpness_of
 
@@ -178,6 +179,22 @@ class NeedleLayer:
         self._chooser.choose(layers, number, num_tokens)
         layers.attend_selected(number, q, out)
         return out
+
+    def attended(self, num_tokens: int) -> Attended:
+        """The attention of the last step."""
+        place = self._out[:num_tokens]
+        return Attended(self._q[:num_tokens].clone(), place.clone(), place)
+
+    def attend_again(
+        self, layers: LayerCalls, number: int, num_tokens: int, context: Callable[[], AbstractContextManager[None]]
+    ) -> Attended:
+        """Attends to all keys again, within the context, and leaves the outputs of the last step as they were."""
+        before = self.attended(num_tokens)
+        with context():
+            layers.attend(number, self._q[:num_tokens], before.place)
+        again = self.attended(num_tokens)
+        before.place.copy_(before.out)
+        return again
 
     def judge(self, tallies: Sequence[Tally]) -> Iterator[WrongNeedle]:
         """Adds the last step's results to the tallies, and yields some of the wrong needles."""

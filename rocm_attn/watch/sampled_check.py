@@ -9,12 +9,12 @@ mask on the device gets only the check of reserved memory, because these may hav
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK
@@ -23,12 +23,13 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.paging.canary import what_was_written
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics, Reason
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls, WrappedLayers
-from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
+from rocm_attn.step.protocols import NO_EVIDENCE, Attended, Evidence, LayerCalls, WrappedLayers, WrongLayer
+from rocm_attn.watch.evidence import layer_of_step
+from rocm_attn.watch.few_sequences import MOST_SEQS
 
 
 class LayerTap(WrappedLayers):
@@ -41,28 +42,33 @@ class LayerTap(WrappedLayers):
 
     def __init__(self) -> None:
         self._layer = -1
-        self._taken: tuple[Tensor, Tensor] | None = None
+        self._taken: Attended | None = None
+        self._context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def around(self, layers: LayerCalls) -> LayerTap:
         """Wraps the layers of the step that is about to run."""
         self._layers = layers
         return self
 
-    def expect(self, layer: int) -> None:
-        """Copies q and out of this layer from the next step on, until take()."""
-        self._layer, self._taken = layer, None
+    def expect(self, layer: int, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Copies q and out of this layer from the next step on, until take(). context: entered around its attention"""
+        self._layer, self._taken, self._context = layer, None, context
 
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """(q, out) of the layer, [T, q_heads, head_dim | v_head_dim]; None if it was not called."""
+    def take(self) -> Attended | None:
+        """The layer's attention; None if it was not called."""
         taken, self._layer, self._taken = self._taken, -1, None
         return taken
 
     def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
-        getattr(self._layers, name)(layer, *given, **named)
+        call = partial(getattr(self._layers, name), layer, *given, **named)
         # Attention to a selection is not compared, because the reference attends to all keys.
-        if name == "attend" and layer == self._layer:
-            q, out, _ = given
-            self._taken = q.clone(), out.clone()
+        if name != "attend" or layer != self._layer:
+            call()
+            return
+        with self._context():
+            call()
+        q, out, _ = given
+        self._taken = Attended(q.clone(), out.clone(), out)
 
 
 class SampledCheck(Generic[Outputs]):
@@ -71,6 +77,7 @@ class SampledCheck(Generic[Outputs]):
     problems: the runtime's, one for each layer
     tap:      the layers that the runner's model calls
     seed:     for the choice of layers and sequences
+    evidence: keeps the inputs and the code of a layer that was found wrong
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class SampledCheck(Generic[Outputs]):
         *,
         every: int,
         seed: int = 0,
+        evidence: Evidence = NO_EVIDENCE,
     ) -> None:
         assert every >= 1
         self._runner = runner
@@ -91,6 +99,7 @@ class SampledCheck(Generic[Outputs]):
         self._every = every
         self._random = np.random.default_rng(seed)
         self._until_next = every
+        self._evidence = evidence
 
     @property
     def counters(self) -> Metrics:
@@ -130,28 +139,29 @@ class SampledCheck(Generic[Outputs]):
             self._note(f"{what} differ from the eager run's", "rows")
         # The reference attends to rows of single tokens.
         is_single = self._problems[layer].row.tokens == 1
-        wrong_seqs = self._wrong_seqs(batch, layer, *taken) if taken is not None and is_single else []
+        if taken is None or not is_single:
+            return
+        of_step = layer_of_step(self._runtime, layer, self._problems[layer], batch)
+        some = self._random.permutation(batch.num_seqs)[:MOST_SEQS].tolist()
+        wrong_seqs = of_step.wrong_seqs(taken.q, taken.out, some)
         if wrong_seqs:
             self._runner.metrics.attention_differs += 1
             differs = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference"
             self._note(differs, "attention")
+            attend = partial(self._attend_again, batch, pad_to, layer)
+            self._evidence.keep(WrongLayer(differs, layer, self._problems[layer], batch, wrong_seqs, taken, attend))
+
+    def _attend_again(
+        self, batch: StepBatch, pad_to: PadTo | None, layer: int, context: Callable[[], AbstractContextManager[None]]
+    ) -> Attended | None:
+        """Runs the step eagerly once more; the context is around the layer's attention alone."""
+        self._tap.expect(layer, context)
+        try:
+            self._runner.run_eagerly(batch, pad_to)
+        finally:
+            taken = self._tap.take()
+        return taken
 
     def _note(self, finding: str, word: str) -> None:
         self._runner.metrics.finding = Reason(finding, word)
         logging.getLogger(__name__).warning("sampled check: %s", finding)
-
-    def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
-        """Sequences, among a few, whose last new tokens in a layer differ from the reference."""
-        runtime, table = self._runtime, self._runtime.table
-        space = runtime.pool.space_of_layer(layer)
-        of_step = LayerOfStep(
-            self._problems[layer],
-            runtime.pool.layer(layer),
-            runtime.head_weights.of(layer),
-            batch.q_len.tolist(),
-            batch.kv_len.tolist(),
-            lambda seq: torch.tensor(table.pages_of(int(batch.rows[seq]), space).tolist(), device=q.device),
-            UNLIMITED_WINDOW,
-            runtime.selections[runtime.core.kinds.of_layer[layer]].eight_bit_products,
-        )
-        return of_step.wrong_seqs(q, out, self._random.permutation(batch.num_seqs)[:MOST_SEQS].tolist())

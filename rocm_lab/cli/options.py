@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rocm_attn.cli.options import option, positive, switch
 
-DUMP = option("dump", metavar="DUMP", help="file that a flight recorder wrote")
+DUMP = option("dump", metavar="DUMP", help="file that a flight recorder wrote, or evidence")
+SCRIPT = option("script", metavar="FILE.py", help="script that launches Triton kernels on tensors of the CPU")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
 ROUNDS = option(
@@ -23,6 +24,7 @@ SECONDS = option(
 )
 OUTPUT = option("--output", metavar="FILE", help="file for the rows (ROCM_ATTN_TUNING, or tuning.json in the cache)")
 JOBS = option("--jobs", type=positive, metavar="N", help="processes that compile (all cores but one)")
+SIMULATE = switch("--simulate", "DUMP is a server's .evidence file: run its machine code on a CPU and name the cause")
 DRY_RUN = switch("--dry-run", "list the candidates without running them; needs no GPU")
 OBJDUMP = option("--objdump", metavar="FILE", help="llvm-objdump that knows the code objects' arch (looked for)")
 FILES = option(

@@ -25,6 +25,12 @@ examples:
   rocm-attn tune 32x8x128 --page-size 64 --json > tuned.json            32 query heads over 8 KV heads of 128
 """
 
+_SIMULATE_EXAMPLES = """\
+examples:
+  rocm-attn simulate check_softmax.py
+  rocm-attn simulate check_softmax.py --arch gfx950 --json
+"""
+
 _WAITS_EXAMPLES = """\
 examples:
   rocm-attn waits ~/.triton/cache                                        everything that Triton compiled
@@ -34,7 +40,7 @@ examples:
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Adds the laboratory's commands to `rocm-attn`."""
-    for add in (_add_tune, _add_cost, _add_replay_step, _add_soak, _add_waits, add_bench):
+    for add in (_add_tune, _add_cost, _add_replay_step, _add_simulate, _add_soak, _add_waits, add_bench):
         add(commands)
 
 
@@ -75,12 +81,28 @@ def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
         "replay-step",
         help="replay a step of a flight recorder's dump and compare the results",
         description="Rebuild one step of a dump, with its lengths, rows and sizes and with random K and V; run it "
-        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ.",
+        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ. With --simulate, say "
+        "what made a layer's result wrong that a server has found: kernel, compiler, or hardware.",
     )
     parser.set_defaults(module="rocm_lab.cli.replay_step")
     provider = a.PROVIDER.but(default=None, help="provider of attention kernels (the dump's)")
     seed = a.SEED.but(help="seed of the random K and V (0)")
-    add_options(parser, (o.DUMP, o.STEP, seed, a.DEVICE, provider, a.JSON))
+    add_options(parser, (o.DUMP, o.STEP, seed, a.DEVICE, provider, o.SIMULATE, o.OBJDUMP, a.JSON))
+
+
+def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "simulate",
+        help="run a script whose Triton kernels are executed as AMD machine code; needs no GPU",
+        description="Run a Python script that launches Triton or Gluon kernels on tensors of the CPU. Each kernel is "
+        "compiled for gfx942 and gfx950 and executed there, with every address checked. Print its registers, LDS, "
+        "waves and instructions. Exit code 1 if the script fails or a kernel does not wait for what it uses.",
+        examples=_SIMULATE_EXAMPLES,
+    )
+    parser.set_defaults(module="rocm_lab.cli.simulate")
+    arch = a.ARCH.but(help="gfx942 or gfx950 (both, one after the other)")
+    add_options(parser, (o.SCRIPT, arch, a.JSON))
 
 
 def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:

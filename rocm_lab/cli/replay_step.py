@@ -60,7 +60,15 @@ class LayerResult:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs a step of options.dump in every way and prints which agree. Raises StepsDisagree if two do not."""
+    """Runs a step of options.dump in every way and prints which agree. Raises StepsDisagree if two do not.
+
+    With options.simulate the dump is evidence, whose cause is looked for. Raises WrongResult if there is one.
+    """
+    if options.simulate:
+        from rocm_lab.cli import replay_evidence  # it needs Triton
+
+        replay_evidence.run(options)
+        return
     dump = read_dump(Path(options.dump))
     noted = dump.step(options.step)
     replay = _Replay.build(dump, noted, device_named(options.device), options.provider, options.seed)

@@ -5,6 +5,7 @@ It runs all launches: of this project, of Gluon kernels, and of libraries that k
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -12,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.kernels.compile_only import AbsentDriver, activated, listening
@@ -31,25 +34,61 @@ ARCHS = ("gfx942", "gfx950")
 # Triton keeps kernels and their launcher by device id: other ids than those of the driver that only compiles.
 _FIRST_DEVICE_ID = 2_000_000
 
-_FORMATS = {"fp32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B"} | {
+_FORMATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B"} | {
     f"{kind}{bits}": "<" + (code.upper() if kind == "u" else code)
     for kind in "iu"
     for bits, code in ((8, "b"), (16, "h"), (32, "i"), (64, "q"))
 }
 
 
-@dataclass(slots=True)
-class Simulation:
-    """The kernels that were simulated.
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A compiled kernel.
 
-    kernels:       names, in order of launch
-    mnemonics:     kernel -> the mnemonics of its machine code
-    instructions:  executed by all waves
+    sha256:     of the code object
+    text:       its assembly, as Triton keeps it
+    lds_bytes:  LDS of a program
+    num_waves:  of a program
     """
 
-    kernels: list[str] = field(default_factory=list)
-    mnemonics: dict[str, frozenset[str]] = field(default_factory=dict)
-    instructions: int = 0
+    kernel: str
+    arch: str
+    sha256: str
+    text: str
+    lds_bytes: int
+    num_waves: int
+    mnemonics: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLaunch:
+    """A launch that was run; instructions: executed by all its waves."""
+
+    code: Code
+    grid: tuple[int, int, int]
+    instructions: int
+
+
+@dataclass(slots=True)
+class Simulation:
+    """The launches that were simulated, in order."""
+
+    launches: list[SimulatedLaunch] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels' names, one for each launch."""
+        return [launch.code.kernel for launch in self.launches]
+
+    @property
+    def mnemonics(self) -> dict[str, frozenset[str]]:
+        """Kernel -> the mnemonics of the code that was launched last."""
+        return {launch.code.kernel: launch.code.mnemonics for launch in self.launches}
+
+    @property
+    def instructions(self) -> int:
+        """Instructions executed by all waves."""
+        return sum(launch.instructions for launch in self.launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +124,21 @@ def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
 
     try:
         # When observed, rocm_attn's launches take the ordinary path: the shorter ones need a stream of a real device.
-        with activated(driver), _kept_assembly(), observe_launches(launch):
+        with (
+            activated(driver),
+            _kept_assembly(),
+            observe_launches(launch),
+            mock.patch.object(Autotuner, "run", _run_first_choice),
+        ):
             yield done
     finally:
         _active.pop()
 
 
 _active: list[_Active] = []
-# By Triton's hash of a kernel, which holds the target.
-_assembly: dict[str, str] = {}
-_simulated: dict[str, SimulatedKernel] = {}
+# By Triton's hash of a kernel, which holds the target: the assembly, and the code object's sha256.
+_assembly: dict[str, tuple[str, str]] = {}
+_simulated: dict[str, tuple[Code, SimulatedKernel]] = {}
 
 
 @contextmanager
@@ -102,8 +146,9 @@ def _kept_assembly() -> Iterator[None]:
     """While active, the assembly of every kernel that Triton compiles or finds in its cache is kept by its hash."""
 
     def listen(*, metadata: dict[str, Any], metadata_group: Mapping[str, str], **rest: object) -> None:
-        (path,) = (path for name, path in metadata_group.items() if name.endswith(".amdgcn"))
-        _assembly[metadata["hash"]] = Path(path).read_text()
+        (path,) = (Path(path) for name, path in metadata_group.items() if name.endswith(".amdgcn"))
+        code_object = path.with_suffix(".hsaco").read_bytes()
+        _assembly[metadata["hash"]] = path.read_text(), hashlib.sha256(code_object).hexdigest()
 
     with listening(listen):
         yield
@@ -123,20 +168,50 @@ def _run(metadata: Any, grid: tuple[int, int, int], arguments: Mapping[tuple[str
     """Executes a launch. arguments: (name, Triton's type) -> value, in order, constants included."""
     active = _active[-1]
     if metadata.hash not in _simulated:
-        _simulated[metadata.hash] = SimulatedKernel(parse_assembly(_assembly[metadata.hash]), active.arch)
-    kernel = _simulated[metadata.hash]
+        text, sha256 = _assembly[metadata.hash]
+        assembly = parse_assembly(text)
+        code = Code(metadata.name, active.arch, sha256, text, metadata.shared, metadata.num_warps, assembly.mnemonics)
+        _simulated[metadata.hash] = code, SimulatedKernel(assembly, active.arch)
+    code, kernel = _simulated[metadata.hash]
+    executed = execute(kernel, code, grid, arguments, active.poison)
+    active.done.launches.append(SimulatedLaunch(code, grid, executed))
+
+
+def execute(
+    kernel: SimulatedKernel,
+    code: Code,
+    grid: tuple[int, int, int],
+    arguments: Mapping[tuple[str, str], Any],
+    poison: int = POISON,
+) -> int:
+    """Executes a launch on tensors of the CPU, and returns the instructions executed.
+
+    arguments: (name, Triton's type) -> value, in order, constants included
+    Raises BadTensor, SimulationFault, UnknownInstruction.
+    """
     passed = {name: (kind, value) for (name, kind), value in arguments.items() if kind != "constexpr"}
-    launch = Launch(
-        grid=grid,
-        num_waves=metadata.num_warps,
-        lds_bytes=metadata.shared,
-        arguments=_pack(kernel.assembly.arguments, passed, _hidden(grid, metadata.num_warps)),
-        allocations=[_storage(name, value) for name, (_, value) in passed.items() if isinstance(value, Tensor)],
-        poison=active.poison,
+    for name, (kind, _) in passed.items():
+        if not kind.startswith("*") and kind not in _FORMATS:
+            raise BadTensor(f"{name} has Triton's type {kind}; the simulator passes tensors and plain numbers")
+    return kernel.run(
+        Launch(
+            grid=grid,
+            num_waves=code.num_waves,
+            lds_bytes=code.lds_bytes,
+            arguments=_pack(kernel.assembly.arguments, passed, _hidden(grid, code.num_waves)),
+            allocations=[_storage(name, value) for name, (_, value) in passed.items() if isinstance(value, Tensor)],
+            poison=poison,
+        )
     )
-    active.done.instructions += kernel.run(launch)
-    active.done.kernels.append(metadata.name)
-    active.done.mnemonics[metadata.name] = kernel.assembly.mnemonics
+
+
+def _run_first_choice(tuner: Any, *args: Any, **keywords: Any) -> Any:
+    """Takes the place of an autotuner's benchmark, which needs a GPU: the first choice that it would try is run."""
+    tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+    first = tuner.prune_configs(keywords)[0]
+    if first.pre_hook is not None:
+        first.pre_hook({**tuner.nargs, **keywords, **first.all_kwargs()})
+    return tuner.fn.run(*args, **{**first.all_kwargs(), **keywords})
 
 
 def _pack(places: tuple[Argument, ...], passed: dict[str, tuple[str, Any]], hidden: Mapping[str, int]) -> bytes:

@@ -121,8 +121,11 @@ def _engine(setup: RankSetup, on_wait: OnWait) -> Engine:
 
 
 def options_of_rank(options: EngineOptions, rank: int) -> EngineOptions:
-    """The options, with a flight record file of its own for each rank."""
-    if options.flight_record is None:
-        return options
-    path = Path(options.flight_record)
-    return replace(options, flight_record=path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
+    """The options, with a flight record file and an evidence file of its own for each rank."""
+    return replace(
+        options, flight_record=_of_rank(options.flight_record, rank), evidence=_of_rank(options.evidence, rank)
+    )
+
+
+def _of_rank(path: Path | None, rank: int) -> Path | None:
+    return None if path is None else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")

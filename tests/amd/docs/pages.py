@@ -50,6 +50,7 @@ class Block:
 def pages() -> list[Path]:
     """Returns every page: those of docs/, and those next to their subjects."""
     beside = [*sorted((ROOT / "docker").glob("**/README.md")), *sorted((ROOT / "rocm_lab/benchmarks").glob("*.md"))]
+    beside.append(ROOT / "rocm_lab/simulator/README.md")
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *beside]
 
 

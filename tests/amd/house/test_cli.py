@@ -79,6 +79,7 @@ def test_every_flag_of_serve_is_a_field_of_the_engines_options_or_of_the_servers
         (["--check-every", "7"], ("check_every", 7)),
         (["--profiler-ranges"], ("profiler_ranges", True)),
         (["--flight-record", "last.json"], ("flight_record", Path("last.json"))),
+        (["--evidence", "wrong.evidence"], ("evidence", Path("wrong.evidence"))),
         (["--pool", "vectorized"], ("pool", "vectorized")),
     ],
 )

@@ -24,6 +24,7 @@ PAGES = (
     *sorted(DOCS.glob("*.md")),
     ROOT / "docker/README.md",
     *sorted((ROOT / "rocm_lab/benchmarks").glob("*.md")),
+    ROOT / "rocm_lab/simulator/README.md",
 )
 
 

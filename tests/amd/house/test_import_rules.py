@@ -56,6 +56,7 @@ LIBRARIES = {
     SERVER: {"fastapi", "h11", "opentelemetry", "pydantic", "starlette", "uvicorn"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_lab.bench": {"matplotlib", "numpy", "safetensors", "torch"},
+    "rocm_lab.simulator.pytest_plugin": {"pytest"},
     "rocm_lab.simulator": {"numpy", "torch", "triton"},
     "rocm_lab": {"numpy", "torch"},
     VLLM: {"torch", "vllm"},

@@ -224,9 +224,10 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_each_rank_has_a_flight_record_of_its_own() -> None:
-    options = replace(BASE, flight_record=Path("records/last.json"))
+    options = replace(BASE, flight_record=Path("records/last.json"), evidence=Path("records/wrong.evidence"))
     assert options_of_rank(options, 1).flight_record == Path("records/last.rank1.json")
-    assert options_of_rank(BASE, 1) is BASE
+    assert options_of_rank(options, 1).evidence == Path("records/wrong.rank1.evidence")
+    assert options_of_rank(BASE, 1) == BASE
 
 
 class TwoWords(Exception):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import NO_EVIDENCE, Evidence, WrongLayer
+from rocm_attn.watch.evidence import EvidenceFile
+from rocm_attn.watch.few_sequences import LayerOfStep
 from rocm_serve import watched
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -71,6 +77,64 @@ def test_what_a_sampled_check_finds_is_logged_and_in_the_report(
     assert f"{metrics.attention_differs} DIFFER FROM THE REFERENCE" in str(metrics)
     assert len(caplog.messages) == metrics.attention_differs
     assert all(message.startswith("sampled check: layer") for message in caplog.messages)
+
+
+def test_a_wrong_layer_is_handed_over_with_a_way_to_run_it_again(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No kernel of a CPU is Triton's, so nothing is kept, and the log says why."""
+    handed: list[WrongLayer] = []
+    keep = EvidenceFile.keep
+
+    def kept(file: EvidenceFile, wrong: WrongLayer) -> None:
+        handed.append(wrong)
+        around: list[str] = []
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            around.append("before")
+            yield
+            around.append("after")
+
+        again = wrong.again(context)
+        assert again is not None
+        assert around == ["before", "after"]
+        assert torch.equal(again.q, wrong.found.q)
+        assert torch.equal(again.out, wrong.found.out)
+        assert again.place.shape == again.out.shape
+        keep(file, wrong)
+
+    monkeypatch.setattr(EvidenceFile, "keep", kept)
+    monkeypatch.setattr(LayerOfStep, "wrong_seqs", lambda layer, q, out, seqs: sorted(seqs)[:1])
+    path = tmp_path / "wrong.evidence"
+    plain = engine(loaded).generate(some_requests())
+    served = engine(loaded, graphs=True, check_every=4, evidence=path)
+    assert tokens_of(served.generate(some_requests())) == tokens_of(plain), "a finding does not stop serving"
+    assert handed
+    assert handed[0].finding.startswith(f"layer {handed[0].layer} of sequences [0]")
+    assert not path.exists()
+    assert "kept: its attention is launched by something else than Triton" in caplog.text
+    with pytest.raises(BadSetting, match="gone is not a folder; create it"):
+        engine(loaded, evidence=tmp_path / "gone" / "wrong.evidence")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_does_not_run_a_step_again_alone(
+    num_ranks: int, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the sums of the others."""
+    given: list[Evidence] = []
+
+    def watch(*arguments: Any) -> Any:
+        given.append(arguments[4])
+        raise InterruptedError
+
+    shard = replace(loaded.ranks.shard, num_ranks=num_ranks)
+    monkeypatch.setattr(type(loaded.ranks), "shard", shard)
+    monkeypatch.setattr("rocm_serve.engine.watched_steps", watch)
+    with pytest.raises(InterruptedError):
+        engine(loaded, check_every=1, evidence=tmp_path / "wrong.evidence")
+    assert [each is not NO_EVIDENCE for each in given] == [num_ranks == 1]
 
 
 def test_a_fault_that_the_second_run_of_a_step_reports_ends_the_requests_of_its_step(

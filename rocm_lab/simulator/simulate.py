@@ -1,0 +1,50 @@
+"""simulate(): one launch of a Triton or Gluon kernel as AMD machine code, on arrays of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rocm_attn.errors import BadTensor
+from rocm_lab.simulator.launcher import simulated
+from rocm_lab.simulator.report import KernelReport, reports_of
+
+Grid = int | tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+
+
+def simulate(
+    kernel: Any, grid: Grid, args: Sequence[Any] | Mapping[str, Any], arch: str = "gfx942", **keywords: Any
+) -> KernelReport:
+    """Compiles a kernel for an AMD GPU, executes it, and returns what it took; results are in the arrays.
+
+    kernel:    a jitted function of Triton or Gluon; of an autotuned one the first choice is run
+    grid:      programs along x, y and z, or a function of the constants, as Triton takes them
+    args:      in order or by name: tensors of the CPU, writable NumPy arrays, and numbers
+    arch:      "gfx942" or "gfx950"
+    keywords:  constants of the kernel, and options such as num_warps
+
+    Raises BadSetting, BadTensor, SimulationFault for an access outside of the arrays or a race in LDS,
+    UnknownInstruction, and the errors of Triton's compiler.
+    """
+    by_name = dict(args) if isinstance(args, Mapping) else {}
+    in_order = [] if isinstance(args, Mapping) else [_tensor(arg) for arg in args]
+    named = {name: _tensor(value) for name, value in {**by_name, **keywords}.items()}
+    with simulated(arch) as simulation:
+        kernel[(grid,) if isinstance(grid, int) else grid](*in_order, **named)
+    (report,) = reports_of(simulation.launches)
+    return report
+
+
+def _tensor(arg: Any) -> Any:
+    """A tensor over a NumPy array's memory; anything else as it is."""
+    if not isinstance(arg, np.ndarray):
+        return arg
+    if not arg.flags.writeable:
+        raise BadTensor(f"an array of shape {arg.shape} is read-only; give a copy, which the kernel may write")
+    try:
+        return torch.from_numpy(arg)
+    except (TypeError, ValueError) as error:
+        raise BadTensor(f"an array of {arg.dtype} cannot be a tensor ({error}); give a tensor of torch") from None

@@ -1,0 +1,165 @@
+"""simulate(), `rocm-attn simulate` and the fixture of pytest, on a kernel that anyone may have written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.errors import BadTensor
+from rocm_lab.simulator import report
+from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.launcher import ARCHS
+from rocm_lab.simulator.report import Finding
+from rocm_lab.simulator.simulate import simulate
+from rocm_lab.waits.check import Word
+from tests.amd.offline.small_kernels import _copy_kernel
+
+SCRIPT = """\
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.autotune([triton.Config({"BLOCK": 64}, num_warps=1), triton.Config({"BLOCK": 512})], key=[])
+@triton.jit
+def doubled(source, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, 2 * tl.load(source + at, mask=at < n, other=0), mask=at < LIMIT)
+
+
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+source, out = torch.randn(100, device=DEVICE), torch.empty(100, device=DEVICE)
+doubled[lambda chosen: (triton.cdiv(100, chosen["BLOCK"]),)](source, out, 100)
+print("the script's own line")
+assert torch.equal(out, 2 * source)
+"""
+DESCRIPTOR = """\
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit
+def first(rows, out):
+    tl.store(out + tl.arange(0, 16), rows.load([0]))
+
+
+rows, out = torch.randn(16), torch.empty(16)
+first[(1,)](TensorDescriptor(rows, [16], [1], [16]), out)
+"""
+TEST = """\
+import numpy as np
+
+from tests.amd.offline.small_kernels import _copy_kernel
+
+
+def test_copy(simulate_amd):
+    source, out = np.arange(50, dtype=np.float32), np.zeros(50, np.float32)
+    simulate_amd(_copy_kernel, 1, [source, out, LENGTH], BLOCK=64)
+    assert (source == out).all()
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_results_are_in_the_arrays_whatever_they_are(arch: str) -> None:
+    source = np.arange(100, dtype=np.float32)
+    whole, by_name = np.zeros(200, np.float32), torch.zeros(100)
+    narrow = simulate(_copy_kernel, 1, [source, whole[100:], 100], arch, BLOCK=128, num_warps=1)
+    arguments = {"source_ptr": source, "out_ptr": by_name, "size": 100}
+    wide = simulate(_copy_kernel, lambda chosen: (100 // chosen["BLOCK"] + 1,), arguments, arch, BLOCK=64, num_warps=4)
+    assert (whole == [0] * 100 + source.tolist()).all()
+    assert (by_name.numpy() == source).all()
+    assert narrow.code.num_waves == 1
+    assert (wide.code.kernel, wide.code.arch, wide.launches) == ("_copy_kernel", arch, 1)
+    assert wide.instructions > narrow.instructions > 0
+    assert 0 < wide.figures.vgprs <= 64
+    assert wide.findings["waits"].word is Word.PROVED
+    assert not wide.faults
+
+
+def test_an_access_outside_of_the_arrays_is_a_fault() -> None:
+    with pytest.raises(SimulationFault, match=r"_copy_kernel.*the start of source_ptr, which has 400"):
+        simulate(_copy_kernel, 1, [np.zeros(100, np.float32), np.zeros(128, np.float32), 101], BLOCK=128)
+
+
+def test_arrays_that_no_kernel_can_write_are_refused() -> None:
+    source = np.zeros(100, np.float32)
+    source.flags.writeable = False
+    with pytest.raises(BadTensor, match=r"of shape \(100,\) is read-only; give a copy"):
+        simulate(_copy_kernel, 1, [source, torch.empty(100), 100], BLOCK=128)
+    with pytest.raises(BadTensor, match=r"an array of <U1 cannot be a tensor \(.*; give a tensor of torch"):
+        simulate(_copy_kernel, 1, [np.array(["a"]), torch.empty(100), 100], BLOCK=128)
+
+
+def test_a_script_is_run_and_each_kernel_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "check.py"
+    script.write_text(SCRIPT.replace("LIMIT", "n"))
+    assert main(["simulate", str(script), "--json"]) == DONE
+    said = capsys.readouterr()
+    runs = json.loads(said.out)["runs"]
+    assert [run["arch"] for run in runs] == list(ARCHS)
+    for run in runs:
+        assert run["passed"]
+        (kernel,) = run["kernels"]
+        assert (kernel["kernel"], kernel["launches"], kernel["checks"]["waits"]) == ("doubled", 1, "proved")
+        assert kernel["figures"]["lds_bytes"] == 0
+    assert said.err.count("the script's own line") == len(ARCHS)
+    assert main(["simulate", str(script), "--arch", "gfx950"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert "gfx950 doubled: 1 launch, " in lines[0]
+    assert lines[0].endswith("waits proved")
+    assert lines[1].endswith("it ended well")
+
+
+def test_a_script_that_does_not_pass_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "check.py"
+    wrong = {
+        SCRIPT.replace("LIMIT", "n + 1"): "SimulationFault: doubled, program (1, 0, 0)",
+        SCRIPT.replace("LIMIT", "n").replace("2 * source", "3 * source"): "AssertionError",
+        DESCRIPTOR: "BadTensor: rows has Triton's type tensordesc",
+        "raise SystemExit('no')": "SystemExit: no",
+        "": "it launched no kernel",
+    }
+    for text, says in wrong.items():
+        script.write_text(text)
+        assert main(["simulate", str(script), "--arch", "gfx942"]) == FAILED
+        said = capsys.readouterr()
+        assert says in said.out
+        assert "check.py did not pass on gfx942" in said.err
+    assert main(["simulate", str(tmp_path / "none.py")]) == BAD_INPUT
+    assert "is no file; give a Python script" in capsys.readouterr().err
+
+
+def test_a_fault_of_any_check_of_the_code_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = Finding(Word.FAULT, ("two waves meet",))
+    monkeypatch.setattr(report, "CHECKS", {**report.CHECKS, "planted": lambda assembly, arch: finding})
+    report._of_code.cache_clear()
+    script = tmp_path / "check.py"
+    script.write_text(SCRIPT.replace("LIMIT", "n"))
+    assert main(["simulate", str(script), "--arch", "gfx942"]) == FAILED
+    assert "  planted: two waves meet" in capsys.readouterr().out
+    report._of_code.cache_clear()
+
+
+def test_the_fixture_runs_a_test_on_every_arch(tmp_path: Path) -> None:
+    """In a process of its own: pytest's plug-ins are those of a run."""
+    right, wrong = tmp_path / "test_right.py", tmp_path / "test_wrong.py"
+    right.write_text(TEST.replace("LENGTH", "50"))
+    wrong.write_text(TEST.replace("LENGTH", "51"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:schemathesis", "-p", "no:cacheprovider"]
+    command += ["-p", "rocm_lab.simulator.pytest_plugin", str(right), str(wrong), "--rootdir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    for arch in ARCHS:
+        assert f"test_wrong.py::test_copy[{arch}]" in done.stdout
+    assert "start of source_ptr, which has 200" in done.stdout

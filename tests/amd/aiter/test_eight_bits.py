@@ -276,10 +276,7 @@ def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, ai
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "function",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name == "mla_decode_fwd")) for name in PROBED],
-)
+@pytest.mark.parametrize("function", PROBED)
 def test_the_probe_passes_them_at_the_edges(function: str, aiter: StandIn) -> None:
     assert edge_run(partly_torch(PROBED[function]), CPU) is None
     assert function in aiter.calls

@@ -73,14 +73,7 @@ def differs(row: KernelEntry, aiter: StandIn, *lengths: tuple[int, int]) -> bool
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    "row",
-    [
-        # A mixed step passes the same arguments as an extend step.
-        pytest.param(row, id=f"{row.name}-{row.kind.value}", marks=[pytest.mark.nightly] * (row.kind is StepKind.MIXED))
-        for row in BOUND
-    ],
-)
+@pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
 def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: KernelEntry, aiter: StandIn) -> None:
     new = 1 if row.kind is StepKind.DECODE else 3
     assert differs(row, aiter, (50, new), (400, new)) == (Baked.MAX_KV_LEN in row.bakes)

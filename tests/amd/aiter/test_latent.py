@@ -46,10 +46,7 @@ def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: S
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("num_q_heads", "launches"),
-    [pytest.param(*item, marks=[pytest.mark.nightly] * (item[0] > 24)) for item in LAUNCHES.items()],
-)
+@pytest.mark.parametrize(("num_q_heads", "launches"), LAUNCHES.items())
 def test_any_number_of_heads_is_served(num_q_heads: int, launches: int, aiter: StandIn) -> None:
     serve_every_kind_of_step(num_q_heads, launches, aiter)
 

@@ -38,17 +38,6 @@ IN_EVERY_RELEASE = {
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
 
-def every_second(of_day: int) -> pytest.MarkDecorator:
-    """Marks every problem; each run has one of two consecutive problems, of_day 0 for the first one."""
-    return pytest.mark.parametrize(
-        "problem",
-        [
-            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % 2 != of_day))
-            for at, (name, problem) in enumerate(PROBLEMS.items())
-        ],
-    )
-
-
 def steps_at(page_size: int) -> list[list[int]]:
     """Returns new tokens of four sequences per step: one token, a page less and more by one, a whole page, and none."""
     around = [page_size - 1, page_size, page_size + 1]
@@ -67,9 +56,9 @@ def steps_at(page_size: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("release", "problem"),
     [
-        pytest.param(release, problem, id=f"{name}-{release.version}", marks=[pytest.mark.nightly] * (at % 2 == turn))
-        for turn, release in enumerate(RELEASES[:-1])
-        for at, (name, problem) in enumerate(IN_EVERY_RELEASE.items())
+        pytest.param(release, problem, id=f"{name}-{release.version}")
+        for release in RELEASES[:-1]
+        for name, problem in IN_EVERY_RELEASE.items()
         if release is not V0_1_10 or problem.pool is not PoolKind.VECTORIZED
     ],
 )
@@ -160,7 +149,7 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
 
 
 @pytest.mark.fast(2)
-@every_second(1)
+@every_problem
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)
     requests = [serving.admit() for _ in range(4)]

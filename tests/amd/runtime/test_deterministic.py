@@ -31,19 +31,6 @@ LAYERS: Mapping[str, Problem] = {
 }
 # Several problems, so that pages, dims and ratios differ; each is served in every way.
 both = pytest.mark.parametrize("provider", deterministic_providers())
-every_layer = pytest.mark.parametrize(
-    ("graphs", "layer"),
-    [
-        pytest.param(
-            graphs,
-            layer,
-            id=f"{'graphed' if graphs else 'eager'}-{layer}",
-            marks=[pytest.mark.nightly] * (graphs and layer != "window_sinks"),
-        )
-        for graphs in (False, True)
-        for layer in LAYERS
-    ],
-)
 
 Way = Callable[[Teller, Story], Told]
 
@@ -133,7 +120,8 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
 
 @pytest.mark.fast(1, interpreted=0)
 @both
-@every_layer
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_a_sequence_gives_the_same_bits_in_every_way(
     graphs: bool, layer: str, provider: str, device: torch.device
 ) -> None:

@@ -19,27 +19,7 @@ from tests.amd.worlds.world import World, page_zero_is_zero
 
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
 EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
-each_scales = pytest.mark.parametrize(
-    "scales",
-    [pytest.param(scales, marks=[pytest.mark.nightly] * (scales is Scales.HEAD)) for scales in EVERY_SCALES],
-    ids=lambda scales: scales.name,
-)
-# Each encoding once and each kind of scale once, graphed or eager by turns; the night has the others.
-each_encoding_and_scales = pytest.mark.parametrize(
-    ("graphs", "scales", "encoding"),
-    [
-        pytest.param(
-            graphs,
-            scales,
-            encoding,
-            id=f"{'graphed' if graphs else 'eager'}-{scales.name}-{encoding.name}",
-            marks=[pytest.mark.nightly] * (row != column or graphs == row % 2),
-        )
-        for row, scales in enumerate(EVERY_SCALES)
-        for column, encoding in enumerate(ENCODINGS)
-        for graphs in (False, True)
-    ],
-)
+each_scales = pytest.mark.parametrize("scales", EVERY_SCALES, ids=lambda scales: scales.name)
 each_provider = pytest.mark.parametrize("provider", providers())
 
 
@@ -67,7 +47,9 @@ def serve(serving: World) -> None:
 
 
 @pytest.mark.fast(interpreted=1)
-@each_encoding_and_scales
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@each_scales
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @each_provider
 def test_steps_read_what_steps_have_quantised(
     graphs: bool, provider: str, scales: Scales, encoding: KVEncoding, device: torch.device

@@ -26,17 +26,12 @@ GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logit
 GPT_OSS = [small_problem(window_left=5, has_sinks=True), small_problem(has_sinks=True)]
 BLOOM = [small_problem(has_alibi_slopes=True)]
 TOGETHER = [small_problem(window_left=5, logits_soft_cap=1.5, has_sinks=True), *BLOOM]
-FAMILIES = {"gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM, "together": TOGETHER}
+FAMILIES = {"together": TOGETHER, "gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize(
-    "problems",
-    [
-        pytest.param(layers, id=name, marks=[pytest.mark.nightly] * (name != "together"))
-        for name, layers in FAMILIES.items()
-    ],
-)
+@pytest.mark.parametrize("problems", FAMILIES.values(), ids=FAMILIES)
 def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
     world = World.build(problems, device, provider)
     old, new = world.admit(), world.admit()

@@ -54,19 +54,8 @@ def serve(world: World) -> None:
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize(
-    ("kind", "graphs"),
-    [
-        pytest.param(
-            kind,
-            graphs,
-            id=f"{kind}-{'graphed' if graphs else 'eager'}",
-            marks=[pytest.mark.nightly] * (graphs == at % 2),  # by turns
-        )
-        for at, kind in enumerate(KINDS)
-        for graphs in (False, True)
-    ],
-)
+@both_ways
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
     serve(World.selecting(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 

@@ -69,33 +69,6 @@ def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, 
     serve(serving)
 
 
-@pytest.mark.fast(interpreted=0)
-@each_scales
-@each_provider
-def test_what_requests_share_is_copied_with_its_scales(provider: str, scales: Scales, device: torch.device) -> None:
-    """A fork writes into a copy of the last page, which it shared."""
-    world = World.build([small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)], device, provider)
-    parent = world.admit()
-    world.step([parent], [6])
-    child = world.fork(parent, 6)
-    world.step([parent, child], [1, 1])
-    world.step([child, parent], [3, 1])
-
-
-@pytest.mark.fast(interpreted=0)
-@each_provider
-def test_layers_of_one_model_may_keep_k_and_v_differently(provider: str, device: torch.device) -> None:
-    problems = [
-        small_problem(),
-        small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN),
-        small_problem(kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER, window_left=3),
-    ]
-    world = World.build(problems, device, provider, swa_pages=32)
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [7, 3])
-    world.step(requests, [1, 1])
-
-
 @each_provider
 def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
     provider: str, device: torch.device

@@ -114,17 +114,6 @@ def test_torch_serves_records_in_every_mode(more: dict[str, Any], device: torch.
 
 
 @every_record
-def test_records_are_copied_with_the_pages_that_requests_share(scales: Scales, device: torch.device) -> None:
-    """A fork writes into a copy of the last page, which it shared."""
-    world = World.selecting([record_layer(indexer(TOKENS), scales=scales)], device)
-    parent = world.admit()
-    world.step([parent], [6])
-    child = world.fork(parent, 6)
-    world.step([parent, child], [1, 1])
-    world.step([child, parent], [3, 1])
-
-
-@every_record
 def test_fresh_graphs_over_records_are_checked_over_random_rows(scales: Scales, device: torch.device) -> None:
     """Random bytes would be records of NaN and of numbers of any size."""
     world = World.selecting([record_layer(indexer(TOKENS), scales=scales)], device)

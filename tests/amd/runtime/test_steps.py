@@ -28,16 +28,6 @@ def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: in
     assert page_zero_is_zero(world)
 
 
-@pytest.mark.fast(interpreted=0)
-def test_layers_of_different_geometry_share_pages(provider: str, device: torch.device) -> None:
-    wide = small_problem(num_q_heads=4, num_kv_heads=4, head_dim=32, v_head_dim=8)
-    world = World.build([small_problem(), wide, small_problem()], device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [6, 3])
-    world.step(requests, [1, 1])
-    world.step(requests, [1, 4])
-
-
 def test_a_step_without_sequences_runs(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
     world.step([], [])

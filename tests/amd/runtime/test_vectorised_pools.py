@@ -63,15 +63,6 @@ def test_layers_of_both_layouts_share_pages() -> None:
         world.step(requests, q_len)
 
 
-def test_a_shared_page_is_copied_whole_before_it_is_written() -> None:
-    world = World.build([VECTORISED], CPU, "torch")
-    parent = world.admit()
-    world.step([parent], [13])
-    child = world.fork(parent, 11)
-    world.step([parent, child], [1, 3])
-    world.step([parent, child], [1, 1])
-
-
 def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:
     windowed = replace(VECTORISED, window_left=7)
     world = World.build([windowed, VECTORISED], CPU, "torch", num_pages=33, swa_pages=12)

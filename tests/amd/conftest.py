@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.amd.fast import leave_to_the_night, of_shard
+from tests.amd.worlds.problems import providers
 
 # Tests do not depend on tuning results measured on this machine.
 os.environ["ROCM_ATTN_TUNING"] = "off"
@@ -67,3 +68,16 @@ def kernel_device(device: torch.device) -> torch.device:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("without a GPU these tests need TRITON_INTERPRET=1 in the environment")
     return device
+
+
+# A module's, as Hypothesis allows no fixture of each test.
+@pytest.fixture(scope="module", params=providers())
+def provider(request: pytest.FixtureRequest) -> str:
+    """Returns each provider that can run here in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphed"])
+def graphs(request: pytest.FixtureRequest) -> bool:
+    """Returns whether steps run through graphs: both in turn."""
+    return bool(request.param)

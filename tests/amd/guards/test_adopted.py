@@ -11,13 +11,9 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, Replay, SGLang
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON
 
-each_provider = pytest.mark.parametrize("provider", providers())
 
-
-@each_provider
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_slot_that_the_table_does_not_give_is_not_written(
     provider: str, page_size: int, device: torch.device
@@ -48,7 +44,6 @@ def test_a_slot_that_the_table_does_not_give_is_not_written(
     engine.attention.check_device()
 
 
-@each_provider
 def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.device) -> None:
     """Page 0 is a normal page in FlashInfer's engine, and a request gets it first."""
 
@@ -72,7 +67,6 @@ def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.d
         engine.attention.check_device()
 
 
-@each_provider
 def test_a_table_is_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     def with_another_table(guards: Guards) -> tuple[VLLM, Replay]:
         """Returns an engine whose graph was captured over one table, and which continues with a copy."""

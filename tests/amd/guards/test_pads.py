@@ -11,7 +11,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.guards.ways import PROVIDERS, both_ways, each_way, in_each_way
 from tests.amd.tolerances import assert_same_but_for_rounding
-from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
+from tests.amd.worlds.problems import deterministic_providers, small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right, page_zero_is_zero
 
 
@@ -131,7 +131,6 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in the interpreter, at 0 * inf
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("provider", providers())
 def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
     provider: str, deterministic: bool, value: float, device: torch.device
 ) -> None:

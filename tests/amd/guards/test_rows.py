@@ -10,7 +10,6 @@ from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from tests.amd.guards.ways import in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 
@@ -44,7 +43,6 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     assert serving.runtime.table.full.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, device: torch.device) -> None:
     def second_before_and_after(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K of the second request's first page, before and after a step with too long a first length."""

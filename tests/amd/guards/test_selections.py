@@ -17,7 +17,7 @@ from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.step import Part
 from tests.amd.guards.test_plans import sharing_memory
 from tests.amd.guards.ways import both_ways
-from tests.amd.worlds.problems import indexer, layer, providers
+from tests.amd.worlds.problems import indexer, layer
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 # Sequences that graphs are padded to. Selections are of pages: three of a sequence's pages, the last one among them.
@@ -78,7 +78,6 @@ def is_monotone(boundaries: Tensor) -> bool:
     return bool((boundaries.diff() >= 0).all())
 
 
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("steps", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int, device: torch.device) -> None:
     """Seed 000: the device selects pages in every replay, and no input of plans or later layers moves."""

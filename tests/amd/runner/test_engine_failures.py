@@ -48,7 +48,6 @@ def until_a_fault(engine: Engine) -> DeviceFault:
 
 # Both ways of sampling, with graphs and without.
 @pytest.mark.fast
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)])
 @pytest.mark.parametrize(
     ("prompt", "why_it_fails"),

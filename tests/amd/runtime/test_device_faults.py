@@ -29,8 +29,6 @@ from tests.amd.worlds.two_rows import decode_of_both, run_split, run_whole, runt
 from tests.amd.worlds.world import Request, World
 
 pytestmark = pytest.mark.fast(interpreted=0)
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def set_error_word(serving: World, word: int) -> int:
@@ -62,8 +60,6 @@ def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[Worl
     return serving, requests
 
 
-@each_provider
-@both_ways
 @pytest.mark.parametrize(
     ("word", "what"),
     [
@@ -97,7 +93,6 @@ def test_every_bit_of_the_error_word_is_reported_in_words_and_described() -> Non
     assert [name for name in bits if f"| `{name}` |" not in table] == []
 
 
-@each_provider
 def test_a_fault_of_a_step_in_other_buffers_is_reported_too(provider: str, device: torch.device) -> None:
     """The fault is one of an extend step, whose buffers grow; later decode steps use the buffers that graphs read."""
     serving, requests = decoding(provider, device, graphs=True)
@@ -106,7 +101,6 @@ def test_a_fault_of_a_step_in_other_buffers_is_reported_too(provider: str, devic
     assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
-@each_provider
 def test_a_fault_is_reported_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=True)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
@@ -114,7 +108,6 @@ def test_a_fault_is_reported_although_its_memory_was_given_up(provider: str, dev
     assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
-@each_provider
 def test_a_fault_is_reported_by_a_slot_that_grows(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
@@ -147,7 +140,6 @@ def test_a_graph_that_never_ran_is_reported_when_the_device_is_asked(device: tor
     serving.runtime.check_device()
 
 
-@each_provider
 def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     publisher = serving.runtime.gate._publisher
@@ -165,7 +157,6 @@ def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: t
     serving.runtime.check_device()
 
 
-@each_provider
 def test_counts_that_somebody_overwrote_are_reported(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
@@ -177,7 +168,6 @@ def test_counts_that_somebody_overwrote_are_reported(provider: str, device: torc
     )
 
 
-@each_provider
 def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     publisher = serving.runtime.gate._publisher
@@ -197,8 +187,6 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
     assert steps_until_reported(serving, requests) == []
 
 
-@each_provider
-@both_ways
 def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: torch.device) -> None:
     """check_device() reports once, both faults that no later step is left to raise and those of earlier steps."""
     serving, requests = decoding(provider, device, graphs=graphs)
@@ -213,7 +201,6 @@ def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: tor
     assert steps_until_reported(serving, requests) == []
 
 
-@each_provider
 def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: torch.device) -> None:
     serving, _ = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
@@ -224,7 +211,6 @@ def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: to
     serving.runtime.check_device()
 
 
-@each_provider
 def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.device) -> None:
     served = [decoding(provider, device, graphs=graphs) for graphs in (False, True)]
     served[0][0].step(served[0][1], [1, 1])

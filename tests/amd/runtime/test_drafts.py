@@ -16,10 +16,10 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported, WrongState
 from tests.amd.worlds.drafting import DraftWorld
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import page_zero_is_zero
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
+pytestmark = pytest.mark.fast(interpreted=0)
 
 
 def world_of(

@@ -20,7 +20,6 @@ from tests.amd.worlds.world import World, page_zero_is_zero
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
 EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
 each_scales = pytest.mark.parametrize("scales", EVERY_SCALES, ids=lambda scales: scales.name)
-each_provider = pytest.mark.parametrize("provider", providers())
 
 
 def given(scales: Scales) -> KVScales:
@@ -47,10 +46,8 @@ def serve(serving: World) -> None:
 
 
 @pytest.mark.fast(interpreted=1)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_scales
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@each_provider
 def test_steps_read_what_steps_have_quantised(
     graphs: bool, provider: str, scales: Scales, encoding: KVEncoding, device: torch.device
 ) -> None:
@@ -69,7 +66,6 @@ def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, 
     serve(serving)
 
 
-@each_provider
 def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
     provider: str, device: torch.device
 ) -> None:
@@ -93,7 +89,6 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_graphs_use_scales_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
     serving = World.one_layer(device, graphs=True, provider=provider, problem=problem)

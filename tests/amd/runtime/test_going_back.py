@@ -20,11 +20,8 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, take_back
-
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def family(world: World, kv_len: int, shared: int) -> tuple[Request, Request]:
@@ -85,7 +82,6 @@ def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_ar
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize(
     ("kv_len", "back"),
     [(8, 1), pytest.param(10, 1, marks=pytest.mark.nightly), pytest.param(10, 3, marks=pytest.mark.nightly), (9, 9)],
@@ -106,7 +102,6 @@ def test_either_side_recomputes_tokens_that_both_have(
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize("freed", ["parent", "child"])
 def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
@@ -119,7 +114,6 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=3), small_problem()]
     world = World.build(problems, device, provider, swa_pages=24, swa_kept=4)
@@ -135,7 +129,6 @@ def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) ->
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halves(
     provider: str, device: torch.device
 ) -> None:
@@ -156,8 +149,6 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
-@both_ways
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
     """Decoders do so over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
     problem = replace(small_problem(), causal=False)
@@ -186,8 +177,6 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
-@both_ways
 def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
@@ -245,7 +234,6 @@ def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
 
 
 @pytest.mark.fast
-@both_ways
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_a_step_that_raised_half_way_is_run_again_before_the_next(
     fails_at: int, graphs: bool, device: torch.device

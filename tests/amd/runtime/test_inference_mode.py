@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import Rows, World
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -21,8 +20,6 @@ each_order = pytest.mark.parametrize("order", [("inference", "plain"), ("plain",
 
 @pytest.mark.fast(interpreted=0)
 @each_order
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_what_grows_in_one_mode_serves_in_the_other(
     provider: str, graphs: bool, order: tuple[str, str], device: torch.device
 ) -> None:
@@ -51,8 +48,6 @@ def test_what_grows_in_one_mode_serves_in_the_other(
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
     provider: str, graphs: bool, device: torch.device
 ) -> None:

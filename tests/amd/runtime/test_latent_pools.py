@@ -22,10 +22,8 @@ from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
-
-serving = pytest.mark.parametrize("provider", providers())
 
 
 def latent_problem(page_size: int = 4, *, heads: int = 6, dims: tuple[int, int] = (24, 16)) -> Problem:
@@ -44,7 +42,6 @@ PROBLEMS = {
 
 
 @pytest.mark.fast(interpreted=1)
-@serving
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: torch.device) -> None:
     """Prefill, drafts of two to eight tokens, decode, a mixed step with all of them, and chunks over a prefix."""
@@ -58,7 +55,6 @@ def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: to
     assert page_zero_is_zero(world)
 
 
-@serving
 def test_masked_steps_are_right(provider: str, device: torch.device) -> None:
     world = World.build([replace(latent_problem(), custom_mask=True)], device, provider)
     requests = [world.admit(), world.admit()]
@@ -67,7 +63,6 @@ def test_masked_steps_are_right(provider: str, device: torch.device) -> None:
     world.step(requests, [4, 1], visible=visible)
 
 
-@serving
 def test_shared_prefixes_are_read_once(provider: str, device: torch.device) -> None:
     world = World.build([latent_problem()], device, provider)
     first = world.admit()
@@ -142,7 +137,6 @@ ONE_PREFIX = [
 
 
 @pytest.mark.fast(4, interpreted=1)
-@serving
 @pytest.mark.parametrize(("page_size", "chunk_tokens", "kept"), ONE_PREFIX)
 def test_absorbed_expanded_and_dense_attention_are_one(
     page_size: int, chunk_tokens: int, kept: tuple[KVEncoding, Scales], provider: str, device: torch.device

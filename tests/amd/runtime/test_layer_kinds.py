@@ -19,7 +19,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.worlds.problems import providers, record_layer, small_problem
+from tests.amd.worlds.problems import record_layer, small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
 
 GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]
@@ -52,7 +52,6 @@ PAGES = {
 
 
 @pytest.mark.fast(3, interpreted=1)
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problems", FAMILIES.values(), ids=FAMILIES)
 def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
     world = World.build(problems, device, provider)
@@ -65,7 +64,6 @@ def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problem", PAGES.values(), ids=PAGES)
 def test_a_fork_writes_into_a_copy_of_the_last_page_which_it_shared(
     problem: Problem, provider: str, device: torch.device
@@ -153,7 +151,6 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provider: str, device: torch.device) -> None:
     """Two equal layers with a window, one of which keeps all of its pages in the full space."""
     problem = small_problem(window_left=3)

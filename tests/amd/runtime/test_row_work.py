@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
     """Chunks, then decodes with pads, then both; K of one step is read by later ones."""
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=graphs, provider=provider, capture_tokens=(1, 8))
@@ -42,7 +40,6 @@ def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, grap
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, device: torch.device) -> None:
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=True, provider=provider, split_steps=True)
     requests = serving.admit_all(3)
@@ -53,7 +50,6 @@ def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, 
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
-@pytest.mark.parametrize("provider", providers())
 def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=False, provider=provider)
     table = serving.work.rope

@@ -24,7 +24,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import indexer, latent_layer, layer, providers, record_layer
+from tests.amd.worlds.problems import indexer, latent_layer, layer, record_layer
 from tests.amd.worlds.world import World
 
 TOKENS = Indexing(0.25, top=5)
@@ -35,7 +35,6 @@ MEANS = Indexing(0.25, top=2, unit_keys=4, pooling=Pooling.MEAN, last_unit=LastU
 WIDE = Indexing(0.25, top=80)
 KINDS = {"tokens": TOKENS, "blocks": BLOCKS, "per head": PER_HEAD, "pools": POOLS, "means": MEANS, "wide": WIDE}
 
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 every_record = pytest.mark.parametrize("scales", [Scales.GROUP, Scales.FOOTER], ids=lambda scales: scales.name)
 
 
@@ -54,14 +53,12 @@ def serve(world: World) -> None:
 
 
 @pytest.mark.fast(3)
-@both_ways
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
     serve(World.selecting(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """The case is cut to a size that an interpreter runs in seconds."""
     world = World.selecting(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
@@ -76,7 +73,6 @@ def test_latents_are_attended_by_selections(device: torch.device) -> None:
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
-@pytest.mark.parametrize("provider", providers())
 @every_record
 def test_records_are_stored_and_attended_by_selections(
     scales: Scales, provider: str, encoding: KVEncoding, device: torch.device
@@ -201,7 +197,6 @@ EVERYTHING = {
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problem", EVERYTHING.values(), ids=EVERYTHING)
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
     problem: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -27,11 +27,9 @@ from rocm_attn.step.accepting import accept_drawn, accept_sampled, select_last_a
 from rocm_attn.step.step import Part
 from tests.amd.host.test_stream_order import Streams
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import providers, record_layer, small_problem
+from tests.amd.worlds.problems import record_layer, small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero, take_back
 
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 each_pool = pytest.mark.parametrize("swa", [False, True], ids=["one space", "hybrid"])
 each_page_size = pytest.mark.parametrize("page_size", [2, 1, 16])
 NEW = 4
@@ -109,10 +107,8 @@ class Extending:
 
 
 @pytest.mark.fast(4, interpreted=0)
-@both_ways
 @each_pool
 @each_page_size
-@each_provider
 def test_draft_extend_goes_on_from_what_only_the_device_has_accepted(
     provider: str, page_size: int, swa: bool, graphs: bool, device: torch.device
 ) -> None:
@@ -168,10 +164,8 @@ def check_alone(
 
 
 @pytest.mark.fast(4, interpreted=0)
-@both_ways
 @each_pool
 @each_page_size
-@each_provider
 def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     provider: str, page_size: int, swa: bool, graphs: bool, device: torch.device
 ) -> None:
@@ -208,7 +202,6 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     world.step(requests, [1, 1, 1])
 
 
-@each_provider
 def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device: torch.device) -> None:
     """Frozen-KV MTP with branches: the queries of a sequence share its row, under a mask that hides nothing."""
     world = world_of(provider, device, 4, custom_mask=True)
@@ -230,7 +223,6 @@ def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device
         check_alone(world, 0, requests, lengths.tolist(), q[of_branch], out[of_branch])
 
 
-@each_provider
 def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torch.device) -> None:
     """aiter#4711, in verify: tokens that see only themselves among many keys, and one that sees none."""
     problem = replace(small_problem(custom_mask=True), wants_lse=True)
@@ -300,7 +292,6 @@ def verify(world: World, requests: list[Request]) -> Accepted:
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize(("problems", "swa_pages"), POOLS.values(), ids=POOLS)
 def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
     problems: list[Problem], swa_pages: int, provider: str, device: torch.device
@@ -341,7 +332,6 @@ def serve_trees(world: World) -> None:
     assert page_zero_is_zero(world)
 
 
-@each_provider
 def test_what_cannot_be_accepted_is_refused(provider: str, device: torch.device) -> None:
     world = World.build([MASKED], device, provider)
     requests = [world.admit()]

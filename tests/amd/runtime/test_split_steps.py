@@ -13,10 +13,10 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, DeviceFault, WrongState
 from rocm_attn.step.step import Part, Step
 from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, Hybrid
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, padded_to, page_zero_is_zero
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
+pytestmark = pytest.mark.fast(interpreted=0)
 
 # Ladders, and the sizes that a pool of 5 rows is padded to for 8 and 16 ranks.
 LADDERS = [(2, 4), (1, 3, 5), (8,), (16,)]
@@ -144,7 +144,6 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
     split_step(world, requests, [1, 1, 1])
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provider: str, device: torch.device) -> None:
     """Prompts, mixed steps, decodes and verify steps with drafts taken back, split and whole ones in turn."""
     world = Hybrid(device, provider, graphs=graphs, layers=(GATED_DELTA,))

@@ -9,10 +9,8 @@ import torch
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import CapacityExceeded, WrongState
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
-
-pytestmark = pytest.mark.parametrize("provider", providers())
 
 
 @pytest.mark.fast(interpreted=1)

@@ -23,7 +23,6 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.16}
 WITHIN = {"deepseek_v32": 0.25}
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_served_logits_stay_near_those_of_float32(

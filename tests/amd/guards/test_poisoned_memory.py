@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.amd.guards.ways import PROVIDERS, in_each_way
-from tests.amd.worlds.world import Request, World
+from tests.amd.worlds.world import World
 
 # New tokens of up to five requests, step by step: every kind of step, at several padded sizes, large before small.
 STEPS = [
@@ -137,8 +137,3 @@ def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provide
             fill_with_bytes(tensor)
     assert serving.runner.counters.replays == 12
     serving.runner.check_addresses()
-
-
-def _outputs(serving: World, requests: Sequence[Request], q_len: Sequence[int]) -> Tensor:
-    serving.step(requests, q_len)
-    return serving.out[: len(serving.places)].clone()

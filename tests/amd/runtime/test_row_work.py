@@ -18,7 +18,6 @@ from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from tests.amd.worlds.problems import providers, small_problem
 from tests.amd.worlds.rotating import LAYER as ROTATED
@@ -151,10 +150,3 @@ def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], w
     tokens = step.token_ids.shape[0]
     with pytest.raises(BadTensor, match=words):
         call(step.layers, lambda heads, dim: torch.zeros(tokens, heads, dim))
-
-
-CALLS: dict[str, Callable[[LayerCalls, torch.Tensor], None]] = {
-    "rope_and_store": lambda layers, x: layers.rope_and_store(0, x, x[:, :2], x[:, :2], x, QkvWork()),
-    "rope_queries": lambda layers, x: layers.rope_queries(0, x, x, QkvWork()),
-    "finish": lambda layers, x: layers.finish(0, x),
-}

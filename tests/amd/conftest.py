@@ -38,8 +38,11 @@ gc.set_threshold(20_000, 10, 10)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():  # on a GPU all of them take seconds
-        leave_to_the_night(items)
+    if not torch.cuda.is_available():
+        leave_to_the_night(items)  # on a GPU all of them take seconds
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     if shard := os.environ.get("SHARD"):
         mine = of_shard(items, shard)
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])

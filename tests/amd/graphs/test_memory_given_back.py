@@ -51,7 +51,6 @@ def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_device_gets_the_memory_of_graphs_back(provider: str, device: torch.device) -> None:
     """The forward needs NEEDED_BYTES at the large size, all of them in the graphs' pool."""
     tiny = Tiny.build(device, provider, [LARGE])

@@ -259,7 +259,6 @@ def test_a_noted_split_step_is_replayed_as_one(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("provider", ["torch", "triton"])
 def test_halves_side_by_side_are_bitwise_the_halves_one_after_the_other(provider: str, device: torch.device) -> None:
     outs = []

@@ -206,7 +206,6 @@ GPU_LAYERS: Mapping[str, Problem] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("layer", GPU_LAYERS)
 def test_long_sequences_give_the_same_bits_on_a_gpu(layer: str, graphs: bool, device: torch.device) -> None:
     problem, num_tokens = GPU_LAYERS[layer], 2600

@@ -31,7 +31,6 @@ def test_a_runtime_works_on_a_gpu_that_is_not_the_current_one(provider: str) -> 
     assert same(*outs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("provider", ["torch", "triton"])
 def test_a_step_on_another_stream_starts_after_the_last_one(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)

@@ -172,24 +172,12 @@ def test_every_number_of_heads_is_served_over_latent_pages(
     assert release.calls == ["get_mla_metadata_v1", "mla_decode_fwd"] * 3
 
 
-def queries_given(aiter: StandIn, function: str) -> list[Tensor]:
-    """Returns a list that collects copies of the q that a function is given from now on."""
-    right, seen = aiter.bodies[function], []
-
-    def spy(call: Mapping[str, Any]) -> Any:
-        seen.append(call["q"].clone())
-        return right(call)
-
-    aiter.bodies[function] = spy
-    return seen
-
-
 def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
     """A request with infinite and with NaN queries does not affect its neighbour."""
     serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [9, 4])
-    seen = queries_given(aiter, "mla_decode_fwd")
+    seen = aiter.noted("mla_decode_fwd")
     step = serving.runtime.step(serving.batch(requests, [1, 1])).parts[0]
     serving.lse_rows(0, step, torch.empty(2, 16, 576))
     q, k, v = serving.qkv(LATENT, step)
@@ -199,7 +187,8 @@ def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
     out = torch.full_like(q[..., :512], float("nan"))
     step.layers.store_and_attend(0, q, k, v, out)
     serving.runtime.end_step()
-    (codes,) = seen
+    (call,) = seen
+    codes = call["q"]
     assert codes.dtype == torch.float8_e4m3fnuz
     assert codes[0, 0, :4].float().tolist() == [240.0, -240.0, 240.0, -240.0]
     assert bool(codes[0, 0, 4].float().isnan())

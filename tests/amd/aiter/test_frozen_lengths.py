@@ -51,20 +51,14 @@ def numbers(row: KernelEntry, aiter: StandIn, kv_len: int, q_len: int) -> Mappin
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [kv_len - q_len, 5])
     name = functions_of(row)[0]
-    seen: list[Mapping[str, Any]] = []
     right = aiter.bodies[name]
-
-    def spy(call: Mapping[str, Any]) -> Any:
-        seen.append({key: value for key, value in call.items() if isinstance(value, int | float | tuple)})
-        return right(call)
-
-    aiter.bodies[name] = spy
+    seen = aiter.noted(name)
     try:
         serving.step(requests, [q_len, {StepKind.EXTEND: 2}.get(row.kind, 1)])
     finally:
         aiter.bodies[name] = right
     (only,) = seen
-    return only
+    return {key: value for key, value in only.items() if isinstance(value, int | float | tuple)}
 
 
 def differs(row: KernelEntry, aiter: StandIn, *lengths: tuple[int, int]) -> bool:

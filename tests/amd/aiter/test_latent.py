@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 
@@ -87,17 +84,11 @@ def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int
     serving = world(latent_problem(5), max_kv_len=80)
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [9, 4])
-    right, seen = aiter.bodies[function], []
-
-    def spy(call: Mapping[str, Any]) -> Any:
-        seen.append(call["q"].clone())
-        return right(call)
-
-    aiter.bodies[function] = spy
+    seen = aiter.noted(function)
     serving.step(requests, q_len)
-    assert len(seen) == 1
-    assert not seen[0][:, 5:].any()
-    assert bool(seen[0][:, :5].any())
+    (call,) = seen
+    assert not call["q"][:, 5:].any()
+    assert bool(call["q"][:, :5].any())
 
 
 def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -89,14 +88,6 @@ def check_every_kind_of_step(problem: Problem) -> None:
 
 def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aiter: StandIn) -> None:
     """gpt-oss has such layers. The kernel's max_seqlen_q is 1 in shared steps too, and its pads have a key."""
-    most_new: list[int] = []
-    unified = aiter.bodies["unified_attention"]
-
-    def noted(arguments: Mapping[str, Any]) -> Any:
-        most_new.append(arguments["max_seqlen_q"])
-        return unified(arguments)
-
-    aiter.bodies["unified_attention"] = noted
     plain = plain_problem(16, dims=(64, 64))
     problems = [plain, replace(plain, window_left=20, has_sinks=True)]
     selections = [partly_torch(problem) for problem in problems]
@@ -105,10 +96,10 @@ def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aite
     serving.step([root], [32])
     requests = [root, serving.fork(root, 32), serving.fork(root, 32)]
     serving.step(requests, [3, 2, 4])
-    most_new.clear()
+    seen = aiter.noted("unified_attention")
     for groups in ([PrefixGroup(3, 32)], [PrefixGroup(1, 0), PrefixGroup(2, 16)]):
         serving.step(requests, [1, 1, 1], 5, prefixes=SharedPrefixes(groups))
-    assert most_new == [1, 1]
+    assert [call["max_seqlen_q"] for call in seen] == [1, 1]
     assert page_zero_is_zero(serving)
 
 

@@ -48,8 +48,7 @@ def numbers(row: KernelEntry, aiter: StandIn, kv_len: int, q_len: int) -> Mappin
     problem = problem_of(row)
     selection = selection_of([row], problem, GFX942, PoolSize(100, 640, 8))
     serving = world(problem, selections=[selection])
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [kv_len - q_len, 5])
+    requests = serving.begun(kv_len - q_len, 5)
     name = functions_of(row)[0]
     right = aiter.bodies[name]
     seen = aiter.noted(name)

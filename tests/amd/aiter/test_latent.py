@@ -82,8 +82,7 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
 )
 def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int], aiter: StandIn) -> None:
     serving = world(latent_problem(5), max_kv_len=80)
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [9, 4])
+    requests = serving.begun(9, 4)
     seen = aiter.noted(function)
     serving.step(requests, q_len)
     (call,) = seen
@@ -94,8 +93,7 @@ def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int
 def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
     """The stand-in would raise this if a schedule were kept from one step to the next."""
     serving = world(latent_problem(), max_kv_len=80)
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [40, 9])
+    requests = serving.begun(40, 9)
     serving.step(requests, [1, 1])
     aiter.bodies["get_mla_metadata_v1"] = lambda call: None
     with pytest.raises(ContractBroken):

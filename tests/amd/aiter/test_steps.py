@@ -92,8 +92,7 @@ def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aite
     problems = [plain, replace(plain, window_left=20, has_sinks=True)]
     selections = [partly_torch(problem) for problem in problems]
     serving = World.build(problems, CPU, "aiter", target=GFX942, selections=selections)
-    root = serving.admit()
-    serving.step([root], [32])
+    (root,) = serving.begun(32)
     requests = [root, serving.fork(root, 32), serving.fork(root, 32)]
     serving.step(requests, [3, 2, 4])
     seen = aiter.noted("unified_attention")
@@ -143,8 +142,7 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
 @every_problem
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)
-    requests = [serving.admit() for _ in range(4)]
-    serving.step(requests, [299, 298, 64, 300])
+    requests = serving.begun(299, 298, 64, 300)
     serving.step(requests[:2], [1, 2])
     serving.step(requests[1:3], [0, 1])
 
@@ -154,14 +152,12 @@ def test_a_page_that_held_nan_serves_the_next_request(name: str, aiter: StandIn)
     """A masked key is multiplied by 0 in these kernels, and 0 * NaN is NaN."""
     problem = PROBLEMS[name]
     serving = world(problem, max_kv_len=64)
-    poisoned = serving.admit()
-    serving.step([poisoned], [40])
+    (poisoned,) = serving.begun(40)
     pages, stored = serving.runtime.table.pages_of(poisoned.row), serving.runtime.pool.layer(0)
     stored.k[pages], stored.v[pages] = float("nan"), float("nan")
     serving.free(poisoned)
     for q_len in (3, 1, 2):
-        request = serving.admit()
-        serving.step([request], [q_len])
+        (request,) = serving.begun(q_len)
         serving.step([request], [1])
         serving.free(request)
 

@@ -315,8 +315,7 @@ def test_scales_are_not_replaced_under_a_graph(provider: str, device: torch.devi
     def served(guards: Guards) -> tuple[World, list[Request]]:
         """Serves a request that decodes through a graph, and another one after scales have changed."""
         serving = World.one_layer(device, guards, graphs=True, provider=provider, problem=problem)
-        requests = serving.admit_all(1)
-        serving.step(requests, [1])
+        requests = serving.begun(1)
         serving.free(*requests)
         serving.runtime.set_kv_scales(0, KVScales(0.02, 0.03))
         requests = serving.admit_all(1)

@@ -86,12 +86,10 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
     def after(guards: Guards) -> tuple[list[int], list[int]]:
         """Returns the entries after the only page of the only sequence, in the page list and in its dense row."""
         serving = World.one_layer(device, guards, graphs=graphs, provider="csr")
-        crowd = serving.admit_all(3)
-        serving.step(crowd, [9, 13, 5])
+        crowd = serving.begun(9, 13, 5)
         serving.step(crowd, [1, 1, 1])
         serving.free(*crowd)
-        requests = serving.admit_all(1)
-        serving.step(requests, [2])
+        requests = serving.begun(2)
         serving.step(requests, [1])
         buffers = serving.runtime.seals.tensors()
         width = serving.runtime.table.width

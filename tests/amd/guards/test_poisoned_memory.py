@@ -124,8 +124,7 @@ def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides
 def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provider: str, device: torch.device) -> None:
     """Larger eager steps make their buffers grow, and the next owner gets the old memory and fills it."""
     serving = World.one_layer(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
-    requests = serving.admit_all(5)
-    serving.step(requests, [3, 2, 4, 5, 6])
+    requests = serving.begun(3, 2, 4, 5, 6)
     held: list[Tensor] = []
     for pad_to in (None, 9, 33, 65, 140, 9):
         serving.step(requests[:3], [1, 1, 1])

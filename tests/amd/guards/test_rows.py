@@ -70,8 +70,7 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
     def parent_and_child(guards: Guards) -> tuple[World, list[Request]]:
         """Continues both after a prefix of 6 tokens: one and a half pages."""
         serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit_all(1)
-        serving.step([parent], [6])
+        (parent,) = serving.begun(6)
         family = [parent, serving.fork(parent, 6)]
         serving.run([family[1]], [1])
         serving.run([family[0]], [1])

@@ -137,8 +137,7 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
     def second_step(guards: Guards) -> tuple[World, Request]:
         world = World.selecting([layer(indexer(TOKENS))], device, guards=guards)
-        request = world.admit()
-        world.step([request], [12])
+        (request,) = world.begun(12)
         world.draw(1)
         step = world.runtime.step(world.batch([request], [1])).parts[0]
         try:
@@ -159,8 +158,7 @@ def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
 
 def test_selections_share_no_memory_with_what_a_step_is_given(device: torch.device) -> None:
     world = dense_after_sparse(device, "torch", ALL_ON, graphs=True)
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     world.step([request], [1])
     sealed = world.runtime.seals.tensors()
     for name in ("selection_units", "selection_counts"):

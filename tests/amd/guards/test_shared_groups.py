@@ -29,8 +29,7 @@ GROUPS = (
 def family(device: torch.device, provider: str, graphs: bool, guards: Guards = ALL_ON) -> tuple[World, list[Request]]:
     """Returns five requests that share 12 tokens and have more of their own."""
     serving = World.one_layer(device, guards, graphs=graphs, provider=provider, shared_prefixes=True)
-    (root,) = serving.admit_all(1)
-    serving.step([root], [12])
+    (root,) = serving.begun(12)
     requests = [root, *(serving.fork(root, 12) for _ in range(4))]
     serving.step(requests, [2, 1, 3, 1, 4])
     return serving, requests

@@ -54,8 +54,7 @@ def steps_until_reported(serving: World, requests: Sequence[Request], num_steps:
 def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[World, list[Request]]:
     """Returns two requests after a decode step, whose graph is made."""
     serving = World.one_layer(device, graphs=graphs, provider=provider)
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 5])
+    requests = serving.begun(3, 5)
     serving.step(requests, [1, 1])
     return serving, requests
 

@@ -336,8 +336,7 @@ def test_a_kernel_that_must_know_lengths_on_the_host_is_named(provider: str, dev
         for kind, kernel in selection.kernels.items()
     }
     serving.runtime.gate.planner._selections = (replace(selection, kernels=needy),)
-    requests = serving.admit_all(1)
-    serving.step(requests, [1])
+    requests = serving.begun(1)
     batch = serving.batch(requests, [1])
     for _ in range(2):
         with pytest.raises(Unsupported, match=f"{provider}.decode cannot run with the lengths of a step on"):

@@ -35,8 +35,7 @@ def serve(serving: World) -> None:
     """Requests that begin, go on in chunks, decode, and leave, with pads."""
     if serving.problem.kv_scales is not Scales.TOKEN:
         serving.runtime.set_kv_scales(0, given(serving.problem.kv_scales))
-    requests = serving.admit_all(3)
-    serving.step(requests, [9, 1, 4])
+    requests = serving.begun(9, 1, 4)
     serving.step(requests, [3, 1, 7])
     for pad_to in (None, 8):
         serving.step(requests, [1, 1, 1], pad_to)
@@ -92,16 +91,14 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
 def test_graphs_use_scales_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
     serving = World.one_layer(device, graphs=True, provider=provider, problem=problem)
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 1])
+    requests = serving.begun(3, 1)
     serving.step(requests, [1, 1])
     captured = serving.runner.counters.captures
     with pytest.raises(WrongState, match="cannot change while requests are admitted"):
         serving.runtime.set_kv_scales(0, given(Scales.HEAD))
     serving.free(*requests)
     serving.runtime.set_kv_scales(0, given(Scales.HEAD))
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 1])
+    requests = serving.begun(3, 1)
     serving.step(requests, [1, 1])
     assert serving.runner.counters.captures == captured
 

@@ -26,8 +26,7 @@ from tests.amd.worlds.world import Request, World, take_back
 
 def family(world: World, kv_len: int, shared: int) -> tuple[Request, Request]:
     """Returns a request of kv_len tokens and a fork of the first ones."""
-    parent = world.admit()
-    world.step([parent], [kv_len])
+    (parent,) = world.begun(kv_len)
     return parent, world.fork(parent, shared)
 
 
@@ -60,8 +59,7 @@ def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_ar
     """The other request's tokens came from elsewhere, so no later step writes them again."""
     world = World.build([small_problem()] * 2, device, "torch")
     runtime, table = world.runtime, world.runtime.table
-    request = world.admit()
-    world.step([request], [table.page_size])
+    (request,) = world.begun(table.page_size)
     end = table.page_size + 1
     table.reserve(request.row, end)
     step = runtime.stage(StepBatch([request.row], [end], [1], NO_TOKEN_IDS))
@@ -134,8 +132,7 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
 ) -> None:
     world = World.build([small_problem()], device, provider)
     parent, _ = family(world, 6, 6)
-    other = world.admit()
-    world.step([other], [2])
+    (other,) = world.begun(2)
     take_back(parent, 1)
     batch = world.batch([other, parent], [1, 1])
     split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
@@ -181,8 +178,7 @@ def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     serving = World.one_layer(device, graphs=graphs, provider=provider, capture_tokens=(8,))
-    parent, other = serving.admit_all(2)
-    serving.step([parent, other], [9, 3])
+    parent, other = serving.begun(9, 3)
     child = serving.fork(parent, 8)
     batch = serving.batch([child, other], [2, 2])
     kv_len = torch.tensor([8, 5], dtype=torch.int32, device=serving.runtime.device)

@@ -132,8 +132,7 @@ def test_a_prompt_longer_than_the_pool_of_windows_is_served_in_chunks(
 
 def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, device: torch.device) -> None:
     world = hybrid(device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [20, 9])
+    requests = world.begun(20, 9)
     for rejected in (3, 0, 2, 3, 3):
         world.step(requests, [4, 4])
         for request in requests:
@@ -148,8 +147,7 @@ def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, d
 
 def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
     world = hybrid(device, provider)
-    parent = world.admit()
-    world.step([parent], [30])
+    (parent,) = world.begun(30)
     world.step([parent], [1])
     with pytest.raises(BadBatch, match="has left the window of the SWA space"):
         world.fork(parent, 8)

@@ -46,8 +46,7 @@ PROBLEMS = {
 def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: torch.device) -> None:
     """Prefill, drafts of two to eight tokens, decode, a mixed step with all of them, and chunks over a prefix."""
     world = World.build([problem], device, provider, num_pages=200)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [13, 1, 7])
+    requests = world.begun(13, 1, 7)
     world.step(requests, [1, 1, 1], pad_to=4)
     world.step(requests, [4, 8, 2])
     world.step(requests, [1, 5, 11])
@@ -57,16 +56,14 @@ def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: to
 
 def test_masked_steps_are_right(provider: str, device: torch.device) -> None:
     world = World.build([replace(latent_problem(), custom_mask=True)], device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [9, 5])
+    requests = world.begun(9, 5)
     visible = [torch.rand(new, new + old) < 0.6 for new, old in ((4, 9), (1, 5))]
     world.step(requests, [4, 1], visible=visible)
 
 
 def test_shared_prefixes_are_read_once(provider: str, device: torch.device) -> None:
     world = World.build([latent_problem()], device, provider)
-    first = world.admit()
-    world.step([first], [13])
+    (first,) = world.begun(13)
     requests = [first, world.fork(first, 12), world.fork(first, 12)]
     world.step(requests, [1, 1, 1], prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
 

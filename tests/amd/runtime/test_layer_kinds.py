@@ -69,8 +69,7 @@ def test_a_fork_writes_into_a_copy_of_the_last_page_which_it_shared(
     problem: Problem, provider: str, device: torch.device
 ) -> None:
     world = World.build([problem], device, "torch" if problem.pool is PoolKind.VECTORIZED else provider)
-    parent = world.admit()
-    world.step([parent], [14])
+    (parent,) = world.begun(14)
     child = world.fork(parent, 14)
     world.step([parent, child], [1, 1])
     world.step([child, parent], [3, 1])

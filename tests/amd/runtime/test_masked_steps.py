@@ -30,8 +30,7 @@ def world_of(device: torch.device, provider: str, *, swa_pages: int = 0) -> tupl
     sinks = replace(MASKED, has_sinks=True, logits_soft_cap=2.0, has_alibi_slopes=True)
     windowed = replace(MASKED, window_left=5)
     world = World.build([MASKED, sinks, windowed, small_problem()], device, provider, swa_pages=swa_pages)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [9, 20, 1])
+    requests = world.begun(9, 20, 1)
     return world, requests
 
 
@@ -78,8 +77,7 @@ def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str
 def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
     """Eight siblings: each sees the window after the trunk, regardless of its place among them."""
     world = World.build([replace(MASKED, window_left=3)], device, provider)
-    trunk = world.admit()
-    world.step([trunk], [10])
+    (trunk,) = world.begun(10)
     siblings = torch.cat([torch.ones(8, 10, dtype=torch.bool), torch.eye(8, dtype=torch.bool)], 1)
     at_the_trunk = torch.full((8,), 10, dtype=torch.int32, device=device)
     world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
@@ -102,8 +100,7 @@ def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[
 def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) -> None:
     """Cached ones and new ones; the causal layer, which would see them, is left out."""
     world = World.build([MASKED], device, provider)
-    request = world.admit()
-    world.step([request], [10])
+    (request,) = world.begun(10)
     request.k[0][3], request.v[0][4] = float("nan"), float("inf")
     pages = world.runtime.pool.layer(0)
     held = world.runtime.table.pages_of(request.row).tolist()
@@ -130,8 +127,7 @@ def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: t
 def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: torch.device) -> None:
     """Every token of a tree gets the same result as the last token of a causal step over its own branch."""
     world = World.build([MASKED], device, provider, num_pages=200)
-    trunk = world.admit()
-    world.step([trunk], [11])
+    (trunk,) = world.begun(11)
     parents = [NO_PARENT, 0, 0, 1, 2, 2, NO_PARENT]
     q, k, v = (world.random(7, heads, 16) for heads in (6, 2, 2))
     chains = {token: world.fork(trunk, 11) for token in range(7)}

@@ -41,8 +41,7 @@ def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, grap
 @pytest.mark.fast(interpreted=0)
 def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, device: torch.device) -> None:
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=True, provider=provider, split_steps=True)
-    requests = serving.admit_all(3)
-    serving.step(requests, [5, 2, 7])
+    requests = serving.begun(5, 2, 7)
     for _ in range(2):
         serving.step(requests, [1, 1, 1], halves=True)
 
@@ -54,8 +53,7 @@ def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provide
     table = serving.work.rope
     assert table is not None
     short = QkvWork(RopeTable(table.cos_sin[:6].contiguous(), table.pairs, table.at_end), *norms_of(serving.work))
-    long, other = serving.admit_all(2)
-    serving.step([long, other], [6, 3])
+    long, other = serving.begun(6, 3)
     serving.work = short
     serving.runner.run(serving.batch([long], [1]))
     serving.work = QkvWork(table, *norms_of(short))

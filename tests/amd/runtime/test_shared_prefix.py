@@ -36,8 +36,7 @@ PROBLEMS = {
 
 def family(world: World, prefix_len: int, suffixes: Sequence[int]) -> list[Request]:
     """Returns a request with a prefix, and others that share it; each has its own suffix."""
-    root = world.admit()
-    world.step([root], [prefix_len])
+    (root,) = world.begun(prefix_len)
     requests = [root, *(world.fork(root, prefix_len) for _ in suffixes[1:])]
     world.step(requests, suffixes)
     return requests
@@ -65,8 +64,7 @@ def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) 
     """Two families, a request alone, and one whose group shares less than it could."""
     world = World.build([small_problem(has_sinks=True)], device, provider, num_pages=128)
     first, second = family(world, 8, [1, 2, 7]), family(world, 20, [2, 1])
-    alone = world.admit()
-    world.step([alone], [5])
+    (alone,) = world.begun(5)
     for pad_to in (None, 6, 9):
         decode(world, [*first, alone, *second], [PrefixGroup(3, 8), PrefixGroup(1, 0), PrefixGroup(2, 16)], pad_to)
     decode(world, [*second, *first], [PrefixGroup(2, 20), PrefixGroup(1, 0), PrefixGroup(2, 4)])
@@ -169,8 +167,7 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
 def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> None:
     """Equal tokens are not enough: the pages must be the same, for the length of the prefix."""
     world, requests = world_of(device)
-    stranger = world.admit()
-    world.step([stranger], [10])
+    (stranger,) = world.begun(10)
     with pytest.raises(BadBatch, match="sequence 2 does not share"):
         decode(world, [*requests, stranger], [PrefixGroup(3, 8)])
     world, requests = world_of(device)

@@ -62,8 +62,7 @@ def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """The case is cut to a size that an interpreter runs in seconds."""
     world = World.selecting(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
-    request = world.admit()
-    world.step([request], [9])
+    (request,) = world.begun(9)
     world.step([request], [1])
 
 
@@ -85,8 +84,7 @@ def test_records_are_stored_and_attended_by_selections(
     ]
     layers.append(replace(layers[2], window_left=3, has_sinks=True))
     world = World.selecting(layers, device, provider, graphs=True, max_kv_len=16, max_tokens=12)
-    request = world.admit()
-    world.step([request], [9])
+    (request,) = world.begun(9)
     world.step([request], [1])
 
 
@@ -103,8 +101,7 @@ def test_torch_serves_records_in_every_mode(more: dict[str, Any], device: torch.
     if "deterministic" in more:
         device = torch.device("cpu")
     world = World.build([record_layer()], device, "torch", graphs=True, capture_sizes=(4,), **more)
-    requests = world.admit_all(2)
-    world.step(requests, [9, 5])
+    requests = world.begun(9, 5)
     shares = SharedPrefixes([PrefixGroup(1, 8), PrefixGroup(1, 0)]) if "shared_prefixes" in more else NO_PREFIXES
     world.step(requests, [1, 1], prefixes=shares)
 
@@ -229,8 +226,7 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
     """A fork copies a page that is partly filled, including its index keys."""
     world = World.selecting(short(TOKENS), device)
-    first = world.admit()
-    world.step([first], [10])
+    (first,) = world.begun(10)
     second = world.fork(first, 10)
     world.step([first, second], [1, 1])
     world.step([second], [3])
@@ -359,8 +355,7 @@ def test_index_keys_count_in_what_pages_take() -> None:
 
 def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
     world = World.selecting([layer(indexer(TOKENS))], device)
-    request = world.admit()
-    world.step([request], [5])
+    world.begun(5)
     world.runtime.check_device()
     world.runtime.pool.index(0).k[0, 1] = 1.0
     with pytest.raises(Exception, match="index page 0 of layer 0 must stay zero"):

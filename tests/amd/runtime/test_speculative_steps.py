@@ -114,8 +114,7 @@ def test_draft_extend_goes_on_from_what_only_the_device_has_accepted(
 ) -> None:
     """The host learns no count: its bounds grow by W per step, and rejected tokens' places are written again."""
     world = world_of(provider, device, page_size, swa=swa)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     extending = Extending(world, graphs)
     bounds = [request.kv_len for request in requests]
     for accepted in ([1, 4, 2], [3, 1, 4]):
@@ -172,8 +171,7 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     """Frozen-KV MTP: all steps of a round attend to the same tokens, in one decode step of the target's runtime."""
     world = world_of(provider, device, page_size, swa=swa)
     runtime = world.runtime
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     queries = [[world.random(4, 6, 16) for _ in world.problems] for _ in range(3)]
     outs = [[torch.zeros_like(q) for q in of_layers] for of_layers in queries]
 
@@ -205,8 +203,7 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
 def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device: torch.device) -> None:
     """Frozen-KV MTP with branches: the queries of a sequence share its row, under a mask that hides nothing."""
     world = world_of(provider, device, 4, custom_mask=True)
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [5, 9])
+    requests = world.begun(5, 9)
     rows = np.array([request.row for request in requests], np.int32)
     lengths = np.array([request.kv_len for request in requests], np.int32)
     branches = 3
@@ -227,8 +224,7 @@ def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torc
     """aiter#4711, in verify: tokens that see only themselves among many keys, and one that sees none."""
     problem = replace(small_problem(custom_mask=True), wants_lse=True)
     world = World.build([problem], device, provider, num_pages=60, max_kv_len=160)
-    request = world.admit()
-    world.step([request], [130])
+    (request,) = world.begun(130)
     batch = world.batch([request], [4])
     visible = torch.zeros(4, 134, dtype=torch.bool)
     visible[0, 130], visible[1, 131], visible[2, 0] = True, True, True
@@ -318,8 +314,7 @@ class UnevenWorld(World):
 
 def serve_trees(world: World) -> None:
     """Serves trees of drafts, and steps after them."""
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [9, 14, 1])
+    requests = world.begun(9, 14, 1)
     older = [request.kv_len for request in requests]
     accepted = verify(world, requests)
     assert accepted.num_accepted[:3].tolist() == [len(path) - 1 for path in PATHS]
@@ -412,8 +407,7 @@ def test_paths_are_moved_in_the_rows_of_their_step_alone(device: torch.device) -
 def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     """Its new tokens lie in pages that another row reads too."""
     world = World.build([MASKED], device, "torch")
-    request = world.admit()
-    world.step([request], [7])
+    (request,) = world.begun(7)
     child = world.fork(request, 7)
     rows = torch.tensor([child.row], dtype=torch.int32).numpy()
     before = world.runtime.pool.layer(0).k.clone()
@@ -460,8 +454,7 @@ def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: 
 def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device: torch.device) -> None:
     """The last step is the other request's prompt by then, whose tokens must not move."""
     world = World.build([MASKED], device, "torch")
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     step_with_mask(world, request, 5)
     stale = one_path(world, request)
     world.free(request)
@@ -476,8 +469,7 @@ def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device
 def test_rows_that_go_or_are_kept_meanwhile_leave_the_moves_of_others_alone(device: torch.device) -> None:
     """An engine does this: a prefix cache keeps known pages, and one of the step's requests has ended by its text."""
     world = World.build([MASKED], device, "torch")
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [4, 4])
+    requests = world.begun(4, 4)
     world.step(requests, [3, 3], visible=[torch.ones(3, 7, dtype=torch.bool)] * 2)
     stays, goes = requests
     accepted = one_path(world, stays)

@@ -93,8 +93,7 @@ def test_the_halves_do_not_wait_for_each_other(
 ) -> None:
     """Layer by layer in turn, or the second half first: neither reads the data that the other one leaves."""
     world = build(device, provider)
-    requests = [world.admit() for _ in range(5)]
-    world.step(requests, [2, 6, 1, 4, 3])
+    requests = world.begun(2, 6, 1, 4, 3)
     for _ in range(2):
         split_step(world, requests, [1] * 5, order=order)
         split_step(world, requests[:3], [2, 1, 3], order=order)
@@ -102,8 +101,7 @@ def test_the_halves_do_not_wait_for_each_other(
 
 def test_token_ids_and_positions_go_with_their_half(provider: str, device: torch.device) -> None:
     world = build(device, provider)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [2, 5, 3])
+    requests = world.begun(2, 5, 3)
     plain = world.batch(requests, [2, 1, 4])
     ids = np.arange(11, 18, dtype=np.int32)
     batch = type(plain)(plain.rows, plain.kv_len, plain.q_len, ids)

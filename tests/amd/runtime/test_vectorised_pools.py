@@ -37,8 +37,7 @@ def test_pages_have_the_shapes_that_kernels_read() -> None:
 
 def test_what_is_stored_lies_where_kernels_look_for_it() -> None:
     world = World.build([VECTORISED], CPU, "torch")
-    request = world.admit()
-    world.step([request], [19])
+    (request,) = world.begun(19)
     pages, held = world.runtime.pool.layer(0), world.runtime.table.pages_of(request.row).tolist()
     assert torch.equal(linear_keys(pages.k)[held].flatten(0, 1)[:19], request.k[0])
     assert torch.equal(linear_values(pages.v)[held].flatten(0, 1)[:19], request.v[0])

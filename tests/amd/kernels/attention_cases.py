@@ -594,6 +594,13 @@ def assert_served(tensors: Tensors) -> None:
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
 
 
+def assert_serves(run: Callable[..., object], case: Case, device: torch.device, seed: int = 0, **options: Any) -> None:
+    """Runs a kernel on the tensors of a case, and checks that every token equals the reference."""
+    tensors = build(case, device, seed)
+    run(tensors, **options)
+    assert_served(tensors)
+
+
 def garbage(words: int, device: torch.device) -> Tensor:
     """Returns int32 memory that nothing has filled."""
     return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)

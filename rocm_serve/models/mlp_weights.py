@@ -30,7 +30,7 @@ class DenseWeights:
     down_bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExpertWeights:
     """Weights of experts, or a rank's part of each of them.
 
@@ -48,15 +48,15 @@ class ExpertWeights:
     """
 
     router: Tensor
-    router_bias: Tensor | None
-    correction: Tensor | None
-    share_scale: Tensor | None
+    router_bias: Tensor | None = None
+    correction: Tensor | None = None
+    share_scale: Tensor | None = None
     gate_up: Tensor
-    gate_up_bias: Tensor | None
+    gate_up_bias: Tensor | None = None
     down: Tensor
-    down_bias: Tensor | None
-    shared: DenseWeights | None
-    shared_share: Tensor | None
+    down_bias: Tensor | None = None
+    shared: DenseWeights | None = None
+    shared_share: Tensor | None = None
     latent_in: Tensor | None = None
     latent_out: Tensor | None = None
 
@@ -210,13 +210,10 @@ def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) 
         reader.copy_into(down[expert], TensorPart(f"{name}down_proj.weight", (ShardRange.whole(hidden), inner)))
     return ExpertWeights(
         router=router.matrix,
-        router_bias=None,
         correction=router.correction,
         share_scale=router.share_scale,
         gate_up=gate_up.flatten(1, 2),
-        gate_up_bias=None,
         down=down,
-        down_bias=None,
         shared=_read_shared(reader, mlp, prefix, shard),
         shared_share=_read_shared_share(reader, mlp, prefix),
         latent_in=reader.join(TensorPart(prefix + _LATENT_IN)) if mlp.latent_size else None,
@@ -233,14 +230,10 @@ def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shar
     return ExpertWeights(
         router=reader.join(TensorPart(f"{prefix}router.weight")),
         router_bias=reader.join(TensorPart(f"{prefix}router.bias")),
-        correction=None,
-        share_scale=None,
         gate_up=gate_up.view(experts, hidden, inner.size, 2).permute(0, 3, 2, 1).reshape(experts, -1, hidden),
         gate_up_bias=gate_up_bias.view(experts, inner.size, 2).transpose(1, 2).flatten(1),
         down=down.transpose(1, 2).contiguous(),
         down_bias=reader.join(TensorPart(f"{prefix}experts.down_proj_bias")) if shard.rank == 0 else None,
-        shared=None,
-        shared_share=None,
     )
 
 
@@ -288,13 +281,10 @@ def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, router: _Rou
     reader.copy_into(gate_up[:, 1], TensorPart(name, (every, up)))
     return ExpertWeights(
         router=router.matrix,
-        router_bias=None,
         correction=router.correction,
         share_scale=router.share_scale,
         gate_up=gate_up.flatten(1, 2),
-        gate_up_bias=None,
         down=reader.join(TensorPart(f"{prefix}experts.down_proj", (every, ShardRange.whole(hidden), inner))),
-        down_bias=None,
         shared=_read_shared(reader, mlp, prefix, shard),
         shared_share=_read_shared_share(reader, mlp, prefix),
     )

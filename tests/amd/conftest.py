@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.amd.fast import leave_to_the_night, of_shard
+from tests.amd.worlds.problems import providers
 
 # Tests do not depend on tuning results measured on this machine.
 os.environ["ROCM_ATTN_TUNING"] = "off"
@@ -37,8 +38,11 @@ gc.set_threshold(20_000, 10, 10)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():  # on a GPU all of them take seconds
-        leave_to_the_night(items)
+    if not torch.cuda.is_available():
+        leave_to_the_night(items)  # on a GPU all of them take seconds
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     if shard := os.environ.get("SHARD"):
         mine = of_shard(items, shard)
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])
@@ -67,3 +71,16 @@ def kernel_device(device: torch.device) -> torch.device:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("without a GPU these tests need TRITON_INTERPRET=1 in the environment")
     return device
+
+
+# A module's, as Hypothesis allows no fixture of each test.
+@pytest.fixture(scope="module", params=providers())
+def provider(request: pytest.FixtureRequest) -> str:
+    """Returns each provider that can run here in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphed"])
+def graphs(request: pytest.FixtureRequest) -> bool:
+    """Returns whether steps run through graphs: both in turn."""
+    return bool(request.param)

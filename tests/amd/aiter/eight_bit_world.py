@@ -27,9 +27,9 @@ class EightBitWorld(World):
 
     entry: KernelEntry | None = field(default=None, init=False)
 
-    def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
+    def _lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         self.entry = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])].entry
-        return super().lse_rows(layer, step, q)
+        return super()._lse_rows(layer, step, q)
 
     def set_scales(self) -> None:
         """Sets scales for every layer's K and V that differ from 1 and from each other."""

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from rocm_attn.machine import releases
 from tests.amd.aiter.checks import EIGHT_BITS, require
@@ -67,6 +68,17 @@ class StandIn:
         stand_in.__name__ = name
         stand_in.__signature__ = signature  # type: ignore[attr-defined]
         return stand_in
+
+    def noted(self, name: str) -> list[dict[str, Any]]:
+        """Returns a list that collects the arguments of a function's calls from now on; tensors are copied."""
+        body, seen = self.bodies[name], list[dict[str, Any]]()
+
+        def note(call: Mapping[str, Any]) -> Any:
+            seen.append({key: each.clone() if isinstance(each, Tensor) else each for key, each in call.items()})
+            return body(call)
+
+        self.bodies[name] = note
+        return seen
 
 
 def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx942") -> StandIn:

@@ -148,8 +148,7 @@ def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
     problem: Problem, function: str, name: str, change: Change, aiter: StandIn
 ) -> None:
     serving = world(problem, max_kv_len=80 if problem.page_size == 1 else 640, selections=[partly_torch(problem)])
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [5, 2])
+    requests = serving.begun(5, 2)
     right = aiter.bodies[function]
     aiter.bodies[function] = lambda call: right({**call, name: change(call[name])})
     with pytest.raises(ContractBroken):
@@ -165,33 +164,19 @@ def test_every_number_of_heads_is_served_over_latent_pages(
     release = install(version, monkeypatch)
     problem = in_eight_bits(latent_problem(24), scales)
     serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
-    requests = [serving.admit() for _ in range(3)]
-    serving.step(requests, [40, 2, 13])
+    requests = serving.begun(40, 2, 13)
     for pad_to in (3, 4, 9):
         serving.step(requests, [1, 1, 1], pad_to=pad_to)
     assert release.calls == ["get_mla_metadata_v1", "mla_decode_fwd"] * 3
 
 
-def queries_given(aiter: StandIn, function: str) -> list[Tensor]:
-    """Returns a list that collects copies of the q that a function is given from now on."""
-    right, seen = aiter.bodies[function], []
-
-    def spy(call: Mapping[str, Any]) -> Any:
-        seen.append(call["q"].clone())
-        return right(call)
-
-    aiter.bodies[function] = spy
-    return seen
-
-
 def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
     """A request with infinite and with NaN queries does not affect its neighbour."""
     serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [9, 4])
-    seen = queries_given(aiter, "mla_decode_fwd")
+    requests = serving.begun(9, 4)
+    seen = aiter.noted("mla_decode_fwd")
     step = serving.runtime.step(serving.batch(requests, [1, 1])).parts[0]
-    serving.lse_rows(0, step, torch.empty(2, 16, 576))
+    serving._lse_rows(0, step, torch.empty(2, 16, 576))
     q, k, v = serving.qkv(LATENT, step)
     strange = torch.tensor([float("inf"), float("-inf"), 1e4, -1e4, float("nan")], dtype=BF16)
     q[0, 0, :5] = strange
@@ -199,7 +184,8 @@ def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
     out = torch.full_like(q[..., :512], float("nan"))
     step.layers.store_and_attend(0, q, k, v, out)
     serving.runtime.end_step()
-    (codes,) = seen
+    (call,) = seen
+    codes = call["q"]
     assert codes.dtype == torch.float8_e4m3fnuz
     assert codes[0, 0, :4].float().tolist() == [240.0, -240.0, 240.0, -240.0]
     assert bool(codes[0, 0, 4].float().isnan())
@@ -210,8 +196,7 @@ def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
 
 def test_a_check_beside_serving_knows_that_queries_are_rounded(aiter: StandIn) -> None:
     serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [40, 14])
+    requests = serving.begun(40, 14)
     step = serving.runtime.step(serving.batch(requests, [1, 1])).parts[0]
     q, k, v = serving.qkv(LATENT, step)
     q *= 3  # logits of a standard deviation of four: rounding errors grow as much
@@ -276,10 +261,7 @@ def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, ai
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "function",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name == "mla_decode_fwd")) for name in PROBED],
-)
+@pytest.mark.parametrize("function", PROBED)
 def test_the_probe_passes_them_at_the_edges(function: str, aiter: StandIn) -> None:
     assert edge_run(partly_torch(PROBED[function]), CPU) is None
     assert function in aiter.calls

@@ -116,21 +116,14 @@ def by_extend(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_rows_of_192_and_128_are_aiters_once_both_kernels_agree(release: StandIn, by_extend: list[bool]) -> None:
     """New tokens and chunks of prefixes are compared once in every release; sequences without keys are left out."""
-    real = release.bodies[FUNCTION]
-    lengths: list[Tensor] = []
-
-    def noting(call: Mapping[str, Any]) -> Any:
-        lengths.extend((call["cu_seqlens_q"].diff(), call["cu_seqlens_k"].diff()))
-        return real(call)
-
-    release.bodies[FUNCTION] = noting
+    calls = release.noted(FUNCTION)
     Prefills().serve()
     assert sorted(by_extend) == [False, True]
     compared = release.calls.count(FUNCTION)
     Prefills().serve()
     assert sorted(by_extend) == [False, True], "our kernel is not asked again"
     assert release.calls.count(FUNCTION) == 2 * compared
-    assert all(bool((each > 0).all()) for each in lengths)
+    assert all(bool((call[name].diff() > 0).all()) for call in calls for name in ("cu_seqlens_q", "cu_seqlens_k"))
 
 
 def test_rows_that_are_much_longer_are_compared_anew(aiter: StandIn, by_extend: list[bool]) -> None:

@@ -48,23 +48,16 @@ def numbers(row: KernelEntry, aiter: StandIn, kv_len: int, q_len: int) -> Mappin
     problem = problem_of(row)
     selection = selection_of([row], problem, GFX942, PoolSize(100, 640, 8))
     serving = world(problem, selections=[selection])
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [kv_len - q_len, 5])
+    requests = serving.begun(kv_len - q_len, 5)
     name = functions_of(row)[0]
-    seen: list[Mapping[str, Any]] = []
     right = aiter.bodies[name]
-
-    def spy(call: Mapping[str, Any]) -> Any:
-        seen.append({key: value for key, value in call.items() if isinstance(value, int | float | tuple)})
-        return right(call)
-
-    aiter.bodies[name] = spy
+    seen = aiter.noted(name)
     try:
         serving.step(requests, [q_len, {StepKind.EXTEND: 2}.get(row.kind, 1)])
     finally:
         aiter.bodies[name] = right
     (only,) = seen
-    return only
+    return {key: value for key, value in only.items() if isinstance(value, int | float | tuple)}
 
 
 def differs(row: KernelEntry, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
@@ -73,14 +66,7 @@ def differs(row: KernelEntry, aiter: StandIn, *lengths: tuple[int, int]) -> bool
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    "row",
-    [
-        # A mixed step passes the same arguments as an extend step.
-        pytest.param(row, id=f"{row.name}-{row.kind.value}", marks=[pytest.mark.nightly] * (row.kind is StepKind.MIXED))
-        for row in BOUND
-    ],
-)
+@pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
 def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: KernelEntry, aiter: StandIn) -> None:
     new = 1 if row.kind is StepKind.DECODE else 3
     assert differs(row, aiter, (50, new), (400, new)) == (Baked.MAX_KV_LEN in row.bakes)

@@ -33,17 +33,6 @@ PROBLEMS = {
 }
 
 
-def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
-    """Marks every problem; each run has one of `of` consecutive problems, of_day 0 for the first one."""
-    return pytest.mark.parametrize(
-        "problem",
-        [
-            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % of != of_day))
-            for at, (name, problem) in enumerate(PROBLEMS.items())
-        ],
-    )
-
-
 class InHalves:
     """Runs every step as two halves."""
 
@@ -55,7 +44,7 @@ class InHalves:
 
 
 @pytest.mark.fast(1)
-@by_turns(1, of=4)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_step_in_two_halves_equals_a_whole_one_bitwise(problem: Problem, aiter: StandIn) -> None:
     whole, split = OneLayer.build(problem), OneLayer.build(problem)
     runner = StepRunner(split.runtime, split.forward, recorder_for(CPU))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 
@@ -46,10 +43,7 @@ def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: S
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("num_q_heads", "launches"),
-    [pytest.param(*item, marks=[pytest.mark.nightly] * (item[0] > 24)) for item in LAUNCHES.items()],
-)
+@pytest.mark.parametrize(("num_q_heads", "launches"), LAUNCHES.items())
 def test_any_number_of_heads_is_served(num_q_heads: int, launches: int, aiter: StandIn) -> None:
     serve_every_kind_of_step(num_q_heads, launches, aiter)
 
@@ -88,26 +82,18 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
 )
 def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int], aiter: StandIn) -> None:
     serving = world(latent_problem(5), max_kv_len=80)
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [9, 4])
-    right, seen = aiter.bodies[function], []
-
-    def spy(call: Mapping[str, Any]) -> Any:
-        seen.append(call["q"].clone())
-        return right(call)
-
-    aiter.bodies[function] = spy
+    requests = serving.begun(9, 4)
+    seen = aiter.noted(function)
     serving.step(requests, q_len)
-    assert len(seen) == 1
-    assert not seen[0][:, 5:].any()
-    assert bool(seen[0][:, :5].any())
+    (call,) = seen
+    assert not call["q"][:, 5:].any()
+    assert bool(call["q"][:, :5].any())
 
 
 def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
     """The stand-in would raise this if a schedule were kept from one step to the next."""
     serving = world(latent_problem(), max_kv_len=80)
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [40, 9])
+    requests = serving.begun(40, 9)
     serving.step(requests, [1, 1])
     aiter.bodies["get_mla_metadata_v1"] = lambda call: None
     with pytest.raises(ContractBroken):

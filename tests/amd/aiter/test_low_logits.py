@@ -68,20 +68,12 @@ def test_without_what_the_binding_does_low_logits_vanish(
 
 
 def test_layers_that_have_sinks_keep_their_own(aiter: StandIn) -> None:
-    seen: list[Tensor] = []
-    right = aiter.bodies["unified_attention"]
-
-    def noted(call: Mapping[str, Any]) -> Any:
-        seen.append(call["sinks"])
-        return right(call)
-
-    aiter.bodies["unified_attention"] = noted
     built = world(PROBLEMS["a window and sinks"], max_kv_len=900)
-    seen.clear()
+    seen = aiter.noted("unified_attention")
     requests = [built.admit(), built.admit()]
     for q_len in ([40, 50], [2, 3], [1, 1]):
         built.step(requests, q_len)
     own = built.runtime.head_weights.of(0).sinks
     assert own is not None
     assert seen
-    assert all(torch.equal(sinks, own) for sinks in seen)
+    assert all(torch.equal(call["sinks"], own) for call in seen)

@@ -158,16 +158,9 @@ def test_what_a_model_has_learned_for_its_heads_is_probed(score: Mapping[str, An
 
 
 def test_the_prefill_kernel_is_probed_with_a_sequence_of_no_length(aiter: StandIn) -> None:
-    lengths: list[list[int]] = []
-    right = aiter.bodies["flash_attn_varlen_func"]
-
-    def seen(call: Mapping[str, Any]) -> Any:
-        lengths.append(call["cu_seqlens_q"].diff().tolist())
-        return right(call)
-
-    aiter.bodies["flash_attn_varlen_func"] = seen
+    calls = aiter.noted("flash_attn_varlen_func")
     world(PROBLEM)
-    assert any(0 in each for each in lengths)
+    assert any(0 in call["cu_seqlens_q"].diff() for call in calls)
 
 
 def test_when_every_kernel_is_wrong_the_request_for_aiter_is_refused(aiter: StandIn) -> None:

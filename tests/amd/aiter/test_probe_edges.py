@@ -101,7 +101,8 @@ UNLIMITED: Mapping[str, Problem] = {
     "mla_decode_fwd": latent_problem(16),
     "mla_prefill_fwd": latent_problem(16),
 }
-WINDOWS = (0, 1, 15, 127, 1023, 4095)
+WINDOWS = (0, 1, 15, 127, 1023, pytest.param(4095, marks=pytest.mark.nightly))
+every_window = pytest.mark.parametrize("window_left", WINDOWS)
 
 
 def selected(problem: Problem, function: str) -> Selection:
@@ -113,14 +114,8 @@ def edges_of(problem: Problem, function: str) -> FailedProbe | None:
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("function", "window_left"),
-    [
-        pytest.param(function, window_left, marks=[pytest.mark.nightly] * ((first + second) % 2 or window_left == 4095))
-        for first, function in enumerate(PROBLEMS)
-        for second, window_left in enumerate(WINDOWS)
-    ],
-)
+@every_window
+@pytest.mark.parametrize("function", PROBLEMS)
 def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, window_left: int, aiter: StandIn) -> None:
     problem = replace(PROBLEMS[function], window_left=window_left)
     right = aiter.bodies[function]
@@ -134,14 +129,7 @@ def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, windo
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "function",
-    # Functions that have windows are checked at one window in every run.
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in PROBLEMS and at > 0))
-        for at, name in enumerate(UNLIMITED)
-    ],
-)
+@pytest.mark.parametrize("function", UNLIMITED)
 def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, aiter: StandIn) -> None:
     right = aiter.bodies[function]
     for name in OF_UNLIMITED:
@@ -153,7 +141,7 @@ def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, 
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("window_left", [-1, *WINDOWS[:-1], pytest.param(WINDOWS[-1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("window_left", [-1, *WINDOWS])
 @pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
 def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:
     assert edges_of(replace(base, window_left=window_left), "") is None

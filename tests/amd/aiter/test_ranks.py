@@ -13,6 +13,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.agreement import alone, found_by_any
+from rocm_attn.selection import probe as kernel_probe
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
@@ -29,6 +30,7 @@ def test_findings_of_one_rank_hold_for_all_and_name_it() -> None:
 def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
     """Returns the lines of a rank's selection. On the second rank, AITER's decode kernel gives zeros."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_probe, "edge_run", lambda *arguments: None)  # random rows show what is wrong
         aiter = install(E4048607, patch)
         right = aiter.bodies["paged_attention_ragged"]
 

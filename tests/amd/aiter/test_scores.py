@@ -98,13 +98,7 @@ def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    "window_left",
-    [
-        pytest.param(window_left, marks=[pytest.mark.nightly] * (window_left not in (0, 15, 16, 63)))
-        for window_left in (0, 1, 14, 15, 16, 17, 62, 63, 64, 65)
-    ],
-)
+@pytest.mark.parametrize("window_left", [0, 1, 14, 15, 16, 17, 62, 63, 64, 65])
 @pytest.mark.parametrize(("base", "function"), [(SMALL, UNIFIED), (WIDE, PAGED), (VECTORISED, GLUON)])
 def test_a_window_ends_at_the_same_key_in_every_function(
     base: Problem, function: str, window_left: int, aiter: StandIn

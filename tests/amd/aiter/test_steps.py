@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -38,17 +37,6 @@ IN_EVERY_RELEASE = {
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
 
-def every_second(of_day: int) -> pytest.MarkDecorator:
-    """Marks every problem; each run has one of two consecutive problems, of_day 0 for the first one."""
-    return pytest.mark.parametrize(
-        "problem",
-        [
-            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % 2 != of_day))
-            for at, (name, problem) in enumerate(PROBLEMS.items())
-        ],
-    )
-
-
 def steps_at(page_size: int) -> list[list[int]]:
     """Returns new tokens of four sequences per step: one token, a page less and more by one, a whole page, and none."""
     around = [page_size - 1, page_size, page_size + 1]
@@ -67,9 +55,9 @@ def steps_at(page_size: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("release", "problem"),
     [
-        pytest.param(release, problem, id=f"{name}-{release.version}", marks=[pytest.mark.nightly] * (at % 2 == turn))
-        for turn, release in enumerate(RELEASES[:-1])
-        for at, (name, problem) in enumerate(IN_EVERY_RELEASE.items())
+        pytest.param(release, problem, id=f"{name}-{release.version}")
+        for release in RELEASES[:-1]
+        for name, problem in IN_EVERY_RELEASE.items()
         if release is not V0_1_10 or problem.pool is not PoolKind.VECTORIZED
     ],
 )
@@ -100,26 +88,17 @@ def check_every_kind_of_step(problem: Problem) -> None:
 
 def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aiter: StandIn) -> None:
     """gpt-oss has such layers. The kernel's max_seqlen_q is 1 in shared steps too, and its pads have a key."""
-    most_new: list[int] = []
-    unified = aiter.bodies["unified_attention"]
-
-    def noted(arguments: Mapping[str, Any]) -> Any:
-        most_new.append(arguments["max_seqlen_q"])
-        return unified(arguments)
-
-    aiter.bodies["unified_attention"] = noted
     plain = plain_problem(16, dims=(64, 64))
     problems = [plain, replace(plain, window_left=20, has_sinks=True)]
     selections = [partly_torch(problem) for problem in problems]
     serving = World.build(problems, CPU, "aiter", target=GFX942, selections=selections)
-    root = serving.admit()
-    serving.step([root], [32])
+    (root,) = serving.begun(32)
     requests = [root, serving.fork(root, 32), serving.fork(root, 32)]
     serving.step(requests, [3, 2, 4])
-    most_new.clear()
+    seen = aiter.noted("unified_attention")
     for groups in ([PrefixGroup(3, 32)], [PrefixGroup(1, 0), PrefixGroup(2, 16)]):
         serving.step(requests, [1, 1, 1], 5, prefixes=SharedPrefixes(groups))
-    assert most_new == [1, 1]
+    assert [call["max_seqlen_q"] for call in seen] == [1, 1]
     assert page_zero_is_zero(serving)
 
 
@@ -160,11 +139,10 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
 
 
 @pytest.mark.fast(2)
-@every_second(1)
+@every_problem
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)
-    requests = [serving.admit() for _ in range(4)]
-    serving.step(requests, [299, 298, 64, 300])
+    requests = serving.begun(299, 298, 64, 300)
     serving.step(requests[:2], [1, 2])
     serving.step(requests[1:3], [0, 1])
 
@@ -174,14 +152,12 @@ def test_a_page_that_held_nan_serves_the_next_request(name: str, aiter: StandIn)
     """A masked key is multiplied by 0 in these kernels, and 0 * NaN is NaN."""
     problem = PROBLEMS[name]
     serving = world(problem, max_kv_len=64)
-    poisoned = serving.admit()
-    serving.step([poisoned], [40])
+    (poisoned,) = serving.begun(40)
     pages, stored = serving.runtime.table.pages_of(poisoned.row), serving.runtime.pool.layer(0)
     stored.k[pages], stored.v[pages] = float("nan"), float("nan")
     serving.free(poisoned)
     for q_len in (3, 1, 2):
-        request = serving.admit()
-        serving.step([request], [q_len])
+        (request,) = serving.begun(q_len)
         serving.step([request], [1])
         serving.free(request)
 

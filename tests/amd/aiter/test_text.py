@@ -56,7 +56,6 @@ def wide_model(dtype: torch.dtype) -> LoadedModel:
 
 @pytest.mark.fast(1)
 @pytest.mark.usefixtures("on_mi300")
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kernel", ["pa_decode_gluon", "unified_attention"])
 def test_over_vectorised_pages_the_text_is_the_same(kernel: str, graphs: bool, aiter: StandIn) -> None:
     loaded = wide_model(torch.float16)

@@ -64,10 +64,10 @@ class SourceWorld(EightBitWorld):
             )
         return super().batch(requests, q_len, reserve=reserve)
 
-    def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
+    def _lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         self._is_aiters = step.plan.kernels[0].entry.provider == "aiter"
         self.attended += self._is_aiters
-        return super().lse_rows(layer, step, q)
+        return super()._lse_rows(layer, step, q)
 
     def _held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.planted is not None:

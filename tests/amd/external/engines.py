@@ -151,6 +151,12 @@ class Engine(ABC):
         request = self.requests[row] = Request(row, pages={space: [] for space in self.free})
         return request
 
+    def begun(self, *new: int) -> list[Request]:
+        """Adds a request for each number of new tokens, and gives them these tokens in one step, which is compared."""
+        requests = [self.admit() for _ in new]
+        self.run(requests, new)
+        return requests
+
     def free_request(self, request: Request) -> None:
         """Frees the request's pages, and clears their contents."""
         for space in self.free:

@@ -61,8 +61,7 @@ def test_a_window_that_was_given_back_too_early_is_reported(
 ) -> None:
     spaces = (Space.FULL, Space.SWA)
     engine = make(page_size, (-1, 20), spaces=spaces, device=device, provider=provider, empty=3.0)
-    first, second = engine.admit(), engine.admit()
-    engine.run([first, second], [40, 40])
+    first, second = engine.begun(40, 40)
     engine.evict(first, 32)
     engine.run_unseen([first], [1])
     with pytest.raises(DeviceFault, match="the first key that a new token sees was in a page"):
@@ -127,8 +126,7 @@ def test_tables_and_pages_that_graphs_read_stay_where_they_are(device: torch.dev
     engine.attention.pages.bind(0, k, v)
     with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
         engine.attention.pages.bind(0, k.clone(), v)
-    request = engine.admit()
-    engine.run([request], [5])
+    (request,) = engine.begun(5)
     engine.capture(4).run([request])
 
 

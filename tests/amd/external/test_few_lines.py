@@ -148,8 +148,7 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
 def test_steps_of_rows_that_an_engine_names_are_said_in_a_line(captured: bool, device: torch.device) -> None:
     """Engines with a table of requests have such steps, pads included, eager and in graphs."""
     engine = SGLang(16, device=device, provider="torch")
-    first, second = engine.admit(), engine.admit()
-    engine.run([first, second], [5, 3])
+    first, second = engine.begun(5, 3)
     engine.attention.seal()
     for new in (4, 1):
         requests, tokens = [second, first], 2 * new

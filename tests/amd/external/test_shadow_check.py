@@ -15,8 +15,7 @@ WINDOWS = (-1, 5)
 
 def step_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns q and out, per layer, of a step of three sequences, the first of which has three new tokens."""
-    requests = [engine.admit() for _ in range(3)]
-    engine.run(requests, [20, 9, 5])
+    requests = engine.begun(20, 9, 5)
     given, outs = engine.run_unseen(requests, [3, 1, 1], pads=2)
     return given.q, outs
 
@@ -34,8 +33,7 @@ def test_a_right_step_is_right(make: MakeEngine, page_size: int, device: torch.d
 @pytest.mark.fast(interpreted=0)
 def test_a_page_that_left_the_window_is_not_looked_at(device: torch.device, provider: str) -> None:
     engine = SGLang(16, WINDOWS, spaces=(Space.FULL, Space.SWA), device=device, provider=provider)
-    request = engine.admit()
-    engine.run([request], [40])
+    (request,) = engine.begun(40)
     engine.evict(request, 32)
     given, outs = engine.run_unseen([request], [1])
     assert [shadow_check(engine.attention, layer, given.q[layer], outs[layer]) for layer in range(2)] == [[], []]

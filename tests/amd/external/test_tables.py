@@ -77,8 +77,7 @@ def test_a_table_that_is_copied_may_be_written_while_its_step_runs(
 ) -> None:
     windows, spaces = ((-1, 20), (Space.FULL, Space.SWA)) if kind is CopiedSGLang else ((-1,), (Space.FULL,))
     engine = kind(page_size, windows, spaces=spaces, device=device, provider=provider)
-    requests = [engine.admit(), engine.admit()]
-    engine.run(requests, [20, 9])
+    requests = engine.begun(20, 9)
     engine.attention.seal()
     graph = engine.capture(4)
     write_ahead(engine)
@@ -98,8 +97,7 @@ def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_th
 ) -> None:
     """The step's stream is late: a scheduler that does not wait writes before the step's rows were copied."""
     engine = kind(16, device=device, provider=provider)
-    requests = [engine.admit(), engine.admit()]
-    engine.run(requests, [20, 9])
+    requests = engine.begun(20, 9)
     begin, copied = engine.attention.begin, engine.attention.tables.copied
 
     def begin_and_write(step: ExternalStep) -> StepPlan:
@@ -152,8 +150,7 @@ def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
 ) -> None:
     """The engine must not write it earlier: rows would be another request's, or are reported."""
     engine = kind(page_size, device=device, provider=provider, empty=3.0)
-    requests = [engine.admit(), engine.admit()]
-    engine.run(requests, [20, 9])
+    requests = engine.begun(20, 9)
     write_ahead(engine)
 
     def step() -> None:
@@ -170,8 +167,7 @@ def test_graphs_look_for_rows_in_the_table_as_it_is_now(
     kind: type[Engine], device: torch.device, provider: str
 ) -> None:
     engine = kind(16, device=device, provider=provider, empty=3.0)
-    requests = [engine.admit(), engine.admit()]
-    engine.run(requests, [20, 9])
+    requests = engine.begun(20, 9)
     engine.attention.seal()
     graph = engine.capture(4)
     source = engine.sources()[Space.FULL]

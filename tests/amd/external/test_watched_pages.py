@@ -72,13 +72,11 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     engine = watched(make, page_size, device, provider)
     engine.attention.seal()
     graph = engine.capture(4) if graphed else None
-    first, second = engine.admit(), engine.admit()
-    engine.run([first, second], [40, 20])
+    first, second = engine.begun(40, 20)
     engine.run([first, second], [1, 1])
     freed = first.pages[Space.FULL][: 32 // page_size]
     engine.free[Space.FULL].extend(reversed(freed))
-    third = engine.admit()
-    engine.run([third], [20])
+    (third,) = engine.begun(20)
     engine.attention.check_device()
     if graph is None:
         engine.run_unseen([first, second], [1, 1])
@@ -96,8 +94,7 @@ def test_a_page_that_its_own_row_is_given_twice_is_reported(
     make: MakeEngine, device: torch.device, provider: str
 ) -> None:
     engine = watched(make, 16, device, provider)
-    request = engine.admit()
-    engine.run([request], [32])
+    (request,) = engine.begun(32)
     engine.free[Space.FULL].append(request.pages[Space.FULL][0])
     engine.run_unseen([request], [1])
     engine.run_unseen([request], [1])
@@ -111,8 +108,7 @@ def test_a_page_that_two_rows_write_in_one_step_is_reported(
     make: MakeEngine, page_size: int, device: torch.device, provider: str
 ) -> None:
     engine = watched(make, page_size, device, provider)
-    first, second = engine.admit(), engine.admit()
-    engine.run([first, second], [16, 16])
+    first, second = engine.begun(16, 16)
     page = engine.free[Space.FULL][-1]
     engine.reserve(first, 17)
     engine.free[Space.FULL].append(page)
@@ -129,8 +125,7 @@ def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fau
 ) -> None:
     """Covers prefixes in many rows, forks, immediate reuse of rows and pages, rejected drafts, and chunks."""
     engine, choice = watched(make, page_size, device, provider), random.Random(seed)
-    root = engine.admit()
-    engine.run([root], [32])
+    (root,) = engine.begun(32)
     shared = {root.row: 0}
     for _ in range(40):
         others = [request for request in engine.requests.values() if request is not root]

@@ -52,45 +52,23 @@ class Tiny:
         tokens: Sequence[int] = (1,),
         *,
         layers: int = 1,
-        max_num_seqs: int = 8,
-        max_num_rows: int = 0,
-        max_kv_len: int = 128,
-        num_pages: int = 200,
-        split_steps: bool = False,
-        shared_prefixes: bool = False,
         custom_mask: bool = False,
         chunk: int = 0,
         window_left: int = UNLIMITED_WINDOW,
-        swa_pages: int = 0,
-        deterministic: bool = False,
         pool: PoolKind = PoolKind.SPLIT,
-        drafts: Sequence[Drafts] = (),
-        mask_keys: int = 1024,
+        **options: Any,
     ) -> Tiny:
-        """Builds the model. window_left: of a further layer, which is in the SWA space if there is one"""
+        """Builds the model.
+
+        window_left: of a further layer, which is in the SWA space if there is one. options: of the runtime
+        """
         problem = replace(small_problem(custom_mask=custom_mask), pool=pool, chunk=chunk)
         problems = [problem] * layers
         if window_left != UNLIMITED_WINDOW:
             problems.append(replace(problem, window_left=window_left))
-        runtime = build_runtime(
-            problems,
-            RuntimeOptions(
-                num_pages=num_pages,
-                swa_pages=swa_pages,
-                max_num_seqs=max_num_seqs,
-                max_num_rows=max_num_rows,
-                max_kv_len=max_kv_len,
-                provider=provider,
-                capture_sizes=sizes,
-                capture_tokens=tokens,
-                split_steps=split_steps,
-                deterministic=deterministic,
-                shared_prefixes=shared_prefixes,
-                drafts=drafts,
-                mask_keys=mask_keys,
-            ),
-            device=device,
-        )
+        given: dict[str, Any] = {"num_pages": 200, "max_num_seqs": 8, "max_kv_len": 128, **options}
+        made = RuntimeOptions(provider=provider, capture_sizes=sizes, capture_tokens=tokens, **given)
+        runtime = build_runtime(problems, made, device=device)
         for layer in range(len(problems)):
             # Not NaN: wrong graphs read this, and Triton's interpreter stops at NaN where a GPU program would continue.
             runtime.pool.layer(layer).k[1:] = 100.0

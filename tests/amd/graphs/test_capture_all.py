@@ -22,9 +22,6 @@ from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host, same, serve
-from tests.amd.worlds.problems import providers
-
-both = pytest.mark.parametrize("provider", providers())
 
 
 def names(sizes: tuple[int, ...], tokens: tuple[int, ...]) -> list[str]:
@@ -47,7 +44,6 @@ def test_token_counts_are_captured_where_a_step_can_have_them() -> None:
     ]
 
 
-@both
 def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8))
     runner = tiny.runner()
@@ -70,7 +66,6 @@ def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str
     assert runner.counters.capture_seconds >= report.seconds * 0.9
 
 
-@both
 def test_captured_ahead_or_when_needed_serves_the_same(provider: str, device: torch.device) -> None:
     served = [[3, 5], [1, 1], [4, 4], [1, 6], [1, 1], [1]]
     outs = []
@@ -86,7 +81,6 @@ def test_captured_ahead_or_when_needed_serves_the_same(provider: str, device: to
     assert same(outs[1], outs[2])
 
 
-@both
 def test_a_graph_that_exists_is_not_made_again(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [1, 4])
     runner = tiny.runner()
@@ -98,7 +92,6 @@ def test_a_graph_that_exists_is_not_made_again(provider: str, device: torch.devi
     assert runner.counters.captures == 2
 
 
-@both
 def test_a_bucket_that_cannot_be_checked_now_is_left_for_later(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4], max_num_seqs=2)
     runner = tiny.runner()
@@ -112,7 +105,6 @@ def test_a_bucket_that_cannot_be_checked_now_is_left_for_later(provider: str, de
     assert runner.capture_report().buckets[0].check.endswith("up to 2 sequences and 1 tokens of the step itself")
 
 
-@both
 def test_too_few_free_pages_are_a_reason_to_wait(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4], num_pages=6, max_kv_len=20)
     runner = tiny.runner()
@@ -124,7 +116,6 @@ def test_too_few_free_pages_are_a_reason_to_wait(provider: str, device: torch.de
     assert len(runner.capture_all().buckets) == 1
 
 
-@both
 def test_a_refused_graph_ends_the_capture(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [2, 4, 8])
     runner = StepRunner(tiny.runtime, counts_on_the_host(tiny), recorder_for(tiny.runtime.device))
@@ -179,7 +170,6 @@ def requests_of(tiny: Tiny) -> Requests:
     return requests
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_each_plan_pays_for_its_own_graph(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [2, 4])
     runner, requests, captures = runner_of(tiny, 3), requests_of(tiny), []
@@ -190,7 +180,6 @@ def test_each_plan_pays_for_its_own_graph(provider: str, device: torch.device) -
     assert runner.counters.replays == 3
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_steps_before_and_after_the_graph_are_those_of_an_eager_run(provider: str, device: torch.device) -> None:
     outs = []
     for graphs in (False, True):

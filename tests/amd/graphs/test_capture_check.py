@@ -27,9 +27,6 @@ from tests.amd.graphs.small_models import (
     serve,
     takes_another_bias_each_step,
 )
-from tests.amd.worlds.problems import providers
-
-pytestmark = pytest.mark.parametrize("provider", providers())
 
 Forward = Callable[[Part], Tensor]
 Plant = Callable[[Tiny], tuple[Forward, Recorder]]

@@ -24,7 +24,6 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny
 from tests.amd.worlds.problems import providers, small_problem
 
-each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 each_shape = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
 
@@ -50,7 +49,6 @@ def prompted(tiny: Tiny) -> Requests:
 
 @pytest.mark.fast(1)
 @each_shape
-@each_provider
 def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts, device: torch.device) -> None:
     """Covers rounds of three, one and no sequences, with decode steps of another runner between them."""
     tiny = build(device, provider, drafts)

@@ -22,7 +22,7 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
 from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
-from tests.amd.worlds.problems import deterministic_providers, providers
+from tests.amd.worlds.problems import deterministic_providers
 
 
 def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -> tuple[StepRunner, FlightRecorder]:
@@ -32,7 +32,6 @@ def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -
     return StepRunner(tiny.runtime, tiny.forward, recorder, flight=flight), flight
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_steps_are_remembered_as_they_were_and_come_out_the_same(
     provider: str, device: torch.device, tmp_path: Path
 ) -> None:

@@ -18,9 +18,6 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import Tiny
-from tests.amd.worlds.problems import providers
-
-each_provider = pytest.mark.parametrize("provider", providers())
 
 WINDOW = 5
 # Long enough for pages of four tokens to leave a window of six.
@@ -32,7 +29,6 @@ def hybrid(device: torch.device, provider: str) -> tuple[Tiny, list[Problem]]:
     return tiny, list(tiny.problems)
 
 
-@each_provider
 def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: str, device: torch.device) -> None:
     tiny, problems = hybrid(device, provider)
     tiny.runner()
@@ -59,7 +55,6 @@ def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: s
     assert held["KV pool"] * 60 == held["SWA KV pool"] * 200
 
 
-@each_provider
 def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
     provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,7 +75,6 @@ def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
         assert {kind["bitwise"] for kind in kinds} <= {True, None}
 
 
-@each_provider
 def test_sampled_steps_are_compared_by_the_pages_of_their_layers_space(provider: str, device: torch.device) -> None:
     tiny, problems = hybrid(device, provider)
     tap = LayerTap()

@@ -17,16 +17,12 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.accepting import accept_drawn, verified
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny
-from tests.amd.worlds.problems import providers
-
-each_provider = pytest.mark.parametrize("provider", providers())
 
 
 def masked(batch: StepBatch, seed: int, device: torch.device) -> StepBatch:
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, torch.Generator(device).manual_seed(seed)))
 
 
-@each_provider
 def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, device: torch.device) -> None:
     """Lengths, masks and positions change from step to step; each replay is bitwise the eager run."""
     tiny = Tiny.build(device, provider, (4,), (16,), custom_mask=True)
@@ -47,7 +43,6 @@ def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, d
     assert len(graphs) == {"torch": 3, "triton": 1}[provider], "torch has one for each length bucket that was met"
 
 
-@each_provider
 def test_masked_steps_are_captured_ahead(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
     runner = tiny.runner()
@@ -62,7 +57,6 @@ def test_masked_steps_are_captured_ahead(provider: str, device: torch.device) ->
     assert torch.equal(rows, runner.run_eagerly(batch))
 
 
-@each_provider
 @pytest.mark.parametrize("split_steps", [False, True])
 def test_layers_with_chunks_are_captured_and_checked_with_spans(
     split_steps: bool, provider: str, device: torch.device
@@ -79,7 +73,6 @@ def test_layers_with_chunks_are_captured_and_checked_with_spans(
     assert torch.equal(rows, runner.run_eagerly(batch))
 
 
-@each_provider
 def test_a_mask_without_room_is_no_replay_of_a_tree_of_its_size(provider: str, device: torch.device) -> None:
     """A mask over all keys follows a tree of the same lengths, whose graph has room only for new keys."""
     tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True, mask_keys=0)
@@ -105,7 +98,6 @@ def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: to
     assert (runner.counters.replays, runner.counters.captures, runner.counters.graphs_off) == (0, 0, "")
 
 
-@each_provider
 def test_drafts_are_accepted_and_moved_in_the_graph_of_their_step(provider: str, device: torch.device) -> None:
     """The tokens that a replay accepts, and the pages that later steps read, equal those of the eager run."""
     parents = torch.tensor([[NO_PARENT, 0, 1, 0, 3], [NO_PARENT, 0, 0, 2, 2]], dtype=torch.int32, device=device)

@@ -14,7 +14,6 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny, serve
-from tests.amd.worlds.problems import providers
 
 LARGE, SMALL = 256, 2
 WIDTH = 1 << 18
@@ -30,7 +29,6 @@ def num_bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [LARGE], tokens=(LARGE,))
     runner = tiny.runner()
@@ -53,8 +51,6 @@ def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("provider", providers())
 def test_the_device_gets_the_memory_of_graphs_back(provider: str, device: torch.device) -> None:
     """The forward needs NEEDED_BYTES at the large size, all of them in the graphs' pool."""
     tiny = Tiny.build(device, provider, [LARGE])

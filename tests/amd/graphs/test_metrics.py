@@ -157,7 +157,6 @@ def test_pages_are_in_use_while_rows_hold_them() -> None:
     assert (runner.counters.pages_in_use, runner.counters.swa_pages_in_use) == (0, 0)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 def test_a_step_that_goes_without_its_graph_is_a_fallback(graphs: bool) -> None:
     tiny = Tiny.build(CPU, "torch", [2])
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU) if graphs else None, capture_after=2)

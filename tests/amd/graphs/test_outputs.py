@@ -74,7 +74,6 @@ def rows_alone(tiny: Tiny) -> Callable[[Part], Tensor]:
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_a_tree_comes_back_with_the_rows_of_real_sequences_and_tokens(graphs: bool, split: bool) -> None:
     runner, outs, _ = served(lambda tiny: lambda step: everything(step, tiny.forward(step)), graphs=graphs, split=split)
@@ -98,7 +97,6 @@ def test_a_tree_comes_back_with_the_rows_of_real_sequences_and_tokens(graphs: bo
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_a_forward_that_returns_nothing_stores_what_another_one_stores(graphs: bool, split: bool) -> None:
     runner, outs, stored = served(lambda tiny: lambda step: _ignored(tiny.forward(step)), graphs=graphs, split=split)
@@ -138,7 +136,6 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(("outputs", "says"), WRONG.values(), ids=WRONG)
 def test_what_is_no_tree_of_rows_is_refused(graphs: bool, outputs: Callable[[Tensor, Tensor], Any], says: str) -> None:
     tiny = Tiny.build(CPU, "torch", [4], [8])

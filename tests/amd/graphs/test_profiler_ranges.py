@@ -10,7 +10,6 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, WrongState
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from tests.amd.graphs.small_models import Tiny, same, serve
-from tests.amd.worlds.problems import providers
 
 
 class Timeline:
@@ -29,8 +28,6 @@ class Timeline:
         self.depth -= 1
 
 
-@pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("graphs", [False, True])
 def test_a_step_and_its_layers_are_ranges(graphs: bool, provider: str, device: torch.device) -> None:
     outs, timeline = [], Timeline()
     for ranged in (False, True):

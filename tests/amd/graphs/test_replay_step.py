@@ -18,7 +18,7 @@ from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.small_models import SERVED, Lazy, Tiny
-from tests.amd.worlds.problems import deterministic_providers, providers
+from tests.amd.worlds.problems import deterministic_providers
 
 # Prompts, decode steps, a chunk among decodes, steps above the largest graph, an idle sequence.
 STEPS = [*SERVED, [1, 6, 1], [3, 3, 3], [1, 0, 1], [20, 20, 1]]
@@ -42,7 +42,6 @@ def path(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> str:
     return dumped("torch", device, tmp_path_factory.mktemp("dumped"))
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_every_kind_of_step_agrees_with_itself(
     provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,8 +76,6 @@ def test_a_step_of_deterministic_mode_is_run_again_in_that_mode(
     assert "deterministic" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphed", "eager"])
 def test_a_step_that_shared_prefixes_shares_them_again(
     graphs: bool, provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,9 +20,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
-from tests.amd.worlds.problems import providers, small_problem
-
-pytestmark = pytest.mark.parametrize("provider", providers())
+from tests.amd.worlds.problems import small_problem
 
 
 class OffByALittle(LayerTap):
@@ -49,7 +47,6 @@ def compared(check: SampledCheck) -> tuple[int, int, int, int, str]:
     return got.samples, got.rows_differ, got.attention_differs, got.reserved_written, got.finding
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, device: torch.device) -> None:
     served = [*SERVED, [3, 9], [1, 4, 1], [0, 2], []]
     outs = []
@@ -135,7 +132,6 @@ def test_rounding_of_large_scores_is_no_fault(
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("reserved", ["page 0 of layer 1", "row 0 of the request table"])
 def test_a_write_to_what_is_reserved_is_counted(
     reserved: str, graphs: bool, provider: str, device: torch.device

@@ -21,9 +21,6 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata
 from tests.amd.graphs.small_models import Requests, Tiny, WrappedRecorder
-from tests.amd.worlds.problems import providers
-
-each_provider = pytest.mark.parametrize("provider", providers())
 
 # Groups of three to six requests that share 12 tokens in pages of 4, for steps of some of them.
 GROUPINGS = (
@@ -53,7 +50,6 @@ def shared(requests: Requests, groups: Sequence[tuple[int, int]]) -> StepBatch:
     return replace(batch, prefixes=SharedPrefixes([PrefixGroup(*group) for group in groups]))
 
 
-@each_provider
 def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.device) -> None:
     """Groups change from step to step. Each replay is bitwise equal to the eager run, and equals plain decode.
 
@@ -74,7 +70,6 @@ def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.de
     tiny.runtime.check_device()
 
 
-@each_provider
 def test_shared_and_plain_steps_of_one_size_take_turns(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (4,), shared_prefixes=True)
     runner, requests = served(tiny, recorder_for(device))
@@ -86,7 +81,6 @@ def test_shared_and_plain_steps_of_one_size_take_turns(provider: str, device: to
     assert runner.counters.captures == 2
 
 
-@each_provider
 def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: str, device: torch.device) -> None:
     for wanted in (True, False):
         tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=wanted)
@@ -109,7 +103,6 @@ def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: s
         assert torch.equal(rows, runner.run_eagerly(batch))
 
 
-@each_provider
 def test_without_room_for_probe_requests_the_steps_own_groups_are_tried(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (8,), shared_prefixes=True, max_num_seqs=6)
     runner, requests = served(tiny, recorder_for(device))

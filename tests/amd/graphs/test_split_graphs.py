@@ -26,9 +26,6 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny, same
-from tests.amd.worlds.problems import providers
-
-both = pytest.mark.parametrize("provider", providers())
 
 # Prompts of five requests, then split decode and verify steps: odd, even, a single sequence, none.
 PROMPTS = [5, 2, 7, 1, 4]
@@ -66,7 +63,6 @@ def _only(requests: Requests, seq: int, length: int) -> StepBatch:
 
 
 @pytest.mark.fast(1)
-@both
 @pytest.mark.parametrize("sizes", [(2, 8), (1, 3, 5), pytest.param((8,), marks=pytest.mark.nightly), (16,)], ids=str)
 def test_replayed_halves_are_bitwise_the_eager_ones(
     sizes: tuple[int, ...], provider: str, device: torch.device
@@ -89,7 +85,6 @@ def test_replayed_halves_are_bitwise_the_eager_ones(
         assert not rows_beyond_bounds(split, whole)
 
 
-@both
 def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.device) -> None:
     """Results are bitwise those of the eager halves, and equal a whole step's; each replay has other trees."""
     generator, trees = torch.Generator(device).manual_seed(2), list[TreeMask]()
@@ -120,7 +115,6 @@ def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.dev
     assert not same(eager, outs("eager")), "a tree that is left out shows"
 
 
-@both
 def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
     """Poison: all memory of graphs is garbage before each replay. The table, pages and counts persist between steps."""
     outs = []
@@ -139,7 +133,6 @@ def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str
     assert same(*outs)
 
 
-@both
 def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
     sizes, rows = (3, 6), 6
     tiny = build(device, provider, sizes, rows)
@@ -169,7 +162,6 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
     assert {name: parts[name] for name in held if name != "table"} == {n: b for n, b in held.items() if n != "table"}
 
 
-@both
 def test_without_split_steps_nothing_is_sealed_for_them_and_they_run_eagerly(
     provider: str, device: torch.device
 ) -> None:
@@ -184,7 +176,6 @@ def test_without_split_steps_nothing_is_sealed_for_them_and_they_run_eagerly(
         assert not rows_beyond_bounds(mine, other)
 
 
-@both
 @pytest.mark.parametrize("launch", ["fill", "store_kv"])
 def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torch.device) -> None:
     outs = []
@@ -197,7 +188,6 @@ def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torc
     assert same(*outs)
 
 
-@both
 def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider: str, device: torch.device) -> None:
     """A result within the bounds of the sequential halves does not suffice: the order of the halves must not show."""
 
@@ -231,7 +221,6 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
         assert reason in bucket.check
 
 
-@both
 def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, (8,))
     forward, seen = tiny.forward, []
@@ -248,7 +237,6 @@ def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torc
     assert "one half after the other" not in runner.capture_report().buckets[0].check
 
 
-@both
 def test_a_noted_split_step_is_replayed_as_one(
     provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +259,6 @@ def test_a_noted_split_step_is_replayed_as_one(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("provider", ["torch", "triton"])
 def test_halves_side_by_side_are_bitwise_the_halves_one_after_the_other(provider: str, device: torch.device) -> None:
     outs = []

@@ -19,7 +19,6 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, RunsSteps
 from rocm_attn.watch.watched_steps import WatchedSteps
 from tests.amd.graphs.small_models import Tiny, WrappedRecorder, same, serve
-from tests.amd.worlds.problems import providers
 
 SECONDS = 0.05
 # Longer than any test: a watched step ends, or is reported, earlier.
@@ -115,7 +114,6 @@ def timers() -> list[threading.Timer]:
     return [timer for timer in running if not timer.finished.is_set()]
 
 
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("on", [True, False])
 def test_a_capture_that_hangs_is_named(on: bool, provider: str, device: torch.device, reports: Reports) -> None:
     tiny = Tiny.build(device, provider, [4])
@@ -128,7 +126,6 @@ def test_a_capture_that_hangs_is_named(on: bool, provider: str, device: torch.de
     assert ("in record" in reports.text()) == on
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_a_forward_that_hangs_in_a_capture_is_named(provider: str, device: torch.device, reports: Reports) -> None:
     tiny = Tiny.build(device, provider, [4])
     sentence = "forward, run for the capture of decode of 4 sequences, has not finished"
@@ -143,7 +140,6 @@ def test_a_forward_that_hangs_in_a_capture_is_named(provider: str, device: torch
     assert sentence in reports.text()
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_a_step_that_hangs_is_named_and_comes_out_the_same(
     provider: str, device: torch.device, reports: Reports
 ) -> None:

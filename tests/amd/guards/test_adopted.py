@@ -11,13 +11,9 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, Replay, SGLang
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON
 
-each_provider = pytest.mark.parametrize("provider", providers())
 
-
-@each_provider
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_slot_that_the_table_does_not_give_is_not_written(
     provider: str, page_size: int, device: torch.device
@@ -26,8 +22,7 @@ def test_a_slot_that_the_table_does_not_give_is_not_written(
 
     def first_key_after(guards: Guards) -> tuple[Engine, Tensor]:
         engine = SGLang(page_size, device=device, provider=provider, guards=guards)
-        first, second = engine.admit(), engine.admit()
-        engine.run([first, second], [5, 3])
+        first, second = engine.begun(5, 3)
         of_first = engine.req_to_token[first.row, :1].long()
 
         def give_the_others(kv_len: Tensor, slots: Tensor) -> None:
@@ -48,7 +43,6 @@ def test_a_slot_that_the_table_does_not_give_is_not_written(
     engine.attention.check_device()
 
 
-@each_provider
 def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.device) -> None:
     """Page 0 is a normal page in FlashInfer's engine, and a request gets it first."""
 
@@ -59,8 +53,7 @@ def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.d
         return engine
 
     engine = request_of_page_0(ALL_ON)
-    request = engine.admit()
-    engine.run([request], [5])
+    (request,) = engine.begun(5)
     assert request.pages[Space.FULL] == [0]
     engine.attention.check_device()
 
@@ -72,7 +65,6 @@ def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.d
         engine.attention.check_device()
 
 
-@each_provider
 def test_a_table_is_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     def with_another_table(guards: Guards) -> tuple[VLLM, Replay]:
         """Returns an engine whose graph was captured over one table, and which continues with a copy."""
@@ -89,7 +81,6 @@ def test_a_table_is_not_replaced_under_a_graph(provider: str, device: torch.devi
         with_another_table(ALL_ON)
 
     engine, graph = with_another_table(Guards().without("table_moved"))
-    other = engine.admit()
-    engine.run([other], [20])
+    (other,) = engine.begun(20)
     with pytest.raises(AssertionError, match="layer 0, row 2"):
         graph.run([other])

@@ -16,7 +16,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
 from tests.amd.guards.test_selections import PAGES, TOKENS
 from tests.amd.guards.ways import PROVIDERS, both_ways
-from tests.amd.worlds.problems import indexer, latent_layer, layer, providers, small_problem
+from tests.amd.worlds.problems import indexer, latent_layer, layer, small_problem
 from tests.amd.worlds.rotating import LAYER as ROTATED
 from tests.amd.worlds.rotating import Rotating
 from tests.amd.worlds.world import Request, World
@@ -81,7 +81,6 @@ KEPT = {
 @pytest.mark.fast(1)
 @both_ways
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("provider", providers())
 def test_sequences_of_every_count_and_length_whatever_pages_hold(
     provider: str, kept: str, graphs: bool, device: torch.device
 ) -> None:
@@ -90,7 +89,6 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
 
 @both_ways
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
-@pytest.mark.parametrize("provider", providers())
 def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     provider: str, page_size: int, graphs: bool, device: torch.device
 ) -> None:
@@ -108,7 +106,6 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
         pytest.param(POOLS, latent_layer, id="pools of latents"),
     ],
 )
-@pytest.mark.parametrize("provider", providers())
 def test_selections_for_sequences_of_every_count_and_length(
     provider: str, indexing: Indexing, of: Callable[..., Problem], graphs: bool, device: torch.device
 ) -> None:

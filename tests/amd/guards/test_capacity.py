@@ -81,8 +81,7 @@ def test_head_weights_are_not_replaced_under_a_graph(provider: str, device: torc
     def served(guards: Guards) -> tuple[World, list[Request]]:
         """Returns a request that decodes through a graph of a layer with sinks."""
         serving = World.one_layer(device, guards, graphs=True, provider=provider, problem=small_problem(has_sinks=True))
-        requests = serving.admit_all(1)
-        serving.step(requests, [1])
+        requests = serving.begun(1)
         serving.step(requests, [1])
         assert serving.runner.counters.replays == 2
         return serving, requests

@@ -17,10 +17,8 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from tests.amd.guards.ways import DEVICE_FAULT, both_ways, run_elsewhere
 from tests.amd.worlds.drafting import DraftWorld, drafting
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request
 
-each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(3, 2)
 shapes = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
 
@@ -37,7 +35,6 @@ def two_rounds(world: DraftWorld) -> list[bool]:
 
 @both_ways
 @shapes
-@each_provider
 def test_every_draft_step_sees_the_drafts_before_it(
     provider: str, drafts: Drafts, graphs: bool, device: torch.device
 ) -> None:
@@ -86,7 +83,6 @@ def split_round(provider: str, graphs: bool, guards: Guards, device: torch.devic
 
 
 @both_ways
-@each_provider
 def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool, device: torch.device) -> None:
     """H16: page lists had room for drafts, and their mask had none: it was written past its end."""
     assert split_round(provider, graphs, ALL_ON, device)
@@ -163,7 +159,6 @@ def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, devi
 
 
 @both_ways
-@each_provider
 def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
@@ -203,7 +198,6 @@ def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch
     return before, pages.k[page, 3]
 
 
-@each_provider
 def test_a_path_past_the_rows_pages_moves_nothing(provider: str, device: torch.device) -> None:
     """Paths are numbers on the device, which the host does not check."""
     before, after = token_after_a_path_past_the_row(ALL_ON, provider, device)

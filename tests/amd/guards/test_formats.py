@@ -24,10 +24,9 @@ from rocm_attn.problem import Indexer, KVEncoding, Problem, Scales
 from rocm_attn.step.external_step import ExternalStep
 from rocm_attn.step.kv_scales import KVScales
 from tests.amd.worlds.problems import layer as sparse_layer
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
-each_provider = pytest.mark.parametrize("provider", providers())
 FN = small_problem(16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 FNUZ = replace(FN, kv_encoding=KVEncoding.E4M3FNUZ)
 PAGES = 6
@@ -54,7 +53,6 @@ OTHER_LATENTS = [
 ]
 
 
-@each_provider
 @pytest.mark.parametrize(
     ("written", "read"),
     [*((other(FN), FN) for other in OTHERS), *((other, LATENT) for other in OTHER_LATENTS), (LATENT, OTHER_LATENTS[0])],
@@ -155,7 +153,6 @@ def rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return k, v, torch.randn(1, 6, 16, generator=generator).to(device)
 
 
-@each_provider
 def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
     """An engine has written E4M3FN, and the layer reads E4M3FNUZ: without the guard every value is halved."""
     k, v, q = rows(device)
@@ -178,7 +175,6 @@ def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.de
     assert (wrong - right).abs().max() > 0.1
 
 
-@each_provider
 def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torch.device) -> None:
     engine = Adopted(device, provider)
     with pytest.raises(BadTensor, match=r"the pages of layer 0 are in float8_e4m3fn; give their format and scales"):
@@ -198,7 +194,6 @@ def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torc
         engine.bind(FN.page_format)
 
 
-@each_provider
 @pytest.mark.parametrize("scale_value", [0.0, -0.5, float("nan"), float("inf"), 1e-45])
 @pytest.mark.parametrize("side", [0, 1])
 def test_scales_that_no_store_can_divide_by_are_not_adopted(
@@ -224,7 +219,6 @@ def test_latent_rows_of_an_engine_have_one_scale(device: torch.device) -> None:
     engine.bind(latent.page_format)
 
 
-@each_provider
 def test_pages_that_have_no_scales_may_be_declared_too(provider: str, device: torch.device) -> None:
     """An engine that lays out float32 pages in an order of its own declares it, and is refused."""
     plain = small_problem(16)
@@ -289,7 +283,6 @@ class Selects:
         return out[-1]
 
 
-@each_provider
 def test_index_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
     """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are selected silently."""
     writer = Selects(device, provider)
@@ -316,15 +309,13 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
     assert (wrong - right).abs().max() > 0.1
 
 
-@each_provider
 def test_scales_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 
     def served(guards: Guards) -> tuple[World, list[Request]]:
         """Serves a request that decodes through a graph, and another one after scales have changed."""
         serving = World.one_layer(device, guards, graphs=True, provider=provider, problem=problem)
-        requests = serving.admit_all(1)
-        serving.step(requests, [1])
+        requests = serving.begun(1)
         serving.free(*requests)
         serving.runtime.set_kv_scales(0, KVScales(0.02, 0.03))
         requests = serving.admit_all(1)

@@ -64,8 +64,7 @@ def test_kinds_of_layer_with_equal_schedules_share_one_build(
     problem = small_problem()
     other_scale, other_heads = replace(problem, scale=0.7), replace(problem, num_q_heads=2)
     world = World.build([problem, other_scale, problem, other_heads], device, "csr")
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 4, 9])
+    requests = world.begun(5, 4, 9)
     world.step(requests, [1, 1, 1])
     assert built == [CsrSchedule(problem.page_size)] * 2
 
@@ -100,14 +99,12 @@ def test_a_token_without_a_page_sets_the_error_word_of_its_step_alone(
     def error_word() -> int:
         return int(serving.runtime.seals.tensors()["counts"][ERROR_WORD])
 
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 3])
+    requests = serving.begun(3, 3)
     serving.step(requests, [1, 1])
     assert error_word() == 0
     serving.run(requests, [1, 1], reserve=False)
     assert error_word() == TOKEN_WITHOUT_PAGE
     serving.free(*requests)
-    requests = serving.admit_all(2)
-    serving.step(requests, [2, 3])
+    requests = serving.begun(2, 3)
     serving.step(requests, [1, 1])
     assert error_word() == 0

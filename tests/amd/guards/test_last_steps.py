@@ -17,46 +17,12 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.host_ring import HostRing
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.guards.late_device import LateDevice
-from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.two_rows import decode_of_both, run_split, run_whole, runtime_of_two_rows
 from tests.amd.worlds.world import ALL_ON, World
 
 CPU = torch.device("cpu")
-
-
-def runtime(guards: Guards = ALL_ON) -> AttentionRuntime:
-    """Returns a runtime with two admitted rows, 1 and 2, of 16 tokens, all zeros."""
-    made = build_runtime(
-        [small_problem()],
-        RuntimeOptions(num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"),
-        device="cpu",
-        guards=guards,
-    )
-    for _ in range(2):
-        made.table.reserve(made.table.admit(), 16)
-    made.table.mark_stored(np.array([1, 2], np.int32), np.array([16, 16], np.int32))
-    return made
-
-
-def batch(*on_device: int) -> StepBatch:
-    """Returns a decode step of both rows at length 10. on_device: the lengths that the device has"""
-    arrays = [np.array(values, np.int32) for values in ([1, 2], [10, 10], [1, 1])]
-    if not on_device:
-        return StepBatch(*arrays)
-    return StepBatch(*arrays, inputs=DeviceInputs(kv_len=torch.tensor(on_device, dtype=torch.int32)))
-
-
-def step(of: AttentionRuntime, what: StepBatch) -> None:
-    of.step(what)
-    of.end_step()
-
-
-def split_step(of: AttentionRuntime, what: StepBatch) -> None:
-    of.step(what, of.plan(what, halves=2))
-    of.end_step()
 
 
 def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple[int, ...]]]:
@@ -72,9 +38,9 @@ def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple
 
 def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:
     def served(guards: Guards) -> AttentionRuntime:
-        made = runtime(guards)
-        step(made, batch())
-        step(made, batch(10, 99))
+        made = runtime_of_two_rows(guards)
+        run_whole(made, decode_of_both())
+        run_whole(made, decode_of_both(10, 99))
         return made
 
     with pytest.raises(DeviceFault, match="step 2: a length on the device was outside"):
@@ -84,35 +50,35 @@ def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:
 
 def test_all_faults_are_reported_together() -> None:
     """The faults are of an earlier step, whose echo waits in a slot, and of both halves of the last one."""
-    made = runtime()
-    step(made, batch(10, 99))
-    split_step(made, batch(99, 99))
+    made = runtime_of_two_rows()
+    run_whole(made, decode_of_both(10, 99))
+    run_split(made, decode_of_both(99, 99))
     with pytest.raises(DeviceFault) as raised:
         made.check_device()
     assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["step 1", "step 2", "step 3"]
     assert raised.value.step == 1
     assert raised.value.rows == (1, 2)
     made.check_device()
-    assert faults(lambda: step(made, batch()), 6) == []
+    assert faults(lambda: run_whole(made, decode_of_both()), 6) == []
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3], ids=lambda count: f"{count} split steps before")
 @pytest.mark.parametrize("half", [0, 1], ids=["first half", "second half"])
 def test_a_fault_of_either_half_is_reported_by_whole_steps(half: int, before: int) -> None:
-    made = runtime()
-    step(made, batch())
+    made = runtime_of_two_rows()
+    run_whole(made, decode_of_both())
     for _ in range(before):
-        split_step(made, batch())
-    split_step(made, batch(10 + 89 * (half == 0), 10 + 89 * (half == 1)))
+        run_split(made, decode_of_both())
+    run_split(made, decode_of_both(10 + 89 * (half == 0), 10 + 89 * (half == 1)))
     wrong = made.faults.step_number - 1 + half
-    assert faults(lambda: step(made, batch()), 6) == [(wrong, (1 + half,))]
+    assert faults(lambda: run_whole(made, decode_of_both()), 6) == [(wrong, (1 + half,))]
     made.check_device()
 
 
 @pytest.mark.parametrize("launch", ["publish", "device_inputs"])
 def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> None:
-    made = runtime()
-    step(made, batch(10, 99))
+    made = runtime_of_two_rows()
+    run_whole(made, decode_of_both(10, 99))
     ops = made.gate._publisher._ops
 
     def fails(*arguments: Any, **named: Any) -> None:
@@ -123,9 +89,9 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
     # Only one failure if the first launch succeeds: the next try has the echo.
     for _ in range(3 if launch == "publish" else 1):
         with pytest.raises(RuntimeError, match="the launch failed"):
-            made.step(batch(10, 10))
+            made.step(decode_of_both(10, 10))
     made.gate._publisher._ops = ops
-    assert faults(lambda: step(made, batch(10, 10)), 6) == [(1, (1, 2))]
+    assert faults(lambda: run_whole(made, decode_of_both(10, 10)), 6) == [(1, (1, 2))]
     made.check_device()
 
 

@@ -23,10 +23,6 @@ SPECS = (
 )
 
 
-def decode(num_seqs: int) -> PaddedShape:
-    return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
-
-
 def using(spec: BufferSpec, num_seqs: int) -> PaddedShape:
     """Returns a step that uses a buffer: a masked step and one that shares prefixes use all buffers between them."""
     shapes = [PaddedShape(kind, num_seqs, num_seqs) for kind in (StepKind.MASKED, StepKind.SHARED)]

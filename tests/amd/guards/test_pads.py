@@ -11,7 +11,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.guards.ways import PROVIDERS, both_ways, each_way, in_each_way
 from tests.amd.tolerances import assert_same_but_for_rounding
-from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
+from tests.amd.worlds.problems import deterministic_providers, small_problem
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right, page_zero_is_zero
 
 
@@ -86,12 +86,10 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
     def after(guards: Guards) -> tuple[list[int], list[int]]:
         """Returns the entries after the only page of the only sequence, in the page list and in its dense row."""
         serving = World.one_layer(device, guards, graphs=graphs, provider="csr")
-        crowd = serving.admit_all(3)
-        serving.step(crowd, [9, 13, 5])
+        crowd = serving.begun(9, 13, 5)
         serving.step(crowd, [1, 1, 1])
         serving.free(*crowd)
-        requests = serving.admit_all(1)
-        serving.step(requests, [2])
+        requests = serving.begun(2)
         serving.step(requests, [1])
         buffers = serving.runtime.seals.tensors()
         width = serving.runtime.table.width
@@ -131,7 +129,6 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in the interpreter, at 0 * inf
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("provider", providers())
 def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
     provider: str, deterministic: bool, value: float, device: torch.device
 ) -> None:

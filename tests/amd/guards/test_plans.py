@@ -21,8 +21,7 @@ from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple[World, list[Request]]:
     """Grows a request from 63 to 65 tokens. Graphs of the torch provider are captured for lengths up to 64, 128, ..."""
     serving = World.one_layer(device, guards, graphs=graphs, problem=small_problem(16), max_kv_len=128)
-    requests = serving.admit_all(2)
-    serving.step(requests, [63, 5])
+    requests = serving.begun(63, 5)
     serving.step(requests, [1, 1])
     serving.run(requests, [1, 1])
     return serving, requests

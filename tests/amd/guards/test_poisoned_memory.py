@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.amd.guards.ways import PROVIDERS, in_each_way
-from tests.amd.worlds.world import Request, World
+from tests.amd.worlds.world import World
 
 # New tokens of up to five requests, step by step: every kind of step, at several padded sizes, large before small.
 STEPS = [
@@ -124,8 +124,7 @@ def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides
 def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provider: str, device: torch.device) -> None:
     """Larger eager steps make their buffers grow, and the next owner gets the old memory and fills it."""
     serving = World.one_layer(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
-    requests = serving.admit_all(5)
-    serving.step(requests, [3, 2, 4, 5, 6])
+    requests = serving.begun(3, 2, 4, 5, 6)
     held: list[Tensor] = []
     for pad_to in (None, 9, 33, 65, 140, 9):
         serving.step(requests[:3], [1, 1, 1])
@@ -137,8 +136,3 @@ def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provide
             fill_with_bytes(tensor)
     assert serving.runner.counters.replays == 12
     serving.runner.check_addresses()
-
-
-def _outputs(serving: World, requests: Sequence[Request], q_len: Sequence[int]) -> Tensor:
-    serving.step(requests, q_len)
-    return serving.out[: len(serving.places)].clone()

@@ -185,8 +185,7 @@ def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
     def faults_of(guards: Guards) -> tuple[int, list[DeviceFault]]:
         """Gives the third step a length beyond its bound. Returns the errors of the steps after it."""
         serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
-        requests = serving.admit_all(2)
-        serving.step(requests, [3, 5])
+        requests = serving.begun(3, 5)
         serving.step(requests, [1, 1])
         faulty_step = serving.runtime.faults.step_number + 1
         run_within_bounds(

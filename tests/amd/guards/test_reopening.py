@@ -24,8 +24,7 @@ CPU = torch.device("cpu")
 def decoding(guards: Guards = ALL_ON) -> tuple[World, list[Request]]:
     """Returns requests whose decode steps of two sequences are replayed."""
     serving = World.one_layer(CPU, guards, graphs=True, capture_sizes=(1, 2))
-    requests = serving.admit_all(5)
-    serving.step(requests, [4, 3, 2, 2, 2])
+    requests = serving.begun(4, 3, 2, 2, 2)
     for _ in range(2):
         serving.step(requests[:2], [1, 1])
     return serving, requests
@@ -118,8 +117,7 @@ def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int,
         if line % 5 == 1:
             serving.runner.reopen((1, 2))
             serving.free(*requests)
-            requests = serving.admit_all(5)
-            serving.step(requests, [4, 3, 2, 2, 2])
+            requests = serving.begun(4, 3, 2, 2, 2)
         line += apart
     assert line > 200
     assert steps_of_all_sizes(serving, requests)

@@ -10,7 +10,6 @@ from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from tests.amd.guards.ways import in_each_way
 from tests.amd.worlds.bounds import run_within_bounds
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 
@@ -44,7 +43,6 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     assert serving.runtime.table.full.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
 
 
-@pytest.mark.parametrize("provider", providers())
 def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, device: torch.device) -> None:
     def second_before_and_after(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K of the second request's first page, before and after a step with too long a first length."""
@@ -72,8 +70,7 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
     def parent_and_child(guards: Guards) -> tuple[World, list[Request]]:
         """Continues both after a prefix of 6 tokens: one and a half pages."""
         serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit_all(1)
-        serving.step([parent], [6])
+        (parent,) = serving.begun(6)
         family = [parent, serving.fork(parent, 6)]
         serving.run([family[1]], [1])
         serving.run([family[0]], [1])

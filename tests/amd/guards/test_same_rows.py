@@ -95,7 +95,6 @@ def stage_by_hand(served: Repeating) -> None:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("run", [run_by_runner, stage_by_hand], ids=lambda run: run.__name__)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_a_step_whose_row_has_changed_does_not_run_again(
     change: Callable[[Repeating], None], run: Callable[[Repeating], None], graphs: bool
 ) -> None:
@@ -130,7 +129,6 @@ def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     assert served.last_stored() == TOKENS, "the other request's token was overwritten"
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_another_batch_does_not_run_again(graphs: bool) -> None:
     served = Repeating(ALL_ON, graphs=graphs)
     run_by_runner(served)

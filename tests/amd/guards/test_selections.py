@@ -17,7 +17,7 @@ from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.step import Part
 from tests.amd.guards.test_plans import sharing_memory
 from tests.amd.guards.ways import both_ways
-from tests.amd.worlds.problems import indexer, layer, providers
+from tests.amd.worlds.problems import indexer, layer
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
 
 # Sequences that graphs are padded to. Selections are of pages: three of a sequence's pages, the last one among them.
@@ -78,7 +78,6 @@ def is_monotone(boundaries: Tensor) -> bool:
     return bool((boundaries.diff() >= 0).all())
 
 
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("steps", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int, device: torch.device) -> None:
     """Seed 000: the device selects pages in every replay, and no input of plans or later layers moves."""
@@ -138,8 +137,7 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
     def second_step(guards: Guards) -> tuple[World, Request]:
         world = World.selecting([layer(indexer(TOKENS))], device, guards=guards)
-        request = world.admit()
-        world.step([request], [12])
+        (request,) = world.begun(12)
         world.draw(1)
         step = world.runtime.step(world.batch([request], [1])).parts[0]
         try:
@@ -160,8 +158,7 @@ def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
 
 def test_selections_share_no_memory_with_what_a_step_is_given(device: torch.device) -> None:
     world = dense_after_sparse(device, "torch", ALL_ON, graphs=True)
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     world.step([request], [1])
     sealed = world.runtime.seals.tensors()
     for name in ("selection_units", "selection_counts"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,10 +14,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.launches import StepOps
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
 from tests.amd.guards.ways import both_ways
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON, Request, World, is_right
-
-each_provider = pytest.mark.parametrize("provider", providers())
 
 # Groups of five requests that share 12 tokens in pages of 4; large steps come before small ones.
 GROUPS = (
@@ -33,8 +29,7 @@ GROUPS = (
 def family(device: torch.device, provider: str, graphs: bool, guards: Guards = ALL_ON) -> tuple[World, list[Request]]:
     """Returns five requests that share 12 tokens and have more of their own."""
     serving = World.one_layer(device, guards, graphs=graphs, provider=provider, shared_prefixes=True)
-    (root,) = serving.admit_all(1)
-    serving.step([root], [12])
+    (root,) = serving.begun(12)
     requests = [root, *(serving.fork(root, 12) for _ in range(4))]
     serving.step(requests, [2, 1, 3, 1, 4])
     return serving, requests
@@ -55,7 +50,6 @@ def groups_once(ops: StepOps) -> StepOps:
     return replace(ops, fill=fill)
 
 
-@each_provider
 @both_ways
 def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, device: torch.device) -> None:
     def regrouped(guards: Guards) -> tuple[World, list[Request]]:
@@ -92,7 +86,6 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[W
     return results
 
 
-@each_provider
 @both_ways
 def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str, device: torch.device) -> None:
     """Covers index buffers, schedules and workspace, prefix outputs included, of graphs and of eager steps."""

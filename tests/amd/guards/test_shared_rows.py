@@ -26,8 +26,7 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
     def parent_and_child(guards: Guards) -> tuple[World, Request, Request]:
         """Parent and child share ten tokens in two and a half pages, of which the parent removes five."""
         serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit_all(1)
-        serving.step([parent], [9])
+        (parent,) = serving.begun(9)
         serving.step([parent], [1])
         child = serving.fork(parent, 10)
         take_back(parent, 5)
@@ -56,8 +55,7 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
         """Two pages were kept and dropped; then others are kept."""
         serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
         table = serving.runtime.table
-        first, other = serving.admit_all(2)
-        serving.step([first, other], [8, 8])
+        first, other = serving.begun(8, 8)
         ids = table.kept.keep(first.row, 0, 2)
         table.kept.drop(ids)
         table.kept.keep(other.row, 0, 2)
@@ -79,8 +77,7 @@ def test_tokens_that_were_never_stored_are_not_read(provider: str, graphs: bool,
     def with_a_gap(guards: Guards) -> tuple[World, Request, StepBatch]:
         """Three tokens are stored, and a step begins at the eighth."""
         serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
-        (request,) = serving.admit_all(1)
-        serving.step([request], [2])
+        (request,) = serving.begun(2)
         serving.step([request], [1])
         serving.runtime.table.reserve(request.row, 9)
         return serving, request, StepBatch(np.array([request.row]), np.array([9]), np.array([1]), NO_TOKEN_IDS)

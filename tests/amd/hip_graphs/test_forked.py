@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,18 +12,12 @@ from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 SLEEP = 20_000_000  # long enough that no order is due to speed
 
 
-def on_gpu(test: Callable[[], None]) -> Callable[[], None]:
-    """Skips the test without a GPU."""
-    marked: Callable[[], None] = pytest.mark.gpu(test)
-    return pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(marked)
-
-
 def test_a_device_without_streams_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="got cpu"):
         ForkedStream(torch.device("cpu"))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_both_start_after_what_came_before_and_end_before_what_comes_after() -> None:
     side = ForkedStream(torch.device("cuda", torch.cuda.current_device()))
     x = torch.zeros(1 << 16, device="cuda")
@@ -43,7 +35,7 @@ def test_both_start_after_what_came_before_and_end_before_what_comes_after() -> 
         assert bool((joined == 3 * value + 1).all())
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_they_are_branches_of_a_graph() -> None:
     side = ForkedStream(torch.device("cuda", torch.cuda.current_device()))
     x = torch.ones(1 << 16, device="cuda")
@@ -56,7 +48,7 @@ def test_they_are_branches_of_a_graph() -> None:
         assert bool((aside == value + 1).all())
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_function_that_raises_leaves_no_stream_behind() -> None:
     side = ForkedStream(torch.device("cuda", torch.cuda.current_device()))
     recorder = TorchRecorder("cuda")

@@ -186,12 +186,6 @@ def test_of_a_library_that_is_loaded_twice_neither_copy_is_taken(tmp_path: Path)
         _loaded("libhip.so", str(maps))
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    marked: Callable[..., None] = pytest.mark.gpu(needs_one(test))
-    return marked
-
-
 def launch_of(recording: TorchRecording) -> PlainLaunch:
     """Returns the launch of a recording, or skips the test if this torch gives the driver nothing to launch."""
     if not torch_recorder._GIVES_READY_GRAPHS:
@@ -201,7 +195,7 @@ def launch_of(recording: TorchRecording) -> PlainLaunch:
     return found
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_gpu_runs_a_graph_that_draws_nothing_by_the_driver() -> None:
     x = torch.zeros(1 << 16, device="cuda")
     recording, _ = TorchRecorder("cuda").record(lambda: x.add_(1))
@@ -226,7 +220,7 @@ def unseen(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return fn
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("own", [False, True], ids=["the device's generator", "another generator"])
 def test_a_gpu_draws_other_numbers_in_each_replay(own: bool) -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]  # torch makes its generators then
@@ -251,7 +245,7 @@ def test_a_gpu_draws_other_numbers_in_each_replay(own: bool) -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_gpu_launches_for_a_thread_that_has_used_none() -> None:
     x = torch.zeros(1 << 16, device="cuda")
     recording, _ = TorchRecorder("cuda").record(lambda: x.add_(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,14 +12,7 @@ from torch import Tensor
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
-needs_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MIB = 1 << 20
-
-
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in needs_a_gpu:
-        test = mark(test)
-    return test
 
 
 def side_stream() -> torch.cuda.Stream:
@@ -32,7 +24,7 @@ def test_a_device_that_is_no_gpu_is_refused_by_name() -> None:
         TorchRecorder("cpu")
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_replays_run_on_the_stream_that_is_current_then() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     recording, out = TorchRecorder("cuda").record(lambda: x + 1)
@@ -47,7 +39,7 @@ def test_replays_run_on_the_stream_that_is_current_then() -> None:
         assert bool((result == value + 1).all())
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_page_locked_memory_is_copied_anew_by_each_replay() -> None:
     host = torch.ones(4).pin_memory()
     target = torch.zeros(4, device="cuda")
@@ -57,7 +49,7 @@ def test_page_locked_memory_is_copied_anew_by_each_replay() -> None:
     assert target.tolist() == [7.0] * 4
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("page_locked", "non_blocking"), [(False, False), (False, True), (True, False)])
 def test_other_host_copies_are_refused(page_locked: bool, non_blocking: bool) -> None:
     host = torch.ones(4).pin_memory() if page_locked else torch.ones(4)
@@ -69,7 +61,7 @@ def test_other_host_copies_are_refused(page_locked: bool, non_blocking: bool) ->
         recorder.record(lambda: host.to("cuda", non_blocking=non_blocking))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_host_tensors_may_be_read_and_are_frozen() -> None:
     lengths, x = torch.tensor([3, 4]), torch.ones(2, device="cuda")
     recording, out = TorchRecorder("cuda").record(lambda: x * max(lengths.tolist()))
@@ -78,7 +70,7 @@ def test_host_tensors_may_be_read_and_are_frozen() -> None:
     assert out.tolist() == [4.0, 4.0]
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_fork_is_recorded_and_work_on_a_stranger_stream_is_refused() -> None:
     x, side = torch.ones(4, device="cuda"), side_stream()
 
@@ -102,7 +94,7 @@ def test_a_fork_is_recorded_and_work_on_a_stranger_stream_is_refused() -> None:
         recorder.record(stray)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_wait_that_no_guard_sees_breaks_the_capture_and_nothing_else() -> None:
     x = torch.ones(4, device="cuda")
     recorder = TorchRecorder("cuda")
@@ -130,7 +122,7 @@ def test_a_wait_that_no_guard_sees_breaks_the_capture_and_nothing_else() -> None
     assert out.tolist() == [4.0] * 4
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_recordings_share_one_pool_and_keep_their_results_apart() -> None:
     x = torch.ones(16 * MIB // 4, device="cuda")
 
@@ -151,7 +143,7 @@ def test_recordings_share_one_pool_and_keep_their_results_apart() -> None:
     assert (out[0].item(), other_out[0].item()) == (11, 15)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_dropped_recordings_give_their_memory_back_and_the_recorder_goes_on() -> None:
     x = torch.ones(64 * MIB // 4, device="cuda")
     torch.cuda.synchronize()
@@ -168,7 +160,7 @@ def test_dropped_recordings_give_their_memory_back_and_the_recorder_goes_on() ->
     assert out[0].item() == 3
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_replay_allocates_nothing() -> None:
     x = torch.ones(1000, device="cuda")
     recording, _ = TorchRecorder("cuda").record(lambda: (x + 1).softmax(0) @ x)
@@ -179,7 +171,7 @@ def test_a_replay_allocates_nothing() -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_a_recording_keeps_its_function_alive() -> None:
     class Weights:
         def __init__(self) -> None:
@@ -198,7 +190,7 @@ def test_a_recording_keeps_its_function_alive() -> None:
     assert out.tolist() == [8.0] * 3
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_recorded_device_need_not_be_the_current_one() -> None:
     x = torch.ones(4, device="cuda:1")

@@ -30,7 +30,6 @@ else:
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 COMPOSE = (ROOT / "docker" / "compose.yaml").read_text()
-CI = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 # A stage: its name, its base, and its text.
 STAGES = {
     name: (base, text)

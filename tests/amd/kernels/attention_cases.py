@@ -32,6 +32,13 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 UNTOUCHED = -77.0
 # The place of a padded token: a kernel that reads it is far from every key.
 NO_KEY = 1 << 30
+# A function that places scratch memory before a launch.
+Put = Callable[[Tensor], Tensor]
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Returns the tensor unchanged."""
+    return tensor
 
 
 def dtypes() -> list[torch.dtype]:
@@ -490,14 +497,21 @@ def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
     return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
-def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None, rounds: int = 1) -> None:
+def run_decode(
+    tensors: Tensors,
+    *,
+    num_programs: int = 5,
+    tiles: DecodeTiles | None = None,
+    rounds: int = 1,
+    put: Put = as_it_is,
+) -> None:
     """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
     case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
     cut = replace(cut, rounds=rounds)
-    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
-    partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
+    partials = put(_nan(words, dtype=torch.float32).to(tensors.q.device))
     launch_decode_schedule(tensors.queries, schedule, cut)
     launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
 
@@ -515,7 +529,12 @@ def run_decode_twin(tensors: Tensors) -> None:
 
 
 def run_extend(
-    tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None, sharing: RowSharing = WHOLE_ROWS
+    tensors: Tensors,
+    *,
+    min_q_len: int = 1,
+    tiles: ExtendTiles | None = None,
+    sharing: RowSharing = WHOLE_ROWS,
+    put: Put = as_it_is,
 ) -> None:
     """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
 
@@ -527,9 +546,9 @@ def run_extend(
         if tensors.mask is not None:
             tiles = tiles.of_masked_steps(tensors.gqa_ratio, case.codes)
     cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1])
-    partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
+    partials = put(_nan(words, dtype=torch.float32).to(tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
     args = tensors.args(schedule, partials)
     launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
@@ -573,6 +592,13 @@ def assert_served(tensors: Tensors) -> None:
     """Checks that every token of out and lse equals the reference."""
     assert_attention_close(tensors.out, tensors.reference, tensors.case.dtype)
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
+
+
+def assert_serves(run: Callable[..., object], case: Case, device: torch.device, seed: int = 0, **options: Any) -> None:
+    """Runs a kernel on the tensors of a case, and checks that every token equals the reference."""
+    tensors = build(case, device, seed)
+    run(tensors, **options)
+    assert_served(tensors)
 
 
 def garbage(words: int, device: torch.device) -> Tensor:

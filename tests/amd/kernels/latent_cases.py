@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
@@ -23,15 +20,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_extend_tiles,
     latent_segment_tiles,
 )
-from tests.amd.kernels.attention_cases import Tensors, arch_of, garbage
-
-# A function that places scratch memory before a launch.
-Put = Callable[[Tensor], Tensor]
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Returns the tensor unchanged."""
-    return tensor
+from tests.amd.kernels.attention_cases import Put, Tensors, arch_of, as_it_is, garbage
 
 
 def run_latent_decode(

@@ -13,10 +13,10 @@ from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.refs import segments as twins
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
-from tests.amd.kernels.attention_cases import ALL_SHARED, UNTOUCHED, Tensors, extend_cut, garbage
+from tests.amd.kernels.attention_cases import ALL_SHARED, UNTOUCHED, Put, Tensors, as_it_is, extend_cut, garbage
 
 
-def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> None:
+def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles, put: Put = as_it_is) -> None:
     """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
     case, device, ratio = tensors.case, tensors.q.device, tensors.gqa_ratio
     cut = DecodeCut.of(
@@ -26,17 +26,24 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
         window_left=case.window_left,
         has_slots=True,
     )
-    schedule = garbage(cut.words(tensors.num_seqs), device)
+    schedule = put(garbage(cut.words(tensors.num_seqs), device))
     launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
     words = sum(
         cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
     )
-    args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
+    args = tensors.args(schedule, put(torch.full((words,), float("nan"), device=device)))
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
-def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sharing: RowSharing = WHOLE_ROWS) -> int:
+def run_extend(
+    tensors: Tensors,
+    *,
+    min_q_len: int = 1,
+    tiles: SegmentTiles,
+    sharing: RowSharing = WHOLE_ROWS,
+    put: Put = as_it_is,
+) -> int:
     """Runs schedule and extend, with scratch memory that is NaN or garbage before. Returns the number of shared query
     blocks.
 
@@ -44,7 +51,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sha
     """
     case = tensors.case
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
     words = tiles.extend_words(
         cut.max_blocks(tensors.q.shape[0], tensors.num_seqs),
@@ -53,7 +60,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sha
         gqa_ratio=tensors.gqa_ratio,
         v_head_dim=case.dims[1],
     )
-    args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
+    args = tensors.args(schedule, put(torch.full((words,), float("nan"), device=tensors.q.device)))
     launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
     first_share = cut.max_blocks(tensors.q.shape[0], tensors.num_seqs) * BLOCK_WORDS.value
     return int(schedule[first_share + SHARE_CUT.value]) if sharing.programs else 0

@@ -17,6 +17,7 @@ from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
     assert_served,
+    assert_serves,
     build,
     dtypes,
     run_decode,
@@ -63,9 +64,7 @@ EXTENDS = Case([27, 9, 0], [2, 9, 0], heads=(4, 2), dims=(24, 40), page_size=3, 
 def test_decode_reads_every_encoding_with_every_kind_of_scale(
     run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(DECODES, kv=encoding, scales=scales), kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(DECODES, kv=encoding, scales=scales), kernel_device)
 
 
 @pytest.mark.fast
@@ -74,9 +73,7 @@ def test_decode_reads_every_encoding_with_every_kind_of_scale(
 def test_extend_reads_every_encoding_with_every_kind_of_scale(
     run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(EXTENDS, kv=encoding, scales=scales), kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(EXTENDS, kv=encoding, scales=scales), kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -86,9 +83,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
     scales: Scales, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     for case, run in ((DECODES, run_decode), (EXTENDS, run_extend)):
-        tensors = build(replace(case, dtype=dtype, kv=Encoding.E4M3FNUZ, scales=scales), kernel_device)
-        run(tensors)
-        assert_served(tensors)
+        assert_serves(run, replace(case, dtype=dtype, kv=Encoding.E4M3FNUZ, scales=scales), kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -109,9 +104,7 @@ def test_scales_meet_caps_slopes_sinks_and_windows_where_they_must(
     tensors = build(case, kernel_device)
     run_extend(tensors)
     assert_served(tensors)
-    tensors = build(replace(case.decodes(), kv_len=[33, 1, 0], tail=0), kernel_device)
-    run_decode(tensors)
-    assert_served(tensors)
+    assert_serves(run_decode, replace(case.decodes(), kv_len=[33, 1, 0], tail=0), kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -122,9 +115,7 @@ def test_two_heads_in_one_row_have_a_scale_each(
     tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=2, **how)
     case = replace(DECODES, heads=(12, 4), dims=(32, 32), kv=Encoding.E4M3FN, scales=scales)
     for some in (case, replace(case, soft_cap=1.5, dtype=torch.float16)):
-        tensors = build(some, kernel_device)
-        run_decode(tensors, tiles=tiles)
-        assert_served(tensors)
+        assert_serves(run_decode, some, kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(2)
@@ -136,9 +127,7 @@ def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
 ) -> None:
     """Pages smaller than a key block have a number each. Rows of odd lengths, of K or of V, are not read in pairs."""
     layer = replace(DECODES, dims=dims, page_size=page_size, kv=Encoding.E4M3FN, dtype=torch.float16, window_left=21)
-    tensors = build(layer, kernel_device)
-    run_decode(tensors, tiles=DecodeTiles(32, 1, 1, 1, paired=True))
-    assert_served(tensors)
+    assert_serves(run_decode, layer, kernel_device, tiles=DecodeTiles(32, 1, 1, 1, paired=True))
 
 
 @pytest.mark.fast
@@ -186,9 +175,7 @@ def test_a_scale_that_is_no_number_stays_with_its_head(kernel_device: torch.devi
 def test_a_packed_mask_hides_keys_and_their_scales(
     run: Callable[[Tensors], None], scales: Scales, kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(EXTENDS, masked=True, kv=Encoding.E4M3FN, scales=scales), kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(EXTENDS, masked=True, kv=Encoding.E4M3FN, scales=scales), kernel_device)
 
 
 def with_k_of_zeros(case: Case, device: torch.device) -> tuple[Tensors, Tensors]:
@@ -257,6 +244,4 @@ def test_deterministic_decode_and_extend_give_a_token_the_same_bits(
     assert_served(extended)
     assert_served(decoded)
     segment_cases.assert_same_bits(decoded, extended)
-    twin = build(case, kernel_device)
-    segment_cases.run_extend_twin(twin)
-    assert_served(twin)
+    assert_serves(segment_cases.run_extend_twin, case, kernel_device)

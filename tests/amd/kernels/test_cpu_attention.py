@@ -12,7 +12,7 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.cpu import attention
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.kernels.refs import attention as refs
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, assert_serves, build
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 CPU = torch.device("cpu")
@@ -55,17 +55,13 @@ def run_extend(tensors: Tensors) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_decode_equals_the_reference(form: dict[str, object], dtype: torch.dtype) -> None:
-    tensors = build(replace(DECODES, dtype=dtype, **form), CPU)  # type: ignore[arg-type]
-    run_decode(tensors)
-    assert_served(tensors)
+    assert_serves(run_decode, replace(DECODES, dtype=dtype, **form), CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", {**FORMS, "whole": {"causal": False}}.values(), ids=[*FORMS, "whole"])
 def test_extend_equals_the_reference(form: dict[str, object], dtype: torch.dtype) -> None:
-    tensors = build(replace(EXTENDS, dtype=dtype, **form), CPU)  # type: ignore[arg-type]
-    run_extend(tensors)
-    assert_served(tensors)
+    assert_serves(run_extend, replace(EXTENDS, dtype=dtype, **form), CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -81,9 +77,7 @@ def test_both_equal_the_plain_twins(form: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 5])
 def test_sequences_of_equal_lengths_fill_their_tiles(window_left: int) -> None:
-    tensors = build(Case(kv_len=[40, 64, 32], q_len=[32, 32, 32], window_left=window_left), CPU)
-    run_extend(tensors)
-    assert_served(tensors)
+    assert_serves(run_extend, Case(kv_len=[40, 64, 32], q_len=[32, 32, 32], window_left=window_left), CPU)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16])
@@ -94,9 +88,7 @@ def test_every_length_around_pages_is_right(page_size: int) -> None:
     run_decode(tensors)
     assert_served(tensors)
     for new in (2, 16, 17, 33):
-        tensors = build(replace(case, q_len=[min(new, length) for length in kv_len]), CPU)
-        run_extend(tensors)
-        assert_served(tensors)
+        assert_serves(run_extend, replace(case, q_len=[min(new, length) for length in kv_len]), CPU)
 
 
 def test_decode_leaves_tokens_of_other_sequences_unchanged() -> None:
@@ -130,9 +122,7 @@ def test_tokens_before_their_first_key_see_nothing() -> None:
 
 def test_large_steps_are_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_GROUP_ELEMENTS", 1 << 14)
-    tensors = build(EXTENDS, CPU)
-    run_extend(tensors)
-    assert_served(tensors)
+    assert_serves(run_extend, EXTENDS, CPU)
 
 
 def test_a_recorder_sees_one_launch_of_each() -> None:

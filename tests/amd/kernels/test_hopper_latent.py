@@ -15,7 +15,7 @@ from rocm_attn.kernels.hopper.key_steps import SLACK
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.providers.triton_later import hopper_launches
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_serves, build
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.latent_cases import latent_decode_args
 from tests.amd.tolerances import assert_attention_close
@@ -46,9 +46,7 @@ def run_hopper_latent(tensors: Tensors, *, compute_units: int, most: int = 1, la
 def assert_right(case: Case, device: torch.device, *, most: int = 1) -> None:
     """Checks the case with each number of programs."""
     for units in UNITS:
-        tensors = build(case, device)
-        run_hopper_latent(tensors, compute_units=units, most=most)
-        assert_served(tensors)
+        assert_serves(run_hopper_latent, case, device, compute_units=units, most=most)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -24,6 +24,7 @@ from tests.amd.kernels.attention_cases import (
     Tensors,
     arch_of,
     assert_served,
+    assert_serves,
     build,
     dtypes,
     run_decode_twin,
@@ -86,9 +87,7 @@ EXTENDED = {
 @pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
-        tensors = build(replace(case, dtype=dtype), kernel_device)
-        run_latent_decode(tensors)
-        assert_served(tensors)
+        assert_serves(run_latent_decode, replace(case, dtype=dtype), kernel_device)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +96,7 @@ def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) ->
 )
 def test_the_dims_of_deepseek_are_right(dims: tuple[int, int], heads: int, kernel_device: torch.device) -> None:
     case = replace(DECODES, kv_len=[20, 3], q_len=[1, 1], dims=dims, heads=(heads, 1), dtype=torch.float16)
-    tensors = build(case, kernel_device)
-    run_latent_decode(tensors, compute_units=2)
-    assert_served(tensors)
+    assert_serves(run_latent_decode, case, kernel_device, compute_units=2)
 
 
 CODED = {
@@ -115,9 +112,7 @@ def test_latents_in_eight_bits_are_what_their_codes_are_worth(case: Case, kernel
     dtypes_here = latent_dtypes(kernel_device)
     ways = ((run_latent_decode, dtypes_here[0], case.q_len), (run_latent_extend, dtypes_here[-1], [3, 0, 1, 16, 2, 0]))
     for run, dtype, q_len in ways:
-        tensors = build(replace(case, dtype=dtype, q_len=q_len), kernel_device)
-        run(tensors)
-        assert_served(tensors)
+        assert_serves(run, replace(case, dtype=dtype, q_len=q_len), kernel_device)
 
 
 def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(kernel_device: torch.device) -> None:
@@ -134,9 +129,7 @@ def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(kernel
 @pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED)
 def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
-        tensors = build(replace(case, dtype=dtype), kernel_device)
-        run_latent_decode(tensors, most=8, compute_units=4)
-        assert_served(tensors)
+        assert_serves(run_latent_decode, replace(case, dtype=dtype), kernel_device, most=8, compute_units=4)
 
 
 @pytest.mark.fast
@@ -164,33 +157,26 @@ def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) ->
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("case", [EXTENDED[name] for name in ("masked", "masked_window", "tree")])
 def test_deterministic_masked_steps_are_right(case: Case, kernel_device: torch.device) -> None:
-    tensors = build(replace(case, dtype=torch.float16), kernel_device)
-    run_latent_segment_extend(tensors)
-    assert_served(tensors)
+    assert_serves(run_latent_segment_extend, replace(case, dtype=torch.float16), kernel_device)
 
 
 @pytest.mark.parametrize("case", [DECODES, DRAFTS, CHUNKS], ids=["decodes", "drafts", "chunks"])
 def test_the_twins_of_linear_pages_serve_latent_ones(case: Case, kernel_device: torch.device) -> None:
-    tensors = build(case, kernel_device)
-    (run_decode_twin if case is DECODES else run_extend_twin)(tensors)
-    assert_served(tensors)
+    assert_serves(run_decode_twin if case is DECODES else run_extend_twin, case, kernel_device)
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("compute_units", [1, 7, pytest.param(40, marks=pytest.mark.nightly)])
 def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel_device: torch.device) -> None:
     case = replace(DRAFTS, kv_len=[100, 3, 50, 0, 20], q_len=[1, 2, 4, 0, 1], dims=(24, 16), dtype=torch.float16)
-    tensors = build(case, kernel_device)
-    run_latent_decode(tensors, compute_units=compute_units, most=8)
-    assert_served(tensors)
+    assert_serves(run_latent_decode, case, kernel_device, compute_units=compute_units, most=8)
 
 
 @pytest.mark.nightly
 def test_rows_that_are_cut_alike_may_have_padding_after_them(kernel_device: torch.device) -> None:
     """Rows have 31 blocks, which cost 33, in two shares of 17."""
-    tensors = build(replace(DECODES, kv_len=[490] * 6, q_len=[1] * 6, tail=0), kernel_device)
-    run_latent_decode(tensors, compute_units=13, tiles=LatentTiles(16, 16, 1, 1, even=True))
-    assert_served(tensors)
+    case = replace(DECODES, kv_len=[490] * 6, q_len=[1] * 6, tail=0)
+    assert_serves(run_latent_decode, case, kernel_device, compute_units=13, tiles=LatentTiles(16, 16, 1, 1, even=True))
 
 
 def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device) -> None:

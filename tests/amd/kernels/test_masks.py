@@ -19,6 +19,7 @@ from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
     assert_served,
+    assert_serves,
     build,
     in_each_way,
     run_extend,
@@ -73,9 +74,7 @@ run_extends = pytest.mark.parametrize("run", EXTENDS)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(MASKED, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(MASKED, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
 
 
 @pytest.mark.fast(1)
@@ -85,9 +84,7 @@ def test_an_extend_over_ranges_equals_the_reference(
 ) -> None:
     """Keys outside every range are NaN."""
     case = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True, dtype=dtype, **feature)  # type: ignore[arg-type]
-    tensors = build(case, kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, case, kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -102,9 +99,7 @@ def test_lengths_around_words_and_tiles_are_right(
     lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65]
     new = [min(length, 1 + (seq * 7 + seed) % 19) for seq, length in enumerate(lengths)]
     case = Case(lengths, new, heads=(1, 1), dims=(16, 16), page_size=5, masked=True)
-    tensors = build(case, kernel_device, seed)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, case, kernel_device, seed=seed)
 
 
 @pytest.mark.fast(1)
@@ -116,11 +111,8 @@ def test_masks_that_begin_anywhere_in_a_key_block_are_right(
     """The first key with bits is before, at and after the edges of tiles and of words."""
     lengths = [64, 65, 95, 96, 97, 33, 32, 31]
     new = [1, 3, 2, 4, 1, 2, 3, 4]
-    tensors = build(
-        Case(lengths, new, heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=mask_keys), kernel_device
-    )
-    run(tensors)
-    assert_served(tensors)
+    case = Case(lengths, new, heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=mask_keys)
+    assert_serves(run, case, kernel_device)
 
 
 @pytest.mark.fast(1)

@@ -14,8 +14,6 @@ from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
 from rocm_attn.kernels.refs import cache as twins
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
-Move = Callable[[AlikePages, MovedTokens], None]
-
 NUM_PAGES, PAGE_SIZE, HEADS = 9, 8, 3
 
 

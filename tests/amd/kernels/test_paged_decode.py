@@ -24,6 +24,7 @@ from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
     assert_served,
+    assert_serves,
     build,
     dtypes,
     in_each_way,
@@ -74,9 +75,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(case, dtype=dtype), kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(case, dtype=dtype), kernel_device)
 
 
 @pytest.mark.fast
@@ -87,28 +86,22 @@ def test_keys_may_begin_after_the_first_pages_of_a_row(
     scores: dict[str, Any], page_size: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     case = replace(RAGGED, page_size=page_size, first_page=[3, 0, 2, 7, 1, 40], **scores)
-    tensors = build(case, kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, case, kernel_device)
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
     kv_len = [*range(6), 13, 14, 15, 16, 17, 31, 32, 33, 47, 48, 49]
-    tensors = build(
-        Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(1, 1), dims=(16, 16), page_size=page_size), kernel_device
-    )
-    run_decode(tensors)
-    assert_served(tensors)
+    case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(1, 1), dims=(16, 16), page_size=page_size)
+    assert_serves(run_decode, case, kernel_device)
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
 def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
-    tensors = build(replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32)), kernel_device)
-    run_decode(tensors, num_programs=num_programs)
-    assert_served(tensors)
+    case = replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32))
+    assert_serves(run_decode, case, kernel_device, num_programs=num_programs)
 
 
 @pytest.mark.fast
@@ -132,9 +125,8 @@ def test_every_form_of_the_inner_loop_is_right(
     tiles: DecodeTiles, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     """Five query heads per KV head are cut unevenly by 2 and 3 blocks."""
-    tensors = build(replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype), kernel_device)
-    run_decode(tensors, num_programs=4, tiles=tiles)
-    assert_served(tensors)
+    case = replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype)
+    assert_serves(run_decode, case, kernel_device, num_programs=4, tiles=tiles)
 
 
 @pytest.mark.fast(1)
@@ -147,9 +139,8 @@ def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int
     assert alone is not None
     tiles = replace(alone.tiles, early=kernel_device.type == "cuda")
     kv_len = [600, 0, 1, 129, 300, 127]
-    tensors = build(replace(RAGGED, kv_len=kv_len, heads=(4, 2), dims=(dim, dim), dtype=torch.float16), kernel_device)
-    run_decode(tensors, num_programs=num_programs, tiles=tiles)
-    assert_served(tensors)
+    case = replace(RAGGED, kv_len=kv_len, heads=(4, 2), dims=(dim, dim), dtype=torch.float16)
+    assert_serves(run_decode, case, kernel_device, num_programs=num_programs, tiles=tiles)
 
 
 @pytest.mark.fast(2)
@@ -204,9 +195,7 @@ def test_every_cut_of_the_merge_is_right(
     assert (shape.by_row, shape.parts) == (is_by_row, parts)
     longest = min(8 * num_programs, 700)
     case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
-    tensors = build(case, kernel_device)
-    run_decode(tensors, num_programs=num_programs)
-    assert_served(tensors)
+    assert_serves(run_decode, case, kernel_device, num_programs=num_programs)
 
 
 @pytest.mark.fast(1)

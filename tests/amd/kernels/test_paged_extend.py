@@ -22,6 +22,7 @@ from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
     assert_served,
+    assert_serves,
     build,
     dtypes,
     extend_cut,
@@ -71,9 +72,7 @@ def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     """This includes the padded tail: output 0 and LSE -inf."""
-    tensors = build(replace(case, dtype=dtype), kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(case, dtype=dtype), kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -99,9 +98,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
         dims=(16, 16),
         page_size=page_size,
     )
-    tensors = build(case, kernel_device)
-    run_extend(tensors)
-    assert_served(tensors)
+    assert_serves(run_extend, case, kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -118,9 +115,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
 @pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.nightly), (5, 1), (20, 1)])
 def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
     """Five heads leave rows of a tile empty; twenty exceed 16 rows."""
-    tensors = build(replace(SHORT, heads=heads, dims=(32, 32), page_size=3), kernel_device)
-    run_extend(tensors, tiles=tiles)
-    assert_served(tensors)
+    assert_serves(run_extend, replace(SHORT, heads=heads, dims=(32, 32), page_size=3), kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(1)
@@ -145,18 +140,16 @@ def test_kv_heads_are_read_as_one(
     kernel_device: torch.device,
 ) -> None:
     """Covers any number of heads and any dims, whole or shared among programs, adjacent in memory or not."""
-    tensors = build(replace(SHORT, heads=heads, dims=dims, **layer), kernel_device)
-    run(tensors, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=heads_per_row))
-    assert_served(tensors)
+    case = replace(SHORT, heads=heads, dims=dims, **layer)
+    assert_serves(run, case, kernel_device, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=heads_per_row))
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("page_size", [2, 3, 16, 64])
 def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_device: torch.device) -> None:
     """Blocks have several pages, a whole one, or a part of one; pages of three are in two blocks."""
-    tensors = build(replace(SHORT, dims=(16, 16), page_size=page_size), kernel_device)
-    run_extend(tensors, tiles=ExtendTiles(16, 16, 4, 2, by_number=True))
-    assert_served(tensors)
+    case = replace(SHORT, dims=(16, 16), page_size=page_size)
+    assert_serves(run_extend, case, kernel_device, tiles=ExtendTiles(16, 16, 4, 2, by_number=True))
 
 
 @pytest.mark.fast(1)
@@ -292,9 +285,7 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
 
 def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_attn.kernels.refs.attention._GROUP_ELEMENTS", 20_000)
-    tensors = build(replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
-    run_extend_twin(tensors)
-    assert_served(tensors)
+    assert_serves(run_extend_twin, replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
 
 
 def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:

@@ -18,6 +18,7 @@ from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
     assert_served,
+    assert_serves,
     build,
     in_each_way,
     run_decode,
@@ -61,9 +62,7 @@ run_extends = pytest.mark.parametrize("run", RUN_EXTENDS)
 def test_decode_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(DECODES, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(DECODES, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
 
 
 @pytest.mark.fast(4)
@@ -71,9 +70,7 @@ def test_decode_equals_the_reference(
 def test_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    tensors = build(replace(EXTENDS, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, replace(EXTENDS, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
 
 
 @pytest.mark.nightly
@@ -84,14 +81,10 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
     lengths = [*range(1, 5), 14, 15, 16, 17, 18, 30, 31, 32, 33, 34, 47, 48, 49, 50, 64]
     case = Case(lengths, [1] * len(lengths), heads=(1, 1), dims=(16, 16), page_size=5, window_left=window_left)
     for run in (run_decode, run_shared_decode):
-        tensors = build(case, kernel_device)
-        run(tensors)
-        assert_served(tensors)
+        assert_serves(run, case, kernel_device)
     chunks = [min(length, new) for length, new in zip(lengths, [1, 2, 3, 16, 17, 33] * 4, strict=False)]
     for run_of_chunks in (run_extend, run_shared_extend):
-        tensors = build(replace(case, q_len=chunks), kernel_device)
-        run_of_chunks(tensors)
-        assert_served(tensors)
+        assert_serves(run_of_chunks, replace(case, q_len=chunks), kernel_device)
 
 
 @pytest.mark.fast(1)
@@ -99,9 +92,7 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
 def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
     """Either one program finishes a row, or the merge does."""
     case = replace(DECODES, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, sinks=True, window_left=100, soft_cap=2.0)
-    tensors = build(case, kernel_device)
-    run_shared_decode(tensors, num_programs=num_programs)
-    assert_served(tensors)
+    assert_serves(run_shared_decode, case, kernel_device, num_programs=num_programs)
 
 
 @pytest.mark.fast(2)
@@ -122,9 +113,7 @@ def test_every_form_of_the_decode_loop_has_every_feature(
 ) -> None:
     """Five query heads per KV head are cut unevenly by 3 blocks."""
     case = replace(DECODES, heads=(10, 2), window_left=20, soft_cap=1.5, sinks=True, slopes=True)
-    tensors = build(case, kernel_device)
-    run(tensors, num_programs=4, tiles=tiles)
-    assert_served(tensors)
+    assert_serves(run, case, kernel_device, num_programs=4, tiles=tiles)
 
 
 @pytest.mark.fast(1)
@@ -135,9 +124,7 @@ def test_every_extend_tile_has_every_feature(
 ) -> None:
     tiles = ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1)
     case = replace(EXTENDS, heads=heads, window_left=20, soft_cap=1.5, sinks=True, slopes=True)
-    tensors = build(case, kernel_device)
-    run_extend(tensors, tiles=tiles)
-    assert_served(tensors)
+    assert_serves(run_extend, case, kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(1)
@@ -147,9 +134,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
 ) -> None:
     """Cross-attention has an encoder's KV, with its length."""
     case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, causal=False)
-    tensors = build(case, kernel_device)
-    run(tensors)
-    assert_served(tensors)
+    assert_serves(run, case, kernel_device)
 
 
 @pytest.mark.fast(1)

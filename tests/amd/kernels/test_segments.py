@@ -14,7 +14,7 @@ from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, dtypes
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, assert_serves, build, dtypes
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import (
     all_shared,
@@ -209,9 +209,7 @@ def words_of(bits: list[bool]) -> torch.Tensor:
 def test_the_twins_are_right(case: Case, twin: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     if twin is run_decode_twin:
         case = case.decodes()
-    tensors = build(replace(case, tail=case.tail if twin is run_extend_twin else 0), kernel_device)
-    twin(tensors)
-    assert_served(tensors)
+    assert_serves(twin, replace(case, tail=case.tail if twin is run_extend_twin else 0), kernel_device)
 
 
 def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:

@@ -10,23 +10,21 @@ import torch
 
 from rocm_attn.kernels.attention.arguments import NewRows, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
+from rocm_attn.kernels.attention.decode import launch_storing_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.plain_decode import launch_plain_decode
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
-from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import schedules
 from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, extend_cut, queries_of
+from tests.amd.kernels import segment_cases
+from tests.amd.kernels.attention_cases import ALL_SHARED, Case, assert_served, queries_of, run_decode, run_extend
 from tests.amd.mutation.fresh_tensors import GARBAGE, PAGE_SIZE, gapped, garbage, ints
 from tests.amd.mutation.latent_checks import rows_of_several_tokens
 from tests.amd.mutation.memory import Memory, assert_same
@@ -73,12 +71,7 @@ def decode(memory: Memory, like: DecodeTiles = DECODE_TILES) -> None:
         tiles = replace(like, head_blocks=head_blocks, paired=scores is codes)
         tiles = replace(tiles, dim_block=0) if tiles.paired else tiles
         tensors = attention(memory, case)
-        cut = DecodeCut.of(tiles, num_kv_heads=HEADS[1], programs=num_programs, window_left=case.window_left)
-        words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=DIMS[1], tiles=tiles)
-        partials = memory.put(torch.full((words,), float("nan")))
-        schedule = memory.put(garbage(cut.words(len(kv_len))))
-        launch_decode_schedule(tensors.queries, schedule, cut)
-        launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+        run_decode(tensors, num_programs=num_programs, tiles=tiles, put=memory.put)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 
@@ -128,14 +121,8 @@ def merges(memory: Memory) -> None:
 def decode_of_two_heads(memory: Memory) -> None:
     """Checks two heads per row of codes with a scale per token, whose last pages are not full."""
     case = Case([33, 16], [1, 1], (4, 2), (32, 32), PAGE_SIZE, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
-    tiles = replace(DECODE_TILES, heads_per_row=2)
     tensors = attention(memory, case)
-    cut = DecodeCut.of(tiles, num_kv_heads=2, programs=3, window_left=case.window_left)
-    words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
-    partials = memory.put(torch.full((words,), float("nan")))
-    schedule = memory.put(garbage(cut.words(len(case.kv_len))))
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    run_decode(tensors, num_programs=3, tiles=replace(DECODE_TILES, heads_per_row=2), put=memory.put)
     assert_served(tensors)
     memory.assert_surroundings_untouched()
 
@@ -159,12 +146,7 @@ def extend(memory: Memory) -> None:
         tiles = joined if dims == (24, 20) else EXTEND_TILES
         case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)
-        cut = extend_cut(tensors, tiles, ALL_SHARED._replace(programs=programs))
-        schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
-        words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=dims[1])
-        args = tensors.args(schedule, memory.put(torch.full((max(1, words),), float("nan"))))
-        launch_extend_schedule(tensors.queries, schedule, cut)
-        launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+        run_extend(tensors, tiles=tiles, sharing=ALL_SHARED._replace(programs=programs), put=memory.put)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 
@@ -182,9 +164,9 @@ def segments(memory: Memory) -> None:
         for heads in (HEADS, (19, 1)):  # of which a tile holds 16, and two blocks are 10 and 9
             tensors = attention(memory, Case(heads=heads, dims=dims, page_size=PAGE_SIZE, spread=True, **case))
             if max(tensors.case.q_len) > 1:
-                segment_extend(memory, tensors, SEGMENT_TILES)
+                segment_cases.run_extend(tensors, tiles=SEGMENT_TILES, put=memory.put)
             else:
-                segment_decode(memory, tensors)
+                segment_cases.run_decode(tensors, num_programs=3, tiles=SEGMENT_TILES, put=memory.put)
             assert_served(tensors)
             memory.assert_surroundings_untouched()
 
@@ -193,44 +175,9 @@ def segments_left_in_memory(memory: Memory) -> None:
     """Checks deterministic extend that keeps the parts left of a segment in its workspace, and rows that see no key."""
     for case in ({"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}, {"kv_len": [67], "q_len": [3], **SCORES}):
         tensors = attention(memory, Case(heads=HEADS, dims=DIMS, page_size=PAGE_SIZE, spread=True, **case))
-        segment_extend(memory, tensors, replace(SEGMENT_TILES, left_in_memory=True))
+        segment_cases.run_extend(tensors, tiles=replace(SEGMENT_TILES, left_in_memory=True), put=memory.put)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
-
-
-def segment_extend(memory: Memory, tensors: Tensors, tiles: SegmentTiles) -> None:
-    """Runs launch_segment_extend in memory, with the shortest workspace that it allows."""
-    case, num_tokens = tensors.case, tensors.q.shape[0]
-    cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio)
-    schedule = memory.put(garbage(cut.words(num_tokens, tensors.num_seqs)))
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    words = tiles.extend_words(
-        cut.max_blocks(num_tokens, tensors.num_seqs),
-        programs=0,
-        num_kv_heads=case.heads[1],
-        gqa_ratio=tensors.gqa_ratio,
-        v_head_dim=case.dims[1],
-    )
-    left = memory.put(torch.full((words,), float("nan"))) if words else torch.empty(0)
-    args = tensors.args(schedule, left)
-    launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
-
-
-def segment_decode(memory: Memory, tensors: Tensors) -> None:
-    """Runs launch_segment_decode in memory, with the shortest workspace that it allows."""
-    case, ratio, tiles = tensors.case, tensors.gqa_ratio, SEGMENT_TILES
-    cut = DecodeCut.of(
-        tiles.decode(ratio), num_kv_heads=case.heads[1], programs=3, window_left=case.window_left, has_slots=True
-    )
-    schedule = memory.put(garbage(cut.words(tensors.num_seqs)))
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    most = tiles.most_segments(max(case.kv_len), case.window_left)
-    words = sum(
-        cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
-    )
-    left = memory.put(torch.full((words,), float("nan"))) if words else torch.empty(0)
-    args = tensors.args(schedule, left)
-    launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
 def decode_schedule(memory: Memory) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
@@ -33,7 +32,6 @@ from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_
 from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
-from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.simulator.case import own_encoding
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -268,8 +266,3 @@ _ALL: tuple[Callable[[str], SparseRow], ...] = (*_INDEXERS, *_LAYERS)
 ROWS: tuple[SparseRow, ...] = tuple(
     row(arch) for arch in ARCHS for row in _ALL if arch != "sm_90" or not row(arch).is_large
 )
-
-
-def compiled_sparse_kernels(row: SparseRow) -> list[CompiledKernel]:
-    """The distinct kernels that a row launches, in order of launch."""
-    return list({kernel.hash: kernel for kernel in compiled_by(row.launch, row.arch)}.values())

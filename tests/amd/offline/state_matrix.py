@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
-from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.states.arguments import (
@@ -22,7 +20,6 @@ from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
-from tests.amd.offline.offline_driver import compiled_by
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ARCHS = ("gfx942", "gfx950", "sm_90")
@@ -114,9 +111,3 @@ ROWS = (
     *(row for arch in ARCHS for row in _layers(arch)),
     *(StateRow(arch, "qwen3_next", (32, 16), (128, 128), is_large=True) for arch in ARCHS[:2]),
 )
-
-
-@functools.cache
-def compiled_state_kernels(row: StateRow) -> tuple[CompiledKernel, ...]:
-    """The distinct kernels that a row launches, in order of launch."""
-    return tuple({kernel.hash: kernel for kernel in compiled_by(row.launch, row.arch)}.values())

@@ -11,16 +11,14 @@ import pytest
 
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import KVEncoding, PoolKind
-from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
-from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, OLDEST_TRITON, first_kernels
+from tests.amd.offline.compiling import IN_EVERY_RUN, OLDEST_TRITON, first_kernels
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import last_compiled_by
 from tests.amd.offline.test_compiles import (
     LATENT,
-    amd_complaints,
+    complaints_of,
     names_of_all_kernels,
     names_of_separate_kernels,
-    nvidia_complaints,
 )
 
 ROWS_OF_EVERY_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN]
@@ -56,15 +54,7 @@ def test_the_first_variant_of_every_kernel_compiles_and_fits(row: Row) -> None:
     elif row.kv is KVEncoding.LIKE_Q:
         assert kernels.keys() == names_of_all_kernels() - latent - names_of_separate_kernels()
     assert kernels
-    found = [
-        f"{name}: {complaint}"
-        for name, kernel in kernels.items()
-        for complaint in (
-            amd_complaints(row, name, read_amd_code(kernel))
-            if row.arch in AMD_ARCHS
-            else nvidia_complaints(row, name, read_nvidia_code(kernel))
-        )
-    ]
+    found = [f"{name}: {complaint}" for name, kernel in kernels.items() for complaint in complaints_of(row, kernel)]
     assert not found, "\n".join(found)
 
 
@@ -72,7 +62,7 @@ def test_what_gfx942_launches_last_of_decode_and_extend_fits() -> None:
     (row,) = (row for row in ROWS_OF_EVERY_RUN if str(row) == SCORED_ROW)
     kernels = last_compiled_by(lambda: launch_all(row), row.arch, LAST_OF)
     assert kernels.keys() == LAST_OF
-    assert not [each for name, kernel in kernels.items() for each in amd_complaints(row, name, read_amd_code(kernel))]
+    assert not [each for kernel in kernels.values() for each in complaints_of(row, kernel)]
 
 
 def test_with_the_oldest_triton_each_kind_of_pages_has_a_row() -> None:

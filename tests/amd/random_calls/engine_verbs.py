@@ -10,39 +10,9 @@ from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.watch.shadow_check import shadow_check
+from tests.amd.random_calls import engine_step_verbs, engine_table_verbs
 from tests.amd.random_calls.calls import REFUSED
 from tests.amd.random_calls.engine_scene import MOST_SEQS, PAGE, ROWS, WIDTH, EngineScene
-from tests.amd.random_calls.engine_step_verbs import (
-    attend,
-    begin,
-    capture,
-    compiled_step,
-    decode,
-    extend,
-    fill,
-    masked,
-    of_a_thread,
-    recorded_fill,
-    replay,
-    right,
-    rows_worked,
-    run,
-    seal,
-    spoiled,
-    store,
-    wrong_slots,
-)
-from tests.amd.random_calls.engine_table_verbs import (
-    admit,
-    bind,
-    bind_wrong,
-    export,
-    import_,
-    release,
-    share,
-    use,
-    write,
-)
 from tests.amd.random_calls.finding import Finding
 from tests.amd.random_calls.oracle import UNKNOWN
 from tests.amd.random_calls.seq import Seq
@@ -74,8 +44,8 @@ def shadow(scene: EngineScene) -> None:
     if not seqs:
         return
     step = scene.step(seqs)
-    given = run(scene, "a step to look at", seqs, step)
-    right(scene, "a step to look at", seqs, given)
+    given = engine_step_verbs.run(scene, "a step to look at", seqs, step)
+    engine_step_verbs.right(scene, "a step to look at", seqs, given)
     if given is REFUSED:
         return
     q, _, _ = scene.model.layers[0].of(scene.entries_of(seqs, step.padded_tokens))
@@ -111,9 +81,14 @@ def ask(scene: EngineScene) -> None:
 ENGINE_VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend,
-        of_a_thread, seal, capture, replay, recorded_fill, use, write, bind, bind_wrong, admit, release, share, export,
-        import_, forget, weights, shadow, look, ask,
+        engine_step_verbs.decode, engine_step_verbs.extend, engine_step_verbs.compiled_step,
+        engine_step_verbs.rows_worked, engine_step_verbs.masked, engine_step_verbs.spoiled,
+        engine_step_verbs.wrong_slots, engine_step_verbs.begin, engine_step_verbs.fill, engine_step_verbs.store,
+        engine_step_verbs.attend, engine_step_verbs.of_a_thread, engine_step_verbs.seal, engine_step_verbs.capture,
+        engine_step_verbs.replay, engine_step_verbs.recorded_fill, engine_table_verbs.use, engine_table_verbs.write,
+        engine_table_verbs.bind, engine_table_verbs.bind_wrong, engine_table_verbs.admit, engine_table_verbs.release,
+        engine_table_verbs.share, engine_table_verbs.export, engine_table_verbs.import_, forget, weights, shadow, look,
+        ask,
     )
 }  # fmt: skip
 
@@ -125,7 +100,7 @@ def engine_prefill(scene: EngineScene) -> None:
     """Three requests that have tokens."""
     while len([row for row in scene.rows if scene.length(row)]) < 3:
         before = len(scene.rows)
-        admit(scene)
+        engine_table_verbs.admit(scene)
         if len(scene.rows) == before:
             return
 
@@ -144,12 +119,12 @@ def engine_settle(scene: EngineScene) -> None:
         seqs = [seq for seq in seqs if len(scene.pages[seq.row]) * PAGE >= seq.end]
         scene.write_tables()
         if seqs:
-            given = run(scene, "going on", seqs, scene.step(seqs))
+            given = engine_step_verbs.run(scene, "going on", seqs, scene.step(seqs))
             if given is REFUSED:
                 raise Finding("a plain step was refused")
-            right(scene, "going on", seqs, given)
+            engine_step_verbs.right(scene, "going on", seqs, given)
     if scene.graph is not None:
-        replay(scene)
+        engine_step_verbs.replay(scene)
     scene.listen()
     scene.compare_pool("going on")
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_attn.batch.mask import StepMask, spans_of_blocks
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
@@ -18,24 +14,7 @@ from tests.amd.random_calls.scene import Scene
 from tests.amd.random_calls.seq import Seq
 from tests.amd.random_calls.setting import MAX_KV_LEN, MAX_SEQS
 from tests.amd.random_calls.step_verbs import by_hand, by_runner, judged_step, reserve_for
-
-
-class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The n-th operation that makes or writes a tensor raises what torch raises when memory runs out."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.left = n
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run the operation, or raise in its place."""
-        if not func.is_view:
-            self.left -= 1
-            if self.left == 0:
-                raise torch.OutOfMemoryError("out of memory, by the tester")
-        return func(*args, **(kwargs or {}))
+from tests.amd.runtime.interrupts import OutOfMemory
 
 
 def going_on(scene: Scene, most: int = 3) -> list[Seq]:

@@ -15,75 +15,13 @@ from rocm_attn.paging.convert import convert_pages
 from rocm_attn.step.accepting import select_last_accepted
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
+from tests.amd.random_calls import hostile_verbs, state_verbs, step_verbs, table_verbs
 from tests.amd.random_calls.calls import REFUSED
 from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.hostile_verbs import (
-    memory_runs_out,
-    step_of_infinities,
-    step_sharing_prefixes,
-    step_with_mask,
-    step_with_spans,
-    stray_write,
-)
 from tests.amd.random_calls.oracle import UNKNOWN
 from tests.amd.random_calls.scene import Scene
 from tests.amd.random_calls.seq import Seq
 from tests.amd.random_calls.setting import MAX_KV_LEN
-from tests.amd.random_calls.state_verbs import (
-    filled_from_elsewhere,
-    forward_breaks_off,
-    masks_and_rounds,
-    recurrent_call,
-    states_of_kept,
-    verify_drafts,
-    wrong_state,
-)
-from tests.amd.random_calls.step_verbs import (
-    again_by_hand,
-    again_by_runner,
-    attend_one,
-    begin,
-    close,
-    draft_chain,
-    draft_runner,
-    draft_tree,
-    end,
-    fill,
-    lengths_on_device,
-    move,
-    old_layers,
-    reserve_for,
-    run_eagerly,
-    run_graphed,
-    run_graphed_halves,
-    stage,
-    step_compiled,
-    step_halves,
-    step_of_a_thread,
-    step_whole,
-    step_with_rows_worked,
-    store_one,
-    verify,
-)
-from tests.amd.random_calls.table_verbs import (
-    admit,
-    admit_over,
-    drop,
-    evict,
-    export_pages,
-    export_row,
-    fork,
-    free,
-    given_to_another,
-    import_pages,
-    import_row,
-    keep,
-    look,
-    mark_stored,
-    reserve,
-    reserve_all,
-    truncate,
-)
 
 Verb = Callable[[Scene], None]
 
@@ -174,7 +112,7 @@ def expanded(scene: Scene) -> None:
     if scene.open is None:
         q = torch.zeros(2, heads, layer.problem.head_dim, device=scene.device)
         scene.call("expanded without a step", lambda: prefill_of.attend(q, q[:, 0], expand), wrong="no step runs")
-        begin(scene)
+        step_verbs.begin(scene)
     begun = scene.open
     if begun is None:
         return
@@ -257,13 +195,18 @@ def accepted_rows(scene: Scene) -> None:
 VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        step_whole, step_halves, step_compiled, step_with_rows_worked, run_graphed, run_graphed_halves, run_eagerly,
-        step_of_a_thread, lengths_on_device, verify, move, again_by_hand, again_by_runner, begin, stage, fill,
-        store_one, attend_one, old_layers, end, draft_chain, draft_tree, draft_runner, admit, reserve, reserve_all,
-        truncate, free, given_to_another, fork, evict, mark_stored, keep, admit_over, drop, look, export_row,
-        export_pages, import_row, import_pages, weights, kv_scales, scales_from_scratch, convert, expanded, captures,
-        reopen, unseal, ask, copied, accepted_rows, step_with_mask, step_with_spans, step_sharing_prefixes,
-        step_of_infinities, memory_runs_out, stray_write,
+        step_verbs.step_whole, step_verbs.step_halves, step_verbs.step_compiled, step_verbs.step_with_rows_worked,
+        step_verbs.run_graphed, step_verbs.run_graphed_halves, step_verbs.run_eagerly, step_verbs.step_of_a_thread,
+        step_verbs.lengths_on_device, step_verbs.verify, step_verbs.move, step_verbs.again_by_hand,
+        step_verbs.again_by_runner, step_verbs.begin, step_verbs.stage, step_verbs.fill, step_verbs.store_one,
+        step_verbs.attend_one, step_verbs.old_layers, step_verbs.end, step_verbs.draft_chain, step_verbs.draft_tree,
+        step_verbs.draft_runner, table_verbs.admit, table_verbs.reserve, table_verbs.reserve_all, table_verbs.truncate,
+        table_verbs.free, table_verbs.given_to_another, table_verbs.fork, table_verbs.evict, table_verbs.mark_stored,
+        table_verbs.keep, table_verbs.admit_over, table_verbs.drop, table_verbs.look, table_verbs.export_row,
+        table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, weights, kv_scales,
+        scales_from_scratch, convert, expanded, captures, reopen, unseal, ask, copied, accepted_rows,
+        hostile_verbs.step_with_mask, hostile_verbs.step_with_spans, hostile_verbs.step_sharing_prefixes,
+        hostile_verbs.step_of_infinities, hostile_verbs.memory_runs_out, hostile_verbs.stray_write,
     )
 }  # fmt: skip
 
@@ -271,12 +214,17 @@ VERBS: dict[str, Verb] = {
 STATE_VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        step_whole, step_halves, step_compiled, run_graphed, run_graphed_halves, run_eagerly, step_of_a_thread,
-        lengths_on_device, again_by_hand, again_by_runner, begin, stage, fill, store_one, old_layers, end, admit,
-        reserve, truncate, free, given_to_another, fork, mark_stored, keep, admit_over, drop, export_row, export_pages,
-        import_row, import_pages, captures, reopen, unseal, step_sharing_prefixes, step_of_infinities, memory_runs_out,
-        stray_write, verify_drafts, wrong_state, forward_breaks_off, recurrent_call, states_of_kept, masks_and_rounds,
-        filled_from_elsewhere,
+        step_verbs.step_whole, step_verbs.step_halves, step_verbs.step_compiled, step_verbs.run_graphed,
+        step_verbs.run_graphed_halves, step_verbs.run_eagerly, step_verbs.step_of_a_thread,
+        step_verbs.lengths_on_device, step_verbs.again_by_hand, step_verbs.again_by_runner, step_verbs.begin,
+        step_verbs.stage, step_verbs.fill, step_verbs.store_one, step_verbs.old_layers, step_verbs.end,
+        table_verbs.admit, table_verbs.reserve, table_verbs.truncate, table_verbs.free, table_verbs.given_to_another,
+        table_verbs.fork, table_verbs.mark_stored, table_verbs.keep, table_verbs.admit_over, table_verbs.drop,
+        table_verbs.export_row, table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, captures,
+        reopen, unseal, hostile_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
+        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, state_verbs.verify_drafts, state_verbs.wrong_state,
+        state_verbs.forward_breaks_off, state_verbs.recurrent_call, state_verbs.states_of_kept,
+        state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
     )
 }  # fmt: skip
 
@@ -287,10 +235,10 @@ STATE_VERBS: dict[str, Verb] = {
 def prefill(scene: Scene) -> None:
     """Rows that have tokens: three for whom it is new, and a fork."""
     while len(scene.rows) < 3:
-        admit(scene)
+        table_verbs.admit(scene)
     seqs = [Seq(row, 0, scene.ids(scene.rng.randint(3, 9))) for row in scene.rows if not scene.length(row)][:4]
     if seqs:
-        reserve_for(scene, seqs)
+        step_verbs.reserve_for(scene, seqs)
         batch = scene.batch(seqs)
         rows = scene.call("prompts", lambda: scene.runner.run(batch), right=not scene.unsure & {s.row for s in seqs})
         if rows is not REFUSED:
@@ -300,7 +248,7 @@ def prefill(scene: Scene) -> None:
 
 def settle(scene: Scene) -> None:
     """Close what is open; then each request goes on by a token, and gives what the oracle says."""
-    close(scene)
+    step_verbs.close(scene)
     scene.compare_pool("closing")
     if scene.listen():
         scene.say("reported at the end")

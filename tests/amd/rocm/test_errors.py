@@ -13,7 +13,6 @@ from tests.amd.tolerances import BOUNDS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.parametrize("page_size", [1, 16, 64]),
     pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str),
     pytest.mark.parametrize("model", HEADS),

@@ -14,7 +14,7 @@ from rocm_attn.cli.doctor.registry import diagnose
 from rocm_attn.machine.target import KNOWN_TARGETS, detect_target
 from tests.amd.rocm.models import Measured
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def test_the_doctor_finds_no_problem(measured: Measured) -> None:

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.amd.house.source_tree import ROOT
 from tests.amd.rocm.models import Measured
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def test_a_server_serves_its_loads_and_a_long_prompt(tmp_path: Path, measured: Measured) -> None:

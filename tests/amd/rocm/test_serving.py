@@ -23,7 +23,7 @@ from rocm_lab.soak.soak import Soak
 from tests.amd.house.source_tree import ROOT
 from tests.amd.rocm.models import Measured, layer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 SOAK_STEPS = 2000
 SIZES = (1, 2, 4, 8, 16, 32)

@@ -21,7 +21,7 @@ from rocm_lab.bench.suites import SuiteCase
 from rocm_lab.cost.cost import SHAPES, CostShape, predicted
 from tests.amd.rocm.models import Measured, layer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 # More than any current GPU has: a time that implies more did not measure this work, and is a wrong result.
 IMPOSSIBLE = Ceilings(copied_per_s=20e12, read_per_s=20e12, flops_per_s=5e15)

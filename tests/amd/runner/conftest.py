@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+
 import pytest
 
 from rocm_serve.models.loading import LoadedModel
+from tests.amd import forked
 from tests.amd.one_thread import one_thread
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
 
-__all__ = ["loaded", "one_thread", "poisoned"]
+__all__ = ["loaded", "one_thread", "poisoned", "torch_is_imported"]
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +24,12 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="session")
 def poisoned() -> LoadedModel:
     return with_nan_token(tiny_model())
+
+
+@pytest.fixture(scope="module")
+def torch_is_imported() -> Iterator[None]:
+    """Processes and ranks begin with torch; those of tests/amd/server/load and of docs/tensor_parallel.md import it."""
+    context = forked.context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: context)
+        yield

@@ -49,7 +49,6 @@ def test_a_layer_makes_as_many_calls_for_any_number_of_sequences() -> None:
     assert of_layer[0] == of_layer[1]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_tokens_are_those_of_the_plain_kernels(graphs: bool) -> None:
     """Chunked prompts, decodes with pads, and both in one step."""
     loaded = tiny_model()

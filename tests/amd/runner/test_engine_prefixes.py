@@ -85,7 +85,6 @@ def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(t
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_in_deterministic_mode_a_hit_changes_no_bit(
     graphs: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

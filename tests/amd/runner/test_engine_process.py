@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
 import os
 import signal
 import threading
@@ -23,10 +22,11 @@ from rocm_serve.engine_process import EngineDied, EngineProcess
 from rocm_serve.engine_thread import EngineThread, Message, StepOutput
 from rocm_serve.request import Completion, Event, Request
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
-from tests.amd import forked
 from tests.amd.runner.async_engines import LONG, read
 from tests.amd.runner.serving import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("torch_is_imported")
 
 MANY = 256
 
@@ -76,15 +76,6 @@ def held() -> Iterator[Engine]:
 def impossible() -> Iterator[Engine]:
     raise BadSetting("there is no such engine")
     yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_is_imported() -> Iterator[None]:
-    """Processes begin with it; those of tests/amd/server/load import it."""
-    context = forked.context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", lambda _: context)
-        yield
 
 
 @pytest.fixture(scope="module")

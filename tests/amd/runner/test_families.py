@@ -146,6 +146,7 @@ def test_neither_order_nor_the_way_of_serving_changes_a_token(changes: dict[str,
     assert Engine(served.loaded, replace(BASE, **changes)).generate(requests[::-1]) == expected[::-1]
 
 
+@pytest.mark.fast(1)  # other tests have each family by day
 @pytest.mark.parametrize("served", ["bamba", "falcon_h1", "nemotron_h"], indirect=True, scope="module")
 def test_mamba_states_follow_drafts_prefixes_and_requests_that_give_way(served: Served) -> None:
     """With few pages requests give way; with many they come twice, and begin at kept states. Drafts are often wrong."""

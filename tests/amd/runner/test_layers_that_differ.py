@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -42,13 +41,9 @@ def loaded() -> LoadedModel:
     return tiny_model(base=replace(CONFIG, layers=LAYERS))
 
 
-@pytest.mark.parametrize(
-    ("page_size", "graphs"),
-    [
-        pytest.param(page_size, graphs, marks=[pytest.mark.nightly] * (not graphs or page_size != 1))
-        for page_size, graphs in product((1, 16), (False, True))
-    ],
-)
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_layers_that_differ_are_each_served_as_they_are(page_size: int, graphs: bool, loaded: LoadedModel) -> None:
     options = EngineOptions(
         provider="torch", page_size=page_size, max_batch_size=5, chunk=7, graphs=graphs, max_kv_len=64, capture_after=0

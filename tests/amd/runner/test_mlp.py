@@ -27,14 +27,10 @@ def random_weights(gate: Gate = MLP.gate) -> ExpertWeights:
     return ExpertWeights(
         router=torch.randn(EXPERTS, HIDDEN),
         router_bias=torch.randn(EXPERTS),
-        correction=None,
-        share_scale=None,
         gate_up=torch.randn(EXPERTS, products * INNER, HIDDEN),
         gate_up_bias=torch.randn(EXPERTS, products * INNER),
         down=torch.randn(EXPERTS, HIDDEN, INNER),
         down_bias=torch.randn(EXPERTS, HIDDEN),
-        shared=None,
-        shared_share=None,
     )
 
 

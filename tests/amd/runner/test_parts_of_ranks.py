@@ -91,14 +91,8 @@ def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> lis
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize(
-    ("family", "num_ranks"),
-    [
-        pytest.param(family, num_ranks, marks=[pytest.mark.nightly] * (num_ranks == 8 and at % 18 > 0))
-        for at, family in enumerate(FAMILIES)
-        for num_ranks in (3, 8)
-    ],
-)
+@pytest.mark.parametrize("num_ranks", [3, 8])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_gives_the_logits_of_transformers_on_every_rank(
     family: str, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
-from tests.amd import forked
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
@@ -34,6 +32,8 @@ from tests.amd.runner.serving import tokens_of
 from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
+
+pytestmark = pytest.mark.usefixtures("torch_is_imported")
 
 BASE = replace(OF_EIGHT, max_batch_size=4, graphs=True)
 
@@ -51,15 +51,6 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     if ranks.shard.rank == 1:
         raise CapacityExceeded("the weights do not fit beside what another process holds")
     return tiny_model(device=device, ranks=ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_is_imported() -> Iterator[None]:
-    """Ranks begin with it; docs/tensor_parallel.md, whose code runs, has ranks that import it."""
-    context = forked.context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", lambda _: context)
-        yield
 
 
 @pytest.fixture(scope="module")

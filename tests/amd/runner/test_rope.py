@@ -12,6 +12,9 @@ from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.rope import DivisorScaling, NoScaling, Rope, rotate
 from tests.amd.runner.hf_models import LLAMA3, YARN, small_hf_config
 
+FACTORS = [1.0 + place / 3 for place in range(8)]
+OTHER_TABLE = {"long_factor": [4 * factor for factor in FACTORS]}
+
 
 def rope_of(config: Any) -> Rope:
     return config_from_json({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).attending[0].rope
@@ -50,42 +53,22 @@ def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any], hea
         ({"original_max_position_embeddings": 32, "attention_factor": 1.25}, {}, 128),
         ({}, {}, 128),
         ({"original_max_position_embeddings": 128}, {"original_max_position_embeddings": 64}, 128),
+        # No text is so long that the other table is used.
+        ({**OTHER_TABLE, "original_max_position_embeddings": 64, "attention_factor": 1.3}, {}, 64),
     ],
     ids=str,
 )
-def test_longrope_with_one_table_equals_that_of_transformers_at_every_length(
+def test_longrope_equals_that_of_transformers_at_every_length_that_one_table_serves(
     parameters: dict[str, Any], beside: dict[str, Any], context_len: int
 ) -> None:
-    factors = [1.0 + place / 3 for place in range(8)]
-    parameters = {"rope_type": "longrope", "rope_theta": 3e4, "short_factor": factors, **parameters}
-    config = small_hf_config(
-        "Llama",
-        max_position_embeddings=context_len,
-        rope_parameters={**parameters, "long_factor": factors},
-        **beside,
-    )
+    tables = {"short_factor": FACTORS, "long_factor": FACTORS}
+    parameters = {"rope_type": "longrope", "rope_theta": 3e4, **tables, **parameters}
+    config = small_hf_config("Llama", max_position_embeddings=context_len, rope_parameters=parameters, **beside)
     rope = rope_of(config)
     for length in (1, context_len):
         expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
         torch.testing.assert_close(rope.inv_freq(), expected)
         assert rope.scaling.attention_factor == pytest.approx(attention_factor)
-
-
-def test_longrope_turns_by_the_short_scales_where_no_text_is_long() -> None:
-    factors = [1.0 + place / 3 for place in range(8)]
-    parameters = {
-        "rope_type": "longrope",
-        "rope_theta": 3e4,
-        "short_factor": factors,
-        "long_factor": [4 * factor for factor in factors],
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.3,
-    }
-    config = small_hf_config("Llama", max_position_embeddings=64, rope_parameters=parameters)
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=64)
-    rope = rope_of(config)
-    torch.testing.assert_close(rope.inv_freq(), expected)
-    assert rope.scaling.attention_factor == attention_factor == 1.3
 
 
 def test_rotation_multiplies_complex_pairs() -> None:

@@ -256,7 +256,6 @@ def test_a_hang_whose_record_cannot_be_written_is_still_named(
     assert caplog.messages[0].startswith("the last steps could not be written")
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 def test_the_shipped_model_runs_split_steps(graphs: bool, loaded: LoadedModel) -> None:
     results = []
     for split in (False, True):

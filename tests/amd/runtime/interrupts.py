@@ -1,12 +1,15 @@
-"""KeyboardInterrupt at any line of this project, one at a time."""
+"""KeyboardInterrupt at any line of this project, or no memory at any operation of torch, one at a time."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.amd.house.source_tree import ROOT
 
@@ -56,3 +59,21 @@ def every_line(call: Callable[[], object], step: int = 1, whole: int = 1) -> Ite
         else:
             ran_whole += 1
         number += step
+
+
+class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The n-th operation that makes or writes a tensor raises what torch raises when memory runs out."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left = n
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, or raise in its place."""
+        if not func.is_view:
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("out of memory, by the tester")
+        return func(*args, **(kwargs or {}))

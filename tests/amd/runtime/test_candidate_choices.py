@@ -21,7 +21,6 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.kernels.sparse_cases import candidates_of
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import ALL_ON
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM, ROOM = 4, 16, 2, 16, 64
@@ -110,8 +109,6 @@ class Choosing:
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_later_layers_choose_among_the_blocks_that_one_has_left(
     provider: str, graphs: bool, device: torch.device
 ) -> None:

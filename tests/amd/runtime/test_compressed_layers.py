@@ -41,12 +41,8 @@ from tests.amd.worlds.compressed import (
 )
 from tests.amd.worlds.problems import providers
 
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-
 
 @pytest.mark.fast(interpreted=0)
-@both_ways
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("swa_pages", [0, 20], ids=["one space", "two spaces"])
 def test_a_window_and_rows_share_one_softmax_and_one_sink(
     provider: str, graphs: bool, swa_pages: int, device: torch.device
@@ -64,7 +60,6 @@ def test_a_window_and_rows_share_one_softmax_and_one_sink(
 
 @pytest.mark.fast(2, interpreted=1)
 @pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
-@pytest.mark.parametrize("provider", providers())
 def test_a_window_and_rows_lie_in_records_with_footers(
     provider: str, encoding: KVEncoding, device: torch.device
 ) -> None:
@@ -108,7 +103,6 @@ def test_the_bits_of_a_deterministic_token_depend_on_nothing_but_its_sequence(de
         assert one.equal(other)
 
 
-@both_ways
 @pytest.mark.parametrize("swa_pages", [0, 20], ids=["one space", "two spaces"])
 def test_rejected_drafts_leave_nothing_behind(graphs: bool, swa_pages: int, device: torch.device) -> None:
     """Verify steps of five tokens, of which any number is rejected: rows that they made are made again of others."""

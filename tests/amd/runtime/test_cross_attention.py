@@ -15,7 +15,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch
 from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World
 
 CROSS = replace(small_problem(has_sinks=True), causal=False)
@@ -56,7 +56,6 @@ def stored(world: World) -> list[Tensor]:
 
 
 @pytest.mark.fast(interpreted=1)
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("q_len", [[1, 1, 1], pytest.param([3, 2, 5], marks=pytest.mark.nightly), [1, 7, 0]], ids=str)
 def test_decoder_tokens_see_the_whole_encoder(q_len: list[int], provider: str, device: torch.device) -> None:
     """However many tokens the decoder has by then: the encoder's lengths are its own, and nothing is stored."""
@@ -95,7 +94,6 @@ READS = (0, 1, 1, 0, 1)
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, device: torch.device) -> None:
     world = World.build(STORING, device, provider)
     old, new = world.admit(), world.admit()

@@ -30,20 +30,7 @@ LAYERS: Mapping[str, Problem] = {
     "cap_slopes_fp16": small_problem(16, torch.float16, logits_soft_cap=2.0, has_alibi_slopes=True),
 }
 # Several problems, so that pages, dims and ratios differ; each is served in every way.
-both = pytest.mark.parametrize("provider", deterministic_providers())
-every_layer = pytest.mark.parametrize(
-    ("graphs", "layer"),
-    [
-        pytest.param(
-            graphs,
-            layer,
-            id=f"{'graphed' if graphs else 'eager'}-{layer}",
-            marks=[pytest.mark.nightly] * (graphs and layer != "window_sinks"),
-        )
-        for graphs in (False, True)
-        for layer in LAYERS
-    ],
-)
+deterministic = pytest.mark.parametrize("provider", deterministic_providers())
 
 Way = Callable[[Teller, Story], Told]
 
@@ -132,8 +119,8 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
 
 
 @pytest.mark.fast(1, interpreted=0)
-@both
-@every_layer
+@deterministic
+@pytest.mark.parametrize("layer", LAYERS)
 def test_a_sequence_gives_the_same_bits_in_every_way(
     graphs: bool, layer: str, provider: str, device: torch.device
 ) -> None:
@@ -155,7 +142,7 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
 
 
 @pytest.mark.fast(interpreted=0)
-@both
+@deterministic
 def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
     problem = small_problem(has_sinks=True)
     teller = Teller(device, provider, problem)
@@ -219,8 +206,6 @@ GPU_LAYERS: Mapping[str, Problem] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("layer", GPU_LAYERS)
 def test_long_sequences_give_the_same_bits_on_a_gpu(layer: str, graphs: bool, device: torch.device) -> None:
     problem, num_tokens = GPU_LAYERS[layer], 2600

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata import error_word
@@ -22,18 +20,15 @@ from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WIT
 from rocm_attn.kernels.metadata.slot_layout import WRONG_STEP
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.echo import fault_of
 from rocm_attn.step.host_ring import HostRing
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.guards.late_device import LateDevice
-from tests.amd.runtime.interrupts import interrupted_at
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.runtime.interrupts import OutOfMemory, interrupted_at
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.two_rows import decode_of_both, run_split, run_whole, runtime_of_two_rows
 from tests.amd.worlds.world import Request, World
 
 pytestmark = pytest.mark.fast(interpreted=0)
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def set_error_word(serving: World, word: int) -> int:
@@ -59,14 +54,11 @@ def steps_until_reported(serving: World, requests: Sequence[Request], num_steps:
 def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[World, list[Request]]:
     """Returns two requests after a decode step, whose graph is made."""
     serving = World.one_layer(device, graphs=graphs, provider=provider)
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 5])
+    requests = serving.begun(3, 5)
     serving.step(requests, [1, 1])
     return serving, requests
 
 
-@each_provider
-@both_ways
 @pytest.mark.parametrize(
     ("word", "what"),
     [
@@ -100,7 +92,6 @@ def test_every_bit_of_the_error_word_is_reported_in_words_and_described() -> Non
     assert [name for name in bits if f"| `{name}` |" not in table] == []
 
 
-@each_provider
 def test_a_fault_of_a_step_in_other_buffers_is_reported_too(provider: str, device: torch.device) -> None:
     """The fault is one of an extend step, whose buffers grow; later decode steps use the buffers that graphs read."""
     serving, requests = decoding(provider, device, graphs=True)
@@ -109,7 +100,6 @@ def test_a_fault_of_a_step_in_other_buffers_is_reported_too(provider: str, devic
     assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
-@each_provider
 def test_a_fault_is_reported_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=True)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
@@ -117,7 +107,6 @@ def test_a_fault_is_reported_although_its_memory_was_given_up(provider: str, dev
     assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
-@each_provider
 def test_a_fault_is_reported_by_a_slot_that_grows(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
@@ -150,7 +139,6 @@ def test_a_graph_that_never_ran_is_reported_when_the_device_is_asked(device: tor
     serving.runtime.check_device()
 
 
-@each_provider
 def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     publisher = serving.runtime.gate._publisher
@@ -168,7 +156,6 @@ def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: t
     serving.runtime.check_device()
 
 
-@each_provider
 def test_counts_that_somebody_overwrote_are_reported(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
@@ -180,7 +167,6 @@ def test_counts_that_somebody_overwrote_are_reported(provider: str, device: torc
     )
 
 
-@each_provider
 def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     publisher = serving.runtime.gate._publisher
@@ -200,8 +186,6 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
     assert steps_until_reported(serving, requests) == []
 
 
-@each_provider
-@both_ways
 def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: torch.device) -> None:
     """check_device() reports once, both faults that no later step is left to raise and those of earlier steps."""
     serving, requests = decoding(provider, device, graphs=graphs)
@@ -216,7 +200,6 @@ def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: tor
     assert steps_until_reported(serving, requests) == []
 
 
-@each_provider
 def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: torch.device) -> None:
     serving, _ = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
@@ -227,7 +210,6 @@ def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: to
     serving.runtime.check_device()
 
 
-@each_provider
 def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.device) -> None:
     served = [decoding(provider, device, graphs=graphs) for graphs in (False, True)]
     served[0][0].step(served[0][1], [1, 1])
@@ -282,46 +264,12 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
     assert found == [[length, length] for length in range(1, 9)]
 
 
-# Left out under the interpreter by day: the kernels are torch's, and the host stage runs it every time.
-
-
 def two_faults() -> AttentionRuntime:
     """Returns a runtime after a whole step, 1, and a split one, 2 and 3; 1 and 3 got lengths beyond their bounds."""
-    made = build_runtime(
-        [small_problem()], RuntimeOptions(num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"), device="cpu"
-    )
-    for _ in range(2):
-        row = made.table.admit()
-        made.table.reserve(row, 16)
-    made.table.mark_stored(np.array([1, 2]), np.array([16, 16]))
-    made.step(batch(10, 99))
-    made.end_step()
-    split = batch(10, 99)
-    made.step(split, made.plan(split, halves=2))
-    made.end_step()
+    made = runtime_of_two_rows()
+    run_whole(made, decode_of_both(10, 99))
+    run_split(made, decode_of_both(10, 99))
     return made
-
-
-def batch(*on_device: int) -> StepBatch:
-    """A decode step of both rows at length 10; on_device: the lengths that the device has."""
-    arrays = [np.array(values, np.int32) for values in ([1, 2], [10, 10], [1, 1])]
-    return StepBatch(*arrays, inputs=DeviceInputs(kv_len=torch.tensor(on_device, dtype=torch.int32)))
-
-
-class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The n-th operation on tensors raises."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.left = n
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise torch.OutOfMemoryError("no memory is left")
-        return func(*args, **(kwargs or {}))
 
 
 def listen(reported: set[int], call: Callable[[], object]) -> None:
@@ -343,14 +291,14 @@ def steps_of(error: BaseException | None) -> set[int]:
 def go_on(runtime: AttentionRuntime, reported: set[int]) -> None:
     """Runs as many whole steps as a report may take."""
     for _ in range(8):
-        listen(reported, partial(runtime.step, batch(10, 10)))
+        listen(reported, partial(runtime.step, decode_of_both(10, 10)))
         runtime.end_step()
 
 
 CALLS: dict[str, Callable[[AttentionRuntime], object]] = {
     "check_device": lambda runtime: runtime.check_device(),
     "reseal": lambda runtime: runtime.seals.reseal((1, 2)),
-    "steps": lambda runtime: runtime.step(batch(10, 10)),
+    "steps": lambda runtime: runtime.step(decode_of_both(10, 10)),
 }
 
 

@@ -18,8 +18,7 @@ def test_a_runtime_works_on_a_gpu_that_is_not_the_current_one(provider: str) -> 
     device = torch.device("cuda", 1)
     with torch.cuda.device(0):
         world = World.build([small_problem()], device, provider)
-        requests = [world.admit() for _ in range(3)]
-        world.step(requests, [5, 1, 9])
+        requests = world.begun(5, 1, 9)
         world.step(requests, [1, 1, 1])
         outs = []
         for graphs in (False, True):
@@ -31,12 +30,10 @@ def test_a_runtime_works_on_a_gpu_that_is_not_the_current_one(provider: str) -> 
     assert same(*outs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("provider", ["torch", "triton"])
 def test_a_step_on_another_stream_starts_after_the_last_one(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [3, 8])
+    requests = world.begun(3, 8)
     for _ in range(4):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))

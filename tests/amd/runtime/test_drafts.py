@@ -16,10 +16,10 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported, WrongState
 from tests.amd.worlds.drafting import DraftWorld
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import page_zero_is_zero
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
+pytestmark = pytest.mark.fast(interpreted=0)
 
 
 def world_of(
@@ -44,8 +44,7 @@ def world_of(
 def test_a_round_of_two_sequences(provider: str, branches: int, device: torch.device) -> None:
     """A round in short, for the interpreter of every run."""
     world = world_of(provider, device, branches, page_size=2)
-    requests = world.admit_all(2)
-    world.step(requests, [3, 1])
+    requests = world.begun(3, 1)
     world.step_round(requests, Drafts(branches, 2))
     world.runtime.check_device()
 
@@ -57,8 +56,7 @@ def test_drafts_see_their_prefix_their_ancestors_and_themselves(
 ) -> None:
     """Rounds after prompts of all last-page lengths; between them the first drafts become tokens."""
     world = world_of(provider, device, branches, page_size=page_size)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     for steps in (3, 1, 2):
         world.step_round(requests, Drafts(branches, steps))
         world.step(requests, [1, 2, 1])
@@ -69,8 +67,7 @@ def test_drafts_see_their_prefix_their_ancestors_and_themselves(
 @pytest.mark.parametrize("branches", [1, 2])
 def test_lengths_on_the_device_move_drafts_and_nothing_else(branches: int, provider: str, device: torch.device) -> None:
     world = world_of(provider, device, branches)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     world.step_round(requests, Drafts(branches, 2), pad_to=5, room=[3, 0, 7])
     world.step(requests, [1, 1, 1])
     world.runtime.check_device()
@@ -80,8 +77,7 @@ def test_lengths_on_the_device_move_drafts_and_nothing_else(branches: int, provi
 def test_a_round_runs_as_two_halves_in_turn(branches: int, provider: str, device: torch.device) -> None:
     """Two-batch overlap: each half has all draft steps, its own lengths and its own parents; either may be empty."""
     world = world_of(provider, device, branches)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     drafts = Drafts(branches, 2)
     world.step_round(requests, drafts, halves=True)
     world.step_round(requests[:1], drafts, halves=True)
@@ -100,8 +96,7 @@ def test_windows_count_back_from_the_depth_of_a_draft(
 ) -> None:
     """Some hold fewer drafts than a branch has; each key is looked at by itself, in prefix and branch."""
     world = world_of(provider, device, branches, window_left=window_left, swa=swa)
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [9, 3])
+    requests = world.begun(9, 3)
     for _ in range(2):
         world.step_round(requests, Drafts(branches, 4))
         world.step(requests, [2, 1])
@@ -112,8 +107,7 @@ def test_windows_count_back_from_the_depth_of_a_draft(
 def test_a_parent_that_no_branch_is_is_reported(wrong: int, provider: str, device: torch.device) -> None:
     """In the second step as in the third; what pads have is not looked at."""
     world, drafts = world_of(provider, device, 2), Drafts(2, 3)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     for late in (1, 2, 0):
         batch = world.round_batch(requests, drafts)
         round_ = world.runtime.step(batch, world.runtime.plan(batch, PadTo(5)))
@@ -139,8 +133,7 @@ def test_a_round_without_sequences_is_legal(provider: str, device: torch.device)
 def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> None:
     world = world_of(provider, device, 1)
     runtime, drafts = world.runtime, Drafts(1, 2)
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     row = [request.row]
     with pytest.raises(BadBatch, match="give at least 1 of each"):
         Drafts(0, 2)
@@ -174,8 +167,7 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
 def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device) -> None:
     """The parents of drafts decide which keys they see, so no layer of theirs is called before."""
     world = world_of(provider, device, 2)
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     drafts = world.runtime.step(world.round_batch([request], Drafts(2, 3))).parts
     q, k, v = world.qkv(world.problems[0], drafts[0])
     out = torch.zeros_like(q)
@@ -198,8 +190,7 @@ def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device)
 def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: torch.device) -> None:
     """A prefix on the device that is longer than its bound is cut, for all draft steps, and reported once."""
     world = world_of(provider, device, 2)
-    one, other = world.admit(), world.admit()
-    world.step([one, other], [5, 8])
+    one, other = world.begun(5, 8)
     drafts, runtime = Drafts(2, 3), world.runtime
     for request in (one, other):
         runtime.table.reserve(request.row, request.kv_len + drafts.tokens)

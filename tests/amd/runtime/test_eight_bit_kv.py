@@ -19,28 +19,7 @@ from tests.amd.worlds.world import World, page_zero_is_zero
 
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
 EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
-each_scales = pytest.mark.parametrize(
-    "scales",
-    [pytest.param(scales, marks=[pytest.mark.nightly] * (scales is Scales.HEAD)) for scales in EVERY_SCALES],
-    ids=lambda scales: scales.name,
-)
-# Each encoding once and each kind of scale once, graphed or eager by turns; the night has the others.
-each_encoding_and_scales = pytest.mark.parametrize(
-    ("graphs", "scales", "encoding"),
-    [
-        pytest.param(
-            graphs,
-            scales,
-            encoding,
-            id=f"{'graphed' if graphs else 'eager'}-{scales.name}-{encoding.name}",
-            marks=[pytest.mark.nightly] * (row != column or graphs == row % 2),
-        )
-        for row, scales in enumerate(EVERY_SCALES)
-        for column, encoding in enumerate(ENCODINGS)
-        for graphs in (False, True)
-    ],
-)
-each_provider = pytest.mark.parametrize("provider", providers())
+each_scales = pytest.mark.parametrize("scales", EVERY_SCALES, ids=lambda scales: scales.name)
 
 
 def given(scales: Scales) -> KVScales:
@@ -56,8 +35,7 @@ def serve(serving: World) -> None:
     """Requests that begin, go on in chunks, decode, and leave, with pads."""
     if serving.problem.kv_scales is not Scales.TOKEN:
         serving.runtime.set_kv_scales(0, given(serving.problem.kv_scales))
-    requests = serving.admit_all(3)
-    serving.step(requests, [9, 1, 4])
+    requests = serving.begun(9, 1, 4)
     serving.step(requests, [3, 1, 7])
     for pad_to in (None, 8):
         serving.step(requests, [1, 1, 1], pad_to)
@@ -67,8 +45,8 @@ def serve(serving: World) -> None:
 
 
 @pytest.mark.fast(interpreted=1)
-@each_encoding_and_scales
-@each_provider
+@each_scales
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_steps_read_what_steps_have_quantised(
     graphs: bool, provider: str, scales: Scales, encoding: KVEncoding, device: torch.device
 ) -> None:
@@ -87,34 +65,6 @@ def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, 
     serve(serving)
 
 
-@pytest.mark.fast(interpreted=0)
-@each_scales
-@each_provider
-def test_what_requests_share_is_copied_with_its_scales(provider: str, scales: Scales, device: torch.device) -> None:
-    """A fork writes into a copy of the last page, which it shared."""
-    world = World.build([small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)], device, provider)
-    parent = world.admit()
-    world.step([parent], [6])
-    child = world.fork(parent, 6)
-    world.step([parent, child], [1, 1])
-    world.step([child, parent], [3, 1])
-
-
-@pytest.mark.fast(interpreted=0)
-@each_provider
-def test_layers_of_one_model_may_keep_k_and_v_differently(provider: str, device: torch.device) -> None:
-    problems = [
-        small_problem(),
-        small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN),
-        small_problem(kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER, window_left=3),
-    ]
-    world = World.build(problems, device, provider, swa_pages=32)
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [7, 3])
-    world.step(requests, [1, 1])
-
-
-@each_provider
 def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
     provider: str, device: torch.device
 ) -> None:
@@ -138,20 +88,17 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_graphs_use_scales_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
     serving = World.one_layer(device, graphs=True, provider=provider, problem=problem)
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 1])
+    requests = serving.begun(3, 1)
     serving.step(requests, [1, 1])
     captured = serving.runner.counters.captures
     with pytest.raises(WrongState, match="cannot change while requests are admitted"):
         serving.runtime.set_kv_scales(0, given(Scales.HEAD))
     serving.free(*requests)
     serving.runtime.set_kv_scales(0, given(Scales.HEAD))
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 1])
+    requests = serving.begun(3, 1)
     serving.step(requests, [1, 1])
     assert serving.runner.counters.captures == captured
 

@@ -20,17 +20,13 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, take_back
-
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def family(world: World, kv_len: int, shared: int) -> tuple[Request, Request]:
     """Returns a request of kv_len tokens and a fork of the first ones."""
-    parent = world.admit()
-    world.step([parent], [kv_len])
+    (parent,) = world.begun(kv_len)
     return parent, world.fork(parent, shared)
 
 
@@ -63,8 +59,7 @@ def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_ar
     """The other request's tokens came from elsewhere, so no later step writes them again."""
     world = World.build([small_problem()] * 2, device, "torch")
     runtime, table = world.runtime, world.runtime.table
-    request = world.admit()
-    world.step([request], [table.page_size])
+    (request,) = world.begun(table.page_size)
     end = table.page_size + 1
     table.reserve(request.row, end)
     step = runtime.stage(StepBatch([request.row], [end], [1], NO_TOKEN_IDS))
@@ -85,7 +80,6 @@ def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_ar
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize(
     ("kv_len", "back"),
     [(8, 1), pytest.param(10, 1, marks=pytest.mark.nightly), pytest.param(10, 3, marks=pytest.mark.nightly), (9, 9)],
@@ -106,7 +100,6 @@ def test_either_side_recomputes_tokens_that_both_have(
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize("freed", ["parent", "child"])
 def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
@@ -119,7 +112,6 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=3), small_problem()]
     world = World.build(problems, device, provider, swa_pages=24, swa_kept=4)
@@ -135,14 +127,12 @@ def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) ->
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halves(
     provider: str, device: torch.device
 ) -> None:
     world = World.build([small_problem()], device, provider)
     parent, _ = family(world, 6, 6)
-    other = world.admit()
-    world.step([other], [2])
+    (other,) = world.begun(2)
     take_back(parent, 1)
     batch = world.batch([other, parent], [1, 1])
     split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
@@ -156,8 +146,6 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
-@both_ways
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
     """Decoders do so over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
     problem = replace(small_problem(), causal=False)
@@ -186,14 +174,11 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
-@both_ways
 def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     serving = World.one_layer(device, graphs=graphs, provider=provider, capture_tokens=(8,))
-    parent, other = serving.admit_all(2)
-    serving.step([parent, other], [9, 3])
+    parent, other = serving.begun(9, 3)
     child = serving.fork(parent, 8)
     batch = serving.batch([child, other], [2, 2])
     kv_len = torch.tensor([8, 5], dtype=torch.int32, device=serving.runtime.device)
@@ -245,7 +230,6 @@ def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
 
 
 @pytest.mark.fast
-@both_ways
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_a_step_that_raised_half_way_is_run_again_before_the_next(
     fails_at: int, graphs: bool, device: torch.device

@@ -424,8 +424,7 @@ def _failing(replay: Callable[[], object], launches: bool) -> None:
 def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tuple[World, list[Request]]:
     """Returns three requests, the first two of which were to be in a step whose graph takes its inputs."""
     serving = World.one_layer(device, graphs=True, provider=providers()[-1])
-    requests = serving.admit_all(3)
-    serving.step(requests, [3, 5, 2])
+    requests = serving.begun(3, 5, 2)
     for _ in range(3):
         serving.step(requests[:2], [1, 1])
     (entry,) = (graph for graph in serving.runner._graph_of_plan.values() if graph.takes_inputs)

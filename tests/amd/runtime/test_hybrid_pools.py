@@ -19,11 +19,10 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.bounds import lengths_on_device, run_within_bounds
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero, poison_free_pages, take_back
 
 pytestmark = pytest.mark.fast(interpreted=0)
-each_provider = pytest.mark.parametrize("provider", providers())
 
 WINDOWS = (7, 3)
 KEPT = 3
@@ -91,7 +90,6 @@ def change(world: World, random: np.random.Generator) -> None:
 
 
 @pytest.mark.fast(1)
-@each_provider
 @pytest.mark.parametrize("page_size", [1, 4, 5])
 def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
     page_size: int, provider: str, device: torch.device
@@ -116,7 +114,6 @@ def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
     world.runtime.check_device()
 
 
-@each_provider
 @pytest.mark.parametrize("chunk", [5, 16])
 def test_a_prompt_longer_than_the_pool_of_windows_is_served_in_chunks(
     chunk: int, provider: str, device: torch.device
@@ -133,11 +130,9 @@ def test_a_prompt_longer_than_the_pool_of_windows_is_served_in_chunks(
     assert len(world.runtime.table.pages_of(request.row)) == 12
 
 
-@each_provider
 def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, device: torch.device) -> None:
     world = hybrid(device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [20, 9])
+    requests = world.begun(20, 9)
     for rejected in (3, 0, 2, 3, 3):
         world.step(requests, [4, 4])
         for request in requests:
@@ -150,11 +145,9 @@ def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, d
     world.step(requests[1:], [1])
 
 
-@each_provider
 def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
     world = hybrid(device, provider)
-    parent = world.admit()
-    world.step([parent], [30])
+    (parent,) = world.begun(30)
     world.step([parent], [1])
     with pytest.raises(BadBatch, match="has left the window of the SWA space"):
         world.fork(parent, 8)
@@ -166,9 +159,7 @@ def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
 
 
 @pytest.mark.fast(2)
-@each_provider
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provider: str, device: torch.device) -> None:
     serving = World.one_layer(
         device,
@@ -193,7 +184,6 @@ def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provid
     serving.runtime.check_device()
 
 
-@each_provider
 def test_lengths_that_only_the_device_knows_give_nothing_back_until_the_host_knows(
     provider: str, device: torch.device
 ) -> None:

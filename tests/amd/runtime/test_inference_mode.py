@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import Rows, World
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -21,8 +20,6 @@ each_order = pytest.mark.parametrize("order", [("inference", "plain"), ("plain",
 
 @pytest.mark.fast(interpreted=0)
 @each_order
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_what_grows_in_one_mode_serves_in_the_other(
     provider: str, graphs: bool, order: tuple[str, str], device: torch.device
 ) -> None:
@@ -30,8 +27,7 @@ def test_what_grows_in_one_mode_serves_in_the_other(
     with torch.inference_mode(False):
         serving = World.one_layer(device, graphs=graphs, provider=provider, max_num_seqs=8, capture_sizes=(2, 4))
     with first():
-        requests = serving.admit_all(4)
-        serving.step(requests, [3, 9, 1, 2])
+        requests = serving.begun(3, 9, 1, 2)
         serving.step(requests, [1] * 4)
         # A copy of a page, and buffers above the largest graph.
         requests.append(serving.fork(requests[0], 4))
@@ -51,8 +47,6 @@ def test_what_grows_in_one_mode_serves_in_the_other(
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
@@ -60,8 +54,7 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
         serving = World.one_layer(device, graphs=graphs, provider=provider)
     # The tensors of the test's own model are not checked.
     serving.rows = [Rows(*(rows.clone() for rows in vars(serving.rows[0]).values()))]
-    requests = serving.admit_all(2)
-    serving.step(requests, [3, 1])
+    requests = serving.begun(3, 1)
     serving.step(requests, [1, 1])
     assert not any(tensor.is_inference() for tensor in serving.runtime.seals.tensors().values())
     serving.runtime.check_device()
@@ -70,8 +63,7 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
 def test_a_fault_is_reported_outside_of_the_mode_that_the_step_ran_in(device: torch.device) -> None:
     with torch.inference_mode():
         serving = World.one_layer(device, graphs=True)
-        requests = serving.admit_all(2)
-        serving.step(requests, [3, 1])
+        requests = serving.begun(3, 1)
         serving.runtime.table.full.entries.zero_()
         serving.run(requests, [1, 1])
     with pytest.raises(DeviceFault, match="a new token had no page"):

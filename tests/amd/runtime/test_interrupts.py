@@ -81,7 +81,6 @@ class Counted:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "split")) for kind in KINDS]
 )
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bool, kind: str, apart: int) -> None:
     """It reports no fault that did not happen. apart: lines from one interrupt to the next."""
     served = Counted(graphs=graphs)

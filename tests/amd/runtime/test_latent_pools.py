@@ -22,10 +22,8 @@ from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
-
-serving = pytest.mark.parametrize("provider", providers())
 
 
 def latent_problem(page_size: int = 4, *, heads: int = 6, dims: tuple[int, int] = (24, 16)) -> Problem:
@@ -44,13 +42,11 @@ PROBLEMS = {
 
 
 @pytest.mark.fast(interpreted=1)
-@serving
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: torch.device) -> None:
     """Prefill, drafts of two to eight tokens, decode, a mixed step with all of them, and chunks over a prefix."""
     world = World.build([problem], device, provider, num_pages=200)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [13, 1, 7])
+    requests = world.begun(13, 1, 7)
     world.step(requests, [1, 1, 1], pad_to=4)
     world.step(requests, [4, 8, 2])
     world.step(requests, [1, 5, 11])
@@ -58,20 +54,16 @@ def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: to
     assert page_zero_is_zero(world)
 
 
-@serving
 def test_masked_steps_are_right(provider: str, device: torch.device) -> None:
     world = World.build([replace(latent_problem(), custom_mask=True)], device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [9, 5])
+    requests = world.begun(9, 5)
     visible = [torch.rand(new, new + old) < 0.6 for new, old in ((4, 9), (1, 5))]
     world.step(requests, [4, 1], visible=visible)
 
 
-@serving
 def test_shared_prefixes_are_read_once(provider: str, device: torch.device) -> None:
     world = World.build([latent_problem()], device, provider)
-    first = world.admit()
-    world.step([first], [13])
+    (first,) = world.begun(13)
     requests = [first, world.fork(first, 12), world.fork(first, 12)]
     world.step(requests, [1, 1, 1], prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
 
@@ -142,7 +134,6 @@ ONE_PREFIX = [
 
 
 @pytest.mark.fast(4, interpreted=1)
-@serving
 @pytest.mark.parametrize(("page_size", "chunk_tokens", "kept"), ONE_PREFIX)
 def test_absorbed_expanded_and_dense_attention_are_one(
     page_size: int, chunk_tokens: int, kept: tuple[KVEncoding, Scales], provider: str, device: torch.device

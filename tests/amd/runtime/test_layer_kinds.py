@@ -12,31 +12,47 @@ from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import record_layer, small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
 
 GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]
 GPT_OSS = [small_problem(window_left=5, has_sinks=True), small_problem(has_sinks=True)]
 BLOOM = [small_problem(has_alibi_slopes=True)]
 TOGETHER = [small_problem(window_left=5, logits_soft_cap=1.5, has_sinks=True), *BLOOM]
-FAMILIES = {"gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM, "together": TOGETHER}
+GEOMETRIES = [small_problem(), small_problem(num_q_heads=4, num_kv_heads=4, head_dim=32, v_head_dim=8), small_problem()]
+ENCODINGS = [
+    small_problem(),
+    small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN),
+    small_problem(kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER, window_left=3),
+]
+FAMILIES = {
+    "together": TOGETHER,
+    "geometries": GEOMETRIES,
+    "encodings": ENCODINGS,
+    "gemma2": GEMMA2,
+    "gpt_oss": GPT_OSS,
+    "bloom": BLOOM,
+}
+# The pages of a layer that are copied whole where requests share one.
+PAGES = {
+    **{
+        f"eight bits, {scales.name}": small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)
+        for scales in (Scales.LAYER, Scales.HEAD, Scales.TOKEN)
+    },
+    **{f"records, {scales.name}": record_layer(scales=scales) for scales in (Scales.GROUP, Scales.FOOTER)},
+    "vectorised": replace(small_problem(8, head_dim=24), pool=PoolKind.VECTORIZED),
+}
 
 
-@pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize(
-    "problems",
-    [
-        pytest.param(layers, id=name, marks=[pytest.mark.nightly] * (name != "together"))
-        for name, layers in FAMILIES.items()
-    ],
-)
+@pytest.mark.fast(3, interpreted=1)
+@pytest.mark.parametrize("problems", FAMILIES.values(), ids=FAMILIES)
 def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
     world = World.build(problems, device, provider)
     old, new = world.admit(), world.admit()
@@ -45,6 +61,18 @@ def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider
     world.step([new, old], [1, 1], pad_to=4)
     world.step([], [])
     assert page_zero_is_zero(world)
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("problem", PAGES.values(), ids=PAGES)
+def test_a_fork_writes_into_a_copy_of_the_last_page_which_it_shared(
+    problem: Problem, provider: str, device: torch.device
+) -> None:
+    world = World.build([problem], device, "torch" if problem.pool is PoolKind.VECTORIZED else provider)
+    (parent,) = world.begun(14)
+    child = world.fork(parent, 14)
+    world.step([parent, child], [1, 1])
+    world.step([child, parent], [3, 1])
 
 
 def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:
@@ -122,7 +150,6 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provider: str, device: torch.device) -> None:
     """Two equal layers with a window, one of which keeps all of its pages in the full space."""
     problem = small_problem(window_left=3)

@@ -19,12 +19,10 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select
 from tests.amd.tolerances import assert_same_but_for_rounding
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, packed, page_zero_is_zero
 
 MASKED = small_problem(custom_mask=True)
-
-each_provider = pytest.mark.parametrize("provider", providers())
 
 
 def world_of(device: torch.device, provider: str, *, swa_pages: int = 0) -> tuple[World, list[Request]]:
@@ -32,8 +30,7 @@ def world_of(device: torch.device, provider: str, *, swa_pages: int = 0) -> tupl
     sinks = replace(MASKED, has_sinks=True, logits_soft_cap=2.0, has_alibi_slopes=True)
     windowed = replace(MASKED, window_left=5)
     world = World.build([MASKED, sinks, windowed, small_problem()], device, provider, swa_pages=swa_pages)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [9, 20, 1])
+    requests = world.begun(9, 20, 1)
     return world, requests
 
 
@@ -49,7 +46,6 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize("q_len", [[1, 6, 0], [1, 1, 1], [5, 7, 8], [0, 1, 0], [0, 0, 0]], ids=str)
 def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
     q_len: list[int], provider: str, device: torch.device
@@ -65,7 +61,6 @@ def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str, device: torch.device) -> None:
     """Its mask shows all keys; the pages that have left the window were given up, and hold NaN."""
     world, requests = world_of(device, provider, swa_pages=24)
@@ -79,12 +74,10 @@ def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str
     world.runtime.check_device()
 
 
-@each_provider
 def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
     """Eight siblings: each sees the window after the trunk, regardless of its place among them."""
     world = World.build([replace(MASKED, window_left=3)], device, provider)
-    trunk = world.admit()
-    world.step([trunk], [10])
+    (trunk,) = world.begun(10)
     siblings = torch.cat([torch.ones(8, 10, dtype=torch.bool), torch.eye(8, dtype=torch.bool)], 1)
     at_the_trunk = torch.full((8,), 10, dtype=torch.int32, device=device)
     world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
@@ -104,12 +97,10 @@ def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[
     return torch.cat(rows).int().to(world.runtime.device)
 
 
-@each_provider
 def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) -> None:
     """Cached ones and new ones; the causal layer, which would see them, is left out."""
     world = World.build([MASKED], device, provider)
-    request = world.admit()
-    world.step([request], [10])
+    (request,) = world.begun(10)
     request.k[0][3], request.v[0][4] = float("nan"), float("inf")
     pages = world.runtime.pool.layer(0)
     held = world.runtime.table.pages_of(request.row).tolist()
@@ -120,7 +111,6 @@ def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) 
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)
     batch = world.batch(requests, [3, 1, 2])
@@ -134,12 +124,10 @@ def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: t
     world.runtime.end_step()
 
 
-@each_provider
 def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: torch.device) -> None:
     """Every token of a tree gets the same result as the last token of a causal step over its own branch."""
     world = World.build([MASKED], device, provider, num_pages=200)
-    trunk = world.admit()
-    world.step([trunk], [11])
+    (trunk,) = world.begun(11)
     parents = [NO_PARENT, 0, 0, 1, 2, 2, NO_PARENT]
     q, k, v = (world.random(7, heads, 16) for heads in (6, 2, 2))
     chains = {token: world.fork(trunk, 11) for token in range(7)}
@@ -163,7 +151,6 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)
     bounds = world.batch(requests, [4, 6, 3])
@@ -190,7 +177,6 @@ def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device:
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)
     batch = world.batch(requests[:1], [3])

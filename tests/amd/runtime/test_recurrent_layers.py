@@ -13,14 +13,9 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Device
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.step.gate import AGAIN
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
-from tests.amd.worlds.problems import deterministic_providers, providers
-
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+from tests.amd.worlds.problems import deterministic_providers
 
 
-@both_ways
-@each_provider
 def test_prompts_in_chunks_decodes_and_mixed_steps(provider: str, graphs: bool, device: torch.device) -> None:
     world = Hybrid(device, provider, graphs=graphs)
     one, other = world.admit(), world.admit()
@@ -34,8 +29,6 @@ def test_prompts_in_chunks_decodes_and_mixed_steps(provider: str, graphs: bool, 
     assert not graphs or world.runner.metrics.replays
 
 
-@both_ways
-@each_provider
 def test_drafts_are_taken_back_to_any_accepted_count(provider: str, graphs: bool, device: torch.device) -> None:
     world = Hybrid(device, provider, graphs=graphs)
     requests = [world.admit() for _ in range(3)]
@@ -49,7 +42,6 @@ def test_drafts_are_taken_back_to_any_accepted_count(provider: str, graphs: bool
     world.runtime.check_device()
 
 
-@each_provider
 def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated(
     provider: str, device: torch.device
 ) -> None:
@@ -70,7 +62,6 @@ def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated
     world.runtime.check_device()
 
 
-@each_provider
 def test_a_row_that_went_back_for_a_step_that_stored_nothing_goes_on_from_there(
     provider: str, device: torch.device
 ) -> None:
@@ -91,7 +82,6 @@ def test_a_row_that_went_back_for_a_step_that_stored_nothing_goes_on_from_there(
     world.runtime.check_device()
 
 
-@each_provider
 def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
     provider: str, device: torch.device
 ) -> None:
@@ -105,7 +95,6 @@ def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
     world.runtime.check_device()
 
 
-@each_provider
 def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     table, one = world.runtime.table, world.admit()
@@ -127,7 +116,6 @@ def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: to
     world.runtime.check_device()
 
 
-@each_provider
 def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     kept, one = world.runtime.table.kept, world.admit()
@@ -145,7 +133,6 @@ def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device
     assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
 
 
-@each_provider
 def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     one = world.admit()
@@ -162,7 +149,6 @@ def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: to
     world.step([other], [world.ids(5)])
 
 
-@each_provider
 def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     one = world.admit()
@@ -233,7 +219,6 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
         world.runtime.check_device()
 
 
-@each_provider
 @pytest.mark.parametrize("on_host", [True, False], ids=["the host", "the device"])
 def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
     on_host: bool, provider: str, device: torch.device
@@ -268,7 +253,6 @@ def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
     world.step([one], [world.ids(2)])
 
 
-@each_provider
 def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     one, other = world.admit(), world.admit()
@@ -344,43 +328,3 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalises": 1}):
         with pytest.raises(BadProblem, match=next(iter(wrong))):
             replace(GATED_DELTA, **wrong)
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("seed", range(8))
-@each_provider
-def test_random_lives(provider: str, seed: int, device: torch.device) -> None:
-    """Requests come and go, share prefixes, go back and begin at checkpoints; each output is the reference's."""
-    world = Hybrid(device, provider, graphs=bool(seed % 2), seed=seed, layers=ALL_KINDS[: 1 + seed % 3])
-    table, random = world.runtime.table, np.random.default_rng(seed)
-    live = [world.admit()]
-    kept: list[tuple[np.ndarray[tuple[int], np.dtype[np.int64]], list[int]]] = []
-    for _ in range(30):
-        choice = random.integers(8)
-        if choice == 0 and table.num_free_rows:
-            live.append(world.admit())
-        elif choice == 1 and table.num_free_rows and live:
-            parent = live[random.integers(len(live))]
-            live.append(type(parent)(table.fork(parent.row, len(parent.ids)), list(parent.ids)))
-        elif choice == 2 and len(live) > 1:
-            table.free(live.pop(int(random.integers(len(live)))).row)
-        elif choice == 3 and live:
-            one = live[random.integers(len(live))]
-            pages = len(one.ids) // PAGE_SIZE
-            ids = table.kept.keep(one.row, 0, pages)
-            if pages and table.kept.have_states(ids)[-1]:
-                kept.append((ids, one.ids[: pages * PAGE_SIZE]))
-        elif choice == 4 and kept and table.num_free_rows:
-            ids, tokens = kept[random.integers(len(kept))]
-            live.append(type(live[0])(table.kept.admit_over(ids, len(tokens)), list(tokens)))
-        chosen = [each for each in live if random.random() < 0.7 and len(each.ids) < 70][:4]
-        if not chosen or table.fewest_free_pages < 20:
-            continue
-        new = [world.ids(int(random.choice([1, 1, KEPT, int(random.integers(1, 12))]))) for _ in chosen]
-        before = [len(each.ids) for each in chosen]
-        world.step(chosen, new)
-        for each, start in zip(chosen, before, strict=True):
-            count = len(each.ids) - start
-            if 1 < count <= KEPT and random.random() < 0.5:
-                world.back(each, start + int(random.integers(1, count + 1)))
-    world.runtime.check_device()

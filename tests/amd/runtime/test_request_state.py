@@ -15,10 +15,9 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import VOCABULARY, Requests, Tiny
-from tests.amd.worlds.problems import providers
 from tests.amd.worlds.world import padded_to
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
+pytestmark = pytest.mark.fast(interpreted=0)
 
 # New tokens of each sequence, by the kind of step.
 STEPS = {
@@ -112,7 +111,6 @@ SERVED = [[5, 2, 7], [2, 2], [3, 4], [1, 1, 1], [1, 4, 1], [1], [1, 1], [2, 2, 2
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_a_forward_counts_the_tokens_of_each_request_by_their_rows(
     graphs: bool, provider: str, device: torch.device
 ) -> None:

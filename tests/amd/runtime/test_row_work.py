@@ -18,7 +18,6 @@ from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from tests.amd.worlds.problems import providers, small_problem
 from tests.amd.worlds.rotating import LAYER as ROTATED
@@ -29,8 +28,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("provider", providers())
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
     """Chunks, then decodes with pads, then both; K of one step is read by later ones."""
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=graphs, provider=provider, capture_tokens=(1, 8))
@@ -42,25 +39,21 @@ def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, grap
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, device: torch.device) -> None:
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=True, provider=provider, split_steps=True)
-    requests = serving.admit_all(3)
-    serving.step(requests, [5, 2, 7])
+    requests = serving.begun(5, 2, 7)
     for _ in range(2):
         serving.step(requests, [1, 1, 1], halves=True)
 
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
-@pytest.mark.parametrize("provider", providers())
 def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=False, provider=provider)
     table = serving.work.rope
     assert table is not None
     short = QkvWork(RopeTable(table.cos_sin[:6].contiguous(), table.pairs, table.at_end), *norms_of(serving.work))
-    long, other = serving.admit_all(2)
-    serving.step([long, other], [6, 3])
+    long, other = serving.begun(6, 3)
     serving.work = short
     serving.runner.run(serving.batch([long], [1]))
     serving.work = QkvWork(table, *norms_of(short))
@@ -155,10 +148,3 @@ def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], w
     tokens = step.token_ids.shape[0]
     with pytest.raises(BadTensor, match=words):
         call(step.layers, lambda heads, dim: torch.zeros(tokens, heads, dim))
-
-
-CALLS: dict[str, Callable[[LayerCalls, torch.Tensor], None]] = {
-    "rope_and_store": lambda layers, x: layers.rope_and_store(0, x, x[:, :2], x[:, :2], x, QkvWork()),
-    "rope_queries": lambda layers, x: layers.rope_queries(0, x, x, QkvWork()),
-    "finish": lambda layers, x: layers.finish(0, x),
-}

@@ -20,10 +20,8 @@ from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero
-
-each_provider = pytest.mark.parametrize("provider", providers())
 
 PROBLEMS = {
     "sinks": small_problem(has_sinks=True),
@@ -38,8 +36,7 @@ PROBLEMS = {
 
 def family(world: World, prefix_len: int, suffixes: Sequence[int]) -> list[Request]:
     """Returns a request with a prefix, and others that share it; each has its own suffix."""
-    root = world.admit()
-    world.step([root], [prefix_len])
+    (root,) = world.begun(prefix_len)
     requests = [root, *(world.fork(root, prefix_len) for _ in suffixes[1:])]
     world.step(requests, suffixes)
     return requests
@@ -51,7 +48,6 @@ def decode(world: World, requests: Sequence[Request], groups: Sequence[PrefixGro
 
 
 @pytest.mark.fast(interpreted=1)
-@each_provider
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provider: str, device: torch.device) -> None:
     """There are two steps, so that the second step's suffixes have crossed a page."""
@@ -64,20 +60,17 @@ def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provide
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) -> None:
     """Two families, a request alone, and one whose group shares less than it could."""
     world = World.build([small_problem(has_sinks=True)], device, provider, num_pages=128)
     first, second = family(world, 8, [1, 2, 7]), family(world, 20, [2, 1])
-    alone = world.admit()
-    world.step([alone], [5])
+    (alone,) = world.begun(5)
     for pad_to in (None, 6, 9):
         decode(world, [*first, alone, *second], [PrefixGroup(3, 8), PrefixGroup(1, 0), PrefixGroup(2, 16)], pad_to)
     decode(world, [*second, *first], [PrefixGroup(2, 20), PrefixGroup(1, 0), PrefixGroup(2, 4)])
     decode(world, [alone], [PrefixGroup(1, 4)])
 
 
-@each_provider
 def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch.device) -> None:
     """An idle rank runs the same kind of step as the other ranks."""
     world = World.build([small_problem()], device, provider)
@@ -86,7 +79,6 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize("swa_pages", [0, 40])
 def test_layers_that_cannot_share_decode_the_step_as_any_other(
     swa_pages: int, provider: str, device: torch.device
@@ -104,7 +96,6 @@ def test_layers_that_cannot_share_decode_the_step_as_any_other(
     world.runtime.check_device()
 
 
-@each_provider
 def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, device: torch.device) -> None:
     """Kernels of AITER need a length of 1 in padded sequences, which all layers then have."""
     world = World.build([small_problem()], device, provider)
@@ -176,8 +167,7 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
 def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> None:
     """Equal tokens are not enough: the pages must be the same, for the length of the prefix."""
     world, requests = world_of(device)
-    stranger = world.admit()
-    world.step([stranger], [10])
+    (stranger,) = world.begun(10)
     with pytest.raises(BadBatch, match="sequence 2 does not share"):
         decode(world, [*requests, stranger], [PrefixGroup(3, 8)])
     world, requests = world_of(device)

@@ -24,7 +24,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import indexer, latent_layer, layer, providers, record_layer
+from tests.amd.worlds.problems import indexer, latent_layer, layer, record_layer
 from tests.amd.worlds.world import World
 
 TOKENS = Indexing(0.25, top=5)
@@ -35,7 +35,6 @@ MEANS = Indexing(0.25, top=2, unit_keys=4, pooling=Pooling.MEAN, last_unit=LastU
 WIDE = Indexing(0.25, top=80)
 KINDS = {"tokens": TOKENS, "blocks": BLOCKS, "per head": PER_HEAD, "pools": POOLS, "means": MEANS, "wide": WIDE}
 
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 every_record = pytest.mark.parametrize("scales", [Scales.GROUP, Scales.FOOTER], ids=lambda scales: scales.name)
 
 
@@ -54,30 +53,16 @@ def serve(world: World) -> None:
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize(
-    ("kind", "graphs"),
-    [
-        pytest.param(
-            kind,
-            graphs,
-            id=f"{kind}-{'graphed' if graphs else 'eager'}",
-            marks=[pytest.mark.nightly] * (graphs == at % 2),  # by turns
-        )
-        for at, kind in enumerate(KINDS)
-        for graphs in (False, True)
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
     serve(World.selecting(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """The case is cut to a size that an interpreter runs in seconds."""
     world = World.selecting(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
-    request = world.admit()
-    world.step([request], [9])
+    (request,) = world.begun(9)
     world.step([request], [1])
 
 
@@ -87,7 +72,6 @@ def test_latents_are_attended_by_selections(device: torch.device) -> None:
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
-@pytest.mark.parametrize("provider", providers())
 @every_record
 def test_records_are_stored_and_attended_by_selections(
     scales: Scales, provider: str, encoding: KVEncoding, device: torch.device
@@ -100,8 +84,7 @@ def test_records_are_stored_and_attended_by_selections(
     ]
     layers.append(replace(layers[2], window_left=3, has_sinks=True))
     world = World.selecting(layers, device, provider, graphs=True, max_kv_len=16, max_tokens=12)
-    request = world.admit()
-    world.step([request], [9])
+    (request,) = world.begun(9)
     world.step([request], [1])
 
 
@@ -118,21 +101,9 @@ def test_torch_serves_records_in_every_mode(more: dict[str, Any], device: torch.
     if "deterministic" in more:
         device = torch.device("cpu")
     world = World.build([record_layer()], device, "torch", graphs=True, capture_sizes=(4,), **more)
-    requests = world.admit_all(2)
-    world.step(requests, [9, 5])
+    requests = world.begun(9, 5)
     shares = SharedPrefixes([PrefixGroup(1, 8), PrefixGroup(1, 0)]) if "shared_prefixes" in more else NO_PREFIXES
     world.step(requests, [1, 1], prefixes=shares)
-
-
-@every_record
-def test_records_are_copied_with_the_pages_that_requests_share(scales: Scales, device: torch.device) -> None:
-    """A fork writes into a copy of the last page, which it shared."""
-    world = World.selecting([record_layer(indexer(TOKENS), scales=scales)], device)
-    parent = world.admit()
-    world.step([parent], [6])
-    child = world.fork(parent, 6)
-    world.step([parent, child], [1, 1])
-    world.step([child, parent], [3, 1])
 
 
 @every_record
@@ -223,7 +194,6 @@ EVERYTHING = {
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problem", EVERYTHING.values(), ids=EVERYTHING)
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
     problem: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -256,8 +226,7 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
     """A fork copies a page that is partly filled, including its index keys."""
     world = World.selecting(short(TOKENS), device)
-    first = world.admit()
-    world.step([first], [10])
+    (first,) = world.begun(10)
     second = world.fork(first, 10)
     world.step([first, second], [1, 1])
     world.step([second], [3])
@@ -386,8 +355,7 @@ def test_index_keys_count_in_what_pages_take() -> None:
 
 def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
     world = World.selecting([layer(indexer(TOKENS))], device)
-    request = world.admit()
-    world.step([request], [5])
+    world.begun(5)
     world.runtime.check_device()
     world.runtime.pool.index(0).k[0, 1] = 1.0
     with pytest.raises(Exception, match="index page 0 of layer 0 must stay zero"):

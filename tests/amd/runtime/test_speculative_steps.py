@@ -27,11 +27,9 @@ from rocm_attn.step.accepting import accept_drawn, accept_sampled, select_last_a
 from rocm_attn.step.step import Part
 from tests.amd.host.test_stream_order import Streams
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import providers, record_layer, small_problem
+from tests.amd.worlds.problems import record_layer, small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero, take_back
 
-each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 each_pool = pytest.mark.parametrize("swa", [False, True], ids=["one space", "hybrid"])
 each_page_size = pytest.mark.parametrize("page_size", [2, 1, 16])
 NEW = 4
@@ -109,17 +107,14 @@ class Extending:
 
 
 @pytest.mark.fast(4, interpreted=0)
-@both_ways
 @each_pool
 @each_page_size
-@each_provider
 def test_draft_extend_goes_on_from_what_only_the_device_has_accepted(
     provider: str, page_size: int, swa: bool, graphs: bool, device: torch.device
 ) -> None:
     """The host learns no count: its bounds grow by W per step, and rejected tokens' places are written again."""
     world = world_of(provider, device, page_size, swa=swa)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     extending = Extending(world, graphs)
     bounds = [request.kv_len for request in requests]
     for accepted in ([1, 4, 2], [3, 1, 4]):
@@ -168,18 +163,15 @@ def check_alone(
 
 
 @pytest.mark.fast(4, interpreted=0)
-@both_ways
 @each_pool
 @each_page_size
-@each_provider
 def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     provider: str, page_size: int, swa: bool, graphs: bool, device: torch.device
 ) -> None:
     """Frozen-KV MTP: all steps of a round attend to the same tokens, in one decode step of the target's runtime."""
     world = world_of(provider, device, page_size, swa=swa)
     runtime = world.runtime
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 8])
+    requests = world.begun(5, 1, 8)
     queries = [[world.random(4, 6, 16) for _ in world.problems] for _ in range(3)]
     outs = [[torch.zeros_like(q) for q in of_layers] for of_layers in queries]
 
@@ -208,12 +200,10 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     world.step(requests, [1, 1, 1])
 
 
-@each_provider
 def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device: torch.device) -> None:
     """Frozen-KV MTP with branches: the queries of a sequence share its row, under a mask that hides nothing."""
     world = world_of(provider, device, 4, custom_mask=True)
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [5, 9])
+    requests = world.begun(5, 9)
     rows = np.array([request.row for request in requests], np.int32)
     lengths = np.array([request.kv_len for request in requests], np.int32)
     branches = 3
@@ -230,13 +220,11 @@ def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device
         check_alone(world, 0, requests, lengths.tolist(), q[of_branch], out[of_branch])
 
 
-@each_provider
 def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torch.device) -> None:
     """aiter#4711, in verify: tokens that see only themselves among many keys, and one that sees none."""
     problem = replace(small_problem(custom_mask=True), wants_lse=True)
     world = World.build([problem], device, provider, num_pages=60, max_kv_len=160)
-    request = world.admit()
-    world.step([request], [130])
+    (request,) = world.begun(130)
     batch = world.batch([request], [4])
     visible = torch.zeros(4, 134, dtype=torch.bool)
     visible[0, 130], visible[1, 131], visible[2, 0] = True, True, True
@@ -300,7 +288,6 @@ def verify(world: World, requests: list[Request]) -> Accepted:
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 @pytest.mark.parametrize(("problems", "swa_pages"), POOLS.values(), ids=POOLS)
 def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
     problems: list[Problem], swa_pages: int, provider: str, device: torch.device
@@ -327,8 +314,7 @@ class UnevenWorld(World):
 
 def serve_trees(world: World) -> None:
     """Serves trees of drafts, and steps after them."""
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [9, 14, 1])
+    requests = world.begun(9, 14, 1)
     older = [request.kv_len for request in requests]
     accepted = verify(world, requests)
     assert accepted.num_accepted[:3].tolist() == [len(path) - 1 for path in PATHS]
@@ -341,7 +327,6 @@ def serve_trees(world: World) -> None:
     assert page_zero_is_zero(world)
 
 
-@each_provider
 def test_what_cannot_be_accepted_is_refused(provider: str, device: torch.device) -> None:
     world = World.build([MASKED], device, provider)
     requests = [world.admit()]
@@ -422,8 +407,7 @@ def test_paths_are_moved_in_the_rows_of_their_step_alone(device: torch.device) -
 def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     """Its new tokens lie in pages that another row reads too."""
     world = World.build([MASKED], device, "torch")
-    request = world.admit()
-    world.step([request], [7])
+    (request,) = world.begun(7)
     child = world.fork(request, 7)
     rows = torch.tensor([child.row], dtype=torch.int32).numpy()
     before = world.runtime.pool.layer(0).k.clone()
@@ -470,8 +454,7 @@ def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: 
 def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device: torch.device) -> None:
     """The last step is the other request's prompt by then, whose tokens must not move."""
     world = World.build([MASKED], device, "torch")
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     step_with_mask(world, request, 5)
     stale = one_path(world, request)
     world.free(request)
@@ -486,8 +469,7 @@ def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device
 def test_rows_that_go_or_are_kept_meanwhile_leave_the_moves_of_others_alone(device: torch.device) -> None:
     """An engine does this: a prefix cache keeps known pages, and one of the step's requests has ended by its text."""
     world = World.build([MASKED], device, "torch")
-    requests = [world.admit() for _ in range(2)]
-    world.step(requests, [4, 4])
+    requests = world.begun(4, 4)
     world.step(requests, [3, 3], visible=[torch.ones(3, 7, dtype=torch.bool)] * 2)
     stays, goes = requests
     accepted = one_path(world, stays)

@@ -13,10 +13,10 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, DeviceFault, WrongState
 from rocm_attn.step.step import Part, Step
 from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, Hybrid
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, padded_to, page_zero_is_zero
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
+pytestmark = pytest.mark.fast(interpreted=0)
 
 # Ladders, and the sizes that a pool of 5 rows is padded to for 8 and 16 ranks.
 LADDERS = [(2, 4), (1, 3, 5), (8,), (16,)]
@@ -93,8 +93,7 @@ def test_the_halves_do_not_wait_for_each_other(
 ) -> None:
     """Layer by layer in turn, or the second half first: neither reads the data that the other one leaves."""
     world = build(device, provider)
-    requests = [world.admit() for _ in range(5)]
-    world.step(requests, [2, 6, 1, 4, 3])
+    requests = world.begun(2, 6, 1, 4, 3)
     for _ in range(2):
         split_step(world, requests, [1] * 5, order=order)
         split_step(world, requests[:3], [2, 1, 3], order=order)
@@ -102,8 +101,7 @@ def test_the_halves_do_not_wait_for_each_other(
 
 def test_token_ids_and_positions_go_with_their_half(provider: str, device: torch.device) -> None:
     world = build(device, provider)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [2, 5, 3])
+    requests = world.begun(2, 5, 3)
     plain = world.batch(requests, [2, 1, 4])
     ids = np.arange(11, 18, dtype=np.int32)
     batch = type(plain)(plain.rows, plain.kv_len, plain.q_len, ids)
@@ -144,7 +142,6 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
     split_step(world, requests, [1, 1, 1])
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provider: str, device: torch.device) -> None:
     """Prompts, mixed steps, decodes and verify steps with drafts taken back, split and whole ones in turn."""
     world = Hybrid(device, provider, graphs=graphs, layers=(GATED_DELTA,))

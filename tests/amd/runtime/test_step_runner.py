@@ -15,9 +15,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny, come_and_go, same
-from tests.amd.worlds.problems import providers
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
+pytestmark = pytest.mark.fast(interpreted=0)
 
 COUNTS = [3, 5, 1, 8, 2, 7, 4, 4, 6, 1]
 

@@ -9,10 +9,8 @@ import torch
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import CapacityExceeded, WrongState
-from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
-
-pytestmark = pytest.mark.parametrize("provider", providers())
 
 
 @pytest.mark.fast(interpreted=1)
@@ -21,28 +19,16 @@ pytestmark = pytest.mark.parametrize("provider", providers())
 )
 def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: int, device: torch.device) -> None:
     world = World.build([small_problem(page_size)], device, provider, num_pages=200)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [1, page_size, page_size + 1])
+    requests = world.begun(1, page_size, page_size + 1)
     for _ in range(3):
         world.step(requests, [1, 1, 1])
     assert page_zero_is_zero(world)
 
 
-@pytest.mark.fast(interpreted=0)
-def test_layers_of_different_geometry_share_pages(provider: str, device: torch.device) -> None:
-    wide = small_problem(num_q_heads=4, num_kv_heads=4, head_dim=32, v_head_dim=8)
-    world = World.build([small_problem(), wide, small_problem()], device, provider)
-    requests = [world.admit(), world.admit()]
-    world.step(requests, [6, 3])
-    world.step(requests, [1, 1])
-    world.step(requests, [1, 4])
-
-
 def test_a_step_without_sequences_runs(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
     world.step([], [])
-    request = world.admit()
-    world.step([request], [3])
+    (request,) = world.begun(3)
     world.step([], [], pad_to=4)
     world.step([request], [1])
     assert page_zero_is_zero(world)
@@ -61,8 +47,7 @@ def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provide
 
 def test_a_shared_prefix_is_read_by_both_and_written_by_neither(provider: str, device: torch.device) -> None:
     world = World.build([small_problem(page_size=4)], device, provider)
-    parent = world.admit()
-    world.step([parent], [10])
+    (parent,) = world.begun(10)
     twins = [world.fork(parent, 10), world.fork(parent, 7)]
     world.step([*twins, parent], [1, 2, 1])
     world.step([*twins, parent], [1, 1, 1])
@@ -74,8 +59,7 @@ def test_a_shared_prefix_is_read_by_both_and_written_by_neither(provider: str, d
 
 def test_a_fork_of_a_fork_without_a_step_between_copies_the_right_page(provider: str, device: torch.device) -> None:
     world = World.build([small_problem(page_size=4)], device, provider)
-    parent = world.admit()
-    world.step([parent], [6])
+    (parent,) = world.begun(6)
     child = world.fork(parent, 6)
     world.runtime.table.reserve(child.row, 7)
     grandchild = world.fork(child, 6)
@@ -146,8 +130,7 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
 def test_a_plan_serves_no_batch_that_is_larger_than_it_was_made_for(provider: str, device: torch.device) -> None:
     """Kernels that bake a length would lose the last keys."""
     world = World.build([small_problem()], device, provider, num_pages=128, max_kv_len=200, capture_sizes=(1, 2, 4))
-    request = world.admit()
-    world.step([request], [5])
+    (request,) = world.begun(5)
     runtime, batch = world.runtime, world.batch([request], [1])
     plan = runtime.plan(batch)
     with runtime.step(batch, plan) as step:

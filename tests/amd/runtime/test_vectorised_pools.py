@@ -37,8 +37,7 @@ def test_pages_have_the_shapes_that_kernels_read() -> None:
 
 def test_what_is_stored_lies_where_kernels_look_for_it() -> None:
     world = World.build([VECTORISED], CPU, "torch")
-    request = world.admit()
-    world.step([request], [19])
+    (request,) = world.begun(19)
     pages, held = world.runtime.pool.layer(0), world.runtime.table.pages_of(request.row).tolist()
     assert torch.equal(linear_keys(pages.k)[held].flatten(0, 1)[:19], request.k[0])
     assert torch.equal(linear_values(pages.v)[held].flatten(0, 1)[:19], request.v[0])
@@ -61,15 +60,6 @@ def test_layers_of_both_layouts_share_pages() -> None:
     requests = [world.admit(), world.admit()]
     for q_len in ([6, 3], [1, 1], [1, 4]):
         world.step(requests, q_len)
-
-
-def test_a_shared_page_is_copied_whole_before_it_is_written() -> None:
-    world = World.build([VECTORISED], CPU, "torch")
-    parent = world.admit()
-    world.step([parent], [13])
-    child = world.fork(parent, 11)
-    world.step([parent, child], [1, 3])
-    world.step([parent, child], [1, 1])
 
 
 def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:

@@ -50,8 +50,6 @@ LAYERS = {
 }
 LAYERS["chunks"] = replace(LAYERS["chunks"], chunk=8)
 
-each_provider = pytest.mark.parametrize("provider", providers())
-
 
 def sees(problem: Problem, spans: Sequence[tuple[int, int]], query: int, key: int) -> bool:
     """True if a query sees a key of its sequence, by the definitions. spans: of the sequence in this step"""
@@ -128,7 +126,6 @@ def built(
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_every_layer_sees_what_its_definition_says(provider: str, device: torch.device) -> None:
     world, requests = built(device, provider)
     for q_len, spans in STORY:
@@ -137,7 +134,6 @@ def test_every_layer_sees_what_its_definition_says(provider: str, device: torch.
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> None:
     """Masked steps of one size share a graph, whether they bring spans or cells of trees, in turn."""
     names = ["spans", "chunks", "chunks that spans pass"]
@@ -151,7 +147,6 @@ def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> 
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_trees_and_spans_take_turns(provider: str, device: torch.device) -> None:
     """Spans of an earlier step, at the same addresses, are nothing to a step of trees."""
     layers = [layer for layer in LAYERS.values() if layer.causal and not layer.chunk]
@@ -199,7 +194,6 @@ def _in_window(seen: Tensor, start: int, places: Tensor, problem: Problem, ances
     return kept
 
 
-@each_provider
 def test_halves_have_their_own_spans(provider: str, device: torch.device) -> None:
     world, requests = built(device, provider, ["spans", "chunks"], split_steps=True)
     run(world, requests, [6, 7, 8], [(0, 1, 6), (1, 0, 3), (2, 2, 8)], halves=True)
@@ -228,7 +222,6 @@ def test_deterministic_steps_see_the_same(provider: str, device: torch.device) -
         run(world, requests, q_len, spans)
 
 
-@each_provider
 def test_blocks_of_drafts_see_each_other_and_all_before(provider: str, device: torch.device) -> None:
     world, requests = built(device, provider, ["spans", "causal"])
     run(world, requests, [5, 9, 3], None)
@@ -243,7 +236,6 @@ def test_blocks_of_drafts_see_each_other_and_all_before(provider: str, device: t
 
 
 @pytest.mark.fast(interpreted=0)
-@each_provider
 def test_pages_before_a_chunk_are_given_back(provider: str, device: torch.device) -> None:
     """A chunk is a window too: a space of windows keeps the pages that it reaches, and the others hold NaN."""
     layers = [LAYERS["chunks"], LAYERS["chunks that spans pass"]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,30 +83,16 @@ class Teller:
         *,
         graphs: bool = False,
         guards: Guards = ALL_ON,
-        deterministic: bool = True,
-        max_kv_len: int = 512,
         max_tokens: int = 512,
-        num_pages: int = 1500,
         target: Target | None = None,
-        capture_tokens: Sequence[int] = (16, 64, 512),
+        **options: Any,
     ) -> None:
+        """options: of the runtime"""
         self.problem = problem
-        self.runtime = build_runtime(
-            [problem],
-            RuntimeOptions(
-                num_pages=num_pages,
-                max_num_seqs=6,
-                max_kv_len=max_kv_len,
-                provider=provider,
-                capture_sizes=(1, 4, 8),
-                capture_tokens=capture_tokens,
-                split_steps=True,
-                deterministic=deterministic,
-            ),
-            device=device,
-            target=target,
-            guards=guards,
-        )
+        given: dict[str, Any] = {"num_pages": 1500, "max_kv_len": 512, "deterministic": True, **options}
+        given.setdefault("capture_tokens", (16, 64, 512))
+        made = RuntimeOptions(provider=provider, max_num_seqs=6, capture_sizes=(1, 4, 8), split_steps=True, **given)
+        self.runtime = build_runtime([problem], made, device=device, target=target, guards=guards)
         pages = self.runtime.pool.layer(0)
         pages.k[1:] = pages.v[1:] = float("nan")
         self.weights = HeadWeights.random(problem, torch.Generator().manual_seed(1)).to(self.runtime.device)

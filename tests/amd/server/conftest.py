@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from tests.amd.one_thread import one_thread
+import pytest
 
-__all__ = ["one_thread"]
+from rocm_serve.models.loading import LoadedModel
+from tests.amd.one_thread import one_thread
+from tests.amd.server.running import word_model
+
+__all__ = ["loaded", "one_thread"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """A model whose tokens are words, unless a file has another one."""
+    return word_model()

@@ -17,14 +17,9 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.served_model import seed_of_answer
 from tests.amd.runner.async_engines import engine
 from tests.amd.server.raw import CHAT, post, requested
-from tests.amd.server.running import NAME, Running, running, word_model
+from tests.amd.server.running import NAME, Running, running
 
 PROMPT = "w9 w12 w33"
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return word_model()
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,10 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.options import ServerOptions
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.server.raw import Client, post, requested, send
-from tests.amd.server.running import Running, running, word_model
+from tests.amd.server.running import Running, running
 
 # A self-signed certificate of 127.0.0.1, of no other use.
 CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", "key"))
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return word_model()
 
 
 def refused(server: Running, reason: str) -> int:

@@ -39,11 +39,6 @@ JSON = (b"content-type", b"application/json")
 MANY_STEPS = 10_000
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return word_model()
-
-
 @contextmanager
 def gated_server(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Running, Gated]]:
     """A server whose engine waits before each step; all steps may run at the end."""

@@ -9,14 +9,9 @@ import pytest
 from rocm_serve.models.loading import LoadedModel
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.server.raw import Client, requested
-from tests.amd.server.running import Running, running, word_model
+from tests.amd.server.running import Running, running
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return word_model()
 
 
 def waits_for_a_reset(server: Running) -> bool:

@@ -17,15 +17,10 @@ from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBytes, client_at
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.server.raw import Client, as_bytes, head_of_a_post, post, requested
-from tests.amd.server.running import Running, running, word_model
+from tests.amd.server.running import Running, running
 
 KEYS = ("first-secret-key", "second-secret-key")
 MOST = 30_000
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return word_model()
 
 
 @contextmanager

@@ -22,8 +22,6 @@ from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_gpu_is_filled_to_its_share_and_serves_at_the_limit(graphs: bool, device: torch.device) -> None:
     """Every page is written, all graphs are made, and the largest steps run: nothing runs out of memory."""
     memory = DeviceMemory(device)

@@ -18,10 +18,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 ALL_OF_THEM = Indexer(4, 64, Indexing(0.125, top=4096))
 DENSE = Problem(16, 4, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5, indexer=ALL_OF_THEM)

@@ -245,6 +245,7 @@ def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> No
     assert actions_of(3) != actions_of(4)
 
 
+@pytest.mark.nightly
 def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Fuse(monkeypatch, 25)
 
@@ -296,9 +297,8 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
     assert "lse differs from the reference" in str(found(ALMOST_ALL_EAGER.without(Action.SHARE)))
 
 
-@pytest.mark.parametrize(
-    "scenario", [pytest.param(SMALL, marks=pytest.mark.nightly), ALMOST_ALL_EAGER], ids=["graphed", "eager"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("scenario", [SMALL, ALMOST_ALL_EAGER], ids=["graphed", "eager"])
 def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchMasked, "attend", lambda kernel, *args: TorchExtend(kernel.problem).attend(*args))
     failed = found(scenario)
@@ -307,6 +307,7 @@ def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch
     assert "layer 0" in failed.finding.where
 
 
+@pytest.mark.nightly
 def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = Fuse(monkeypatch, 30)
 

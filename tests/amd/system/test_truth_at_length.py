@@ -21,10 +21,7 @@ from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
 from tests.amd.system.test_truth import coded, offsets_wrap_at, reading, select_once, truth, wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 PLAN = TruthPlan(provider="triton")
 DENSE = Problem(16, 4, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5)

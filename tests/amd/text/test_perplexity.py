@@ -62,7 +62,6 @@ def test_perplexity_of_a_whole_chapter_is_within_a_percent(dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_perplexity_on_a_gpu_is_within_a_percent(device: torch.device) -> None:
     loaded = load_model("smollm2", dtype=torch.bfloat16, device=device)
     assert_near(loaded, tokens_of(loaded), "triton")

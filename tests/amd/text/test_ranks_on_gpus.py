@@ -31,7 +31,6 @@ def load_tiny(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     return tiny_model(device=device, ranks=ranks)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tokens_in_float32_are_those_of_one_gpu(graphs: bool, deterministic: bool) -> None:
     options = EngineOptions(max_batch_size=4, chunk=16, max_kv_len=64, graphs=graphs, deterministic=deterministic)
@@ -45,7 +44,6 @@ def test_tokens_in_float32_are_those_of_one_gpu(graphs: bool, deterministic: boo
     assert report.metrics.graphs_off == ""
 
 
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "window"])
 def test_drafts_of_two_gpus_give_the_texts_of_plain_decoding_on_one(windows: tuple[int, ...], graphs: bool) -> None:
     """Drafts of n-grams, greedy texts and drawn ones."""

@@ -14,7 +14,7 @@ from tests.amd.text.hf_reference import hf_llama, logits_along
 from tests.amd.text.test_text_equality import CHAT_PROMPTS, PLAIN_FACTS, RAW_PROMPTS
 from tests.amd.tolerances import LOGITS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 NEW_TOKENS = 32
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rocm_attn.problem import (
     ALL_KEYS,
-    UNLIMITED_WINDOW,
     AllKeys,
     EarlierSelection,
     Indexer,
@@ -33,39 +33,13 @@ def deterministic_providers() -> list[str]:
     return [provider for provider in providers() if provider != "torch" or not torch.cuda.is_available()]
 
 
-def small_problem(
-    page_size: int = 4,
-    dtype: torch.dtype = torch.float32,
-    *,
-    num_q_heads: int = 6,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    v_head_dim: int = 16,
-    window_left: int = UNLIMITED_WINDOW,
-    logits_soft_cap: float = 0.0,
-    has_sinks: bool = False,
-    has_alibi_slopes: bool = False,
-    custom_mask: bool = False,
-    kv_encoding: KVEncoding = KVEncoding.LIKE_Q,
-    kv_scales: Scales = Scales.NONE,
-) -> Problem:
-    """Six query heads over two KV heads, with rows of 16 and plain scores, unless specified otherwise."""
-    return Problem(
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        dtype,
-        page_size,
-        v_head_dim=v_head_dim,
-        scale=0.3,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        has_sinks=has_sinks,
-        has_alibi_slopes=has_alibi_slopes,
-        custom_mask=custom_mask,
-        kv_encoding=kv_encoding,
-        kv_scales=kv_scales,
-    )
+def small_problem(page_size: int = 4, dtype: torch.dtype = torch.float32, **changes: Any) -> Problem:
+    """Six query heads over two KV heads, with rows of 16 and plain scores, unless specified otherwise.
+
+    changes: fields of Problem
+    """
+    given = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "scale": 0.3, **changes}
+    return Problem(dtype=dtype, page_size=page_size, **given)
 
 
 def indexer(indexing: Indexing, heads: int = 4, dim: int = 16) -> Indexer:

@@ -242,6 +242,12 @@ class World:
     def admit_all(self, count: int) -> list[Request]:
         return [self.admit() for _ in range(count)]
 
+    def begun(self, *q_len: int) -> list[Request]:
+        """Admits a request for each number of new tokens, and gives them these tokens in one step, which is checked."""
+        requests = self.admit_all(len(q_len))
+        self.step(requests, q_len)
+        return requests
+
     def _nothing(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         return tuple([getattr(rows, name)[:0].clone() for rows in self.rows] for name in ("k", "v", "index_k"))  # type: ignore[return-value]
 
@@ -380,7 +386,7 @@ class World:
         for layer, (problem, rows) in enumerate(zip(self.problems, rows_of_layers, strict=True)):
             q, out = rows.q[at], rows.out[at]
             if isinstance(problem.indexer, AllKeys):
-                self._gives_lse[layer] = self.lse_rows(layer, step, q) is not None
+                self._gives_lse[layer] = self._lse_rows(layer, step, q) is not None
                 lse = rows.lse[at] if self._gives_lse[layer] else None
                 layers.store_and_attend(layer, q, rows.k[at], rows.v[at], out, lse)
                 continue
@@ -394,7 +400,7 @@ class World:
         """Returns the forward of rounds of drafts, in a world that has them."""
         return None
 
-    def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
+    def _lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         """Returns rows for the log-sum-exp, if the step's kernel gives it."""
         problem = self.problems[layer]
         limits = step.plan.kernels[list(dict.fromkeys(self.problems)).index(problem)].entry.limits

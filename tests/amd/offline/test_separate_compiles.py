@@ -1,0 +1,73 @@
+"""The compile gate of sparse attention and of recurrent states, whose rows are in matrices of their own."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from triton.compiler import CompiledKernel
+
+from rocm_attn.kernels.tuning.sparse_tiles import INDEXER_CHOICES, SELECTED_CHOICES
+from tests.amd.offline import sparse_matrix, state_matrix
+from tests.amd.offline.offline_driver import compiled_by
+from tests.amd.offline.sparse_matrix import SparseRow
+from tests.amd.offline.state_matrix import StateRow
+from tests.amd.offline.test_compiles import complaints_of, names_of_sparse_kernels, names_of_state_kernels
+
+ROWS = (*sparse_matrix.ROWS, *state_matrix.ROWS)
+# One row of each kind, and of states on each arch, in every run; the others in the nightly one.
+_QUICK = (
+    "gfx942-latent_16",
+    "gfx942-segments_128",
+    "gfx950-64_heads",
+    "sm_90-latent_16",
+    "gfx942-kimi_linear",
+    "gfx950-qwen3_next",
+    "sm_90-qwen3_next",
+)
+
+
+@functools.cache
+def compiled_kernels(row: SparseRow | StateRow) -> tuple[CompiledKernel, ...]:
+    """The distinct kernels that a row launches, in order of launch."""
+    return tuple({kernel.hash: kernel for kernel in compiled_by(row.launch, row.arch)}.values())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=str(row),
+            marks=[pytest.mark.oldest_triton] * row.on_oldest + [pytest.mark.nightly] * (str(row) not in _QUICK),
+        )
+        for row in ROWS
+    ],
+)
+def test_kernels_fit_and_spill_nothing(row: SparseRow | StateRow) -> None:
+    kernels = compiled_kernels(row)
+    assert kernels
+    if isinstance(row, StateRow):
+        assert {kernel.name for kernel in kernels} == names_of_state_kernels()
+    found = [f"{kernel.name}: {each}" for kernel in kernels for each in complaints_of(row, kernel)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", sparse_matrix.ARCHS)
+def test_every_kernel_of_sparse_attention_is_compiled(arch: str) -> None:
+    rows = [row for row in sparse_matrix.ROWS if row.arch == arch]
+    assert {kernel.name for row in rows for kernel in compiled_kernels(row)} == names_of_sparse_kernels()
+
+
+def test_no_two_rows_have_one_name() -> None:
+    assert len({str(row) for row in ROWS}) == len(ROWS)
+
+
+def test_every_arch_of_the_matrix_has_tiles() -> None:
+    assert set(sparse_matrix.ARCHS) <= {row.arch for row in INDEXER_CHOICES} & {row.arch for row in SELECTED_CHOICES}
+
+
+def test_every_arch_has_a_row_of_states_in_every_run() -> None:
+    assert {str(row) for row in ROWS} >= set(_QUICK)
+    assert {row.arch for row in state_matrix.ROWS if str(row) in _QUICK} == set(state_matrix.ARCHS)

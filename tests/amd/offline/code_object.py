@@ -15,7 +15,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from rocm_lab.simulator.code_figures import CodeFigures, only_match
-from tests.amd.offline.warpgroup_products import Instruction, instructions, touched_while_running
+from tests.amd.offline.warpgroup_products import PRODUCTS, Instruction, instructions, touched_while_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
 def _touched(code: list[Instruction]) -> tuple[str, ...]:
     """Returns accesses to running products, of code that has products. Raises ValueError if no product is found."""
     opcodes = {each.opcode for each in code}
-    if not any(opcode.startswith("HGMMA") for opcode in opcodes) or "WARPGROUP.DEPBAR.LE" not in opcodes:
+    if not any(opcode.startswith(PRODUCTS) for opcode in opcodes) or "WARPGROUP.DEPBAR.LE" not in opcodes:
         raise ValueError(
-            f"cuobjdump lists no HGMMA and no wait for it, where PTX has wgmma; it lists {len(code)} lines"
+            f"cuobjdump lists none of {PRODUCTS} and no wait for it, where PTX has wgmma; it lists {len(code)} lines"
         )
     return tuple(touched_while_running(code))
 

@@ -47,6 +47,7 @@ def touched(*lines: str) -> list[str]:
         "HGMMA.64x64x16.F32.BF16 R160, gdesc[UR4], R160, gsb0",
         "HGMMA.64x64x16.F32.BF16 R64, R24, gdesc[UR4], R64, gsb0",
         "HGMMA.64x64x16.F32.BF16 R48, gdesc[UR4], R48, gsb0",
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R64, R52, gdesc[UR4], R64, gsb0",
         # Not followed.
         "CALL.REL.NOINC 0x0",
         "BSYNC B0",

@@ -17,7 +17,9 @@ from typing import NamedTuple
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 _REGISTER = re.compile(r"(?<![A-Za-z])R(\d+)(\.64)?")
 _PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
-_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\.F(16|32)")
+_PRODUCT = re.compile(r"[HQ]GMMA\.64x(\d+)x\d+\.F(16|32)")
+# Of sixteen-bit and of eight-bit rows.
+PRODUCTS = ("HGMMA", "QGMMA")
 _WAIT = re.compile(r"gsb0, (0x[0-9a-f]+)")
 # Execution does not continue after these in the listing, unless they have a predicate.
 _ENDS = {"EXIT", "RET", "BRX", "BRXU"}
@@ -114,7 +116,7 @@ def _after(code: _Code, place: int, running: frozenset[_Running]) -> frozenset[_
     for each in running:
         if _disturbs(code, place, each.place):
             code.found[each.place, place] = f"{this} while {code.listing[each.place]} runs"
-    if this.name == "HGMMA":
+    if this.name in PRODUCTS:
         running |= {_Running(place, -1)}
         if "gsb0" in this.operands:
             running = frozenset(each._replace(commits=min(each.commits + 1, _MOST_COMMITS)) for each in running)
@@ -131,7 +133,7 @@ def _disturbs(code: _Code, place: int, running: int) -> bool:
     name = code.listing[place].name
     if name in _NOT_FOLLOWED:
         return True
-    if name == "HGMMA" and this.written == product.written:
+    if name in PRODUCTS and this.written == product.written:
         return bool(this.written & product.read or this.read & product.written)
     return bool(this.written & (product.read | product.written) or this.read & product.written)
 
@@ -152,7 +154,7 @@ def _next_of(place: int, this: Instruction, place_of: dict[int, int]) -> Iterato
 
 def _touched_by(this: Instruction) -> _Touched:
     """Returns an instruction's registers. A product reads its rows, if they are in registers, and writes its sums."""
-    if this.name == "HGMMA":
+    if this.name in PRODUCTS:
         match = _PRODUCT.match(this.opcode)
         assert match, f"{this} is of a shape that is not known"
         sums = int(match[1]) * int(match[2]) // 64
@@ -172,7 +174,7 @@ def _touched_by(this: Instruction) -> _Touched:
 
 
 def _rows_of(operand: str) -> frozenset[int]:
-    """Returns the registers of rows: four per thread hold 64 rows of sixteen columns; a descriptor has none."""
+    """Returns the registers of rows: four per thread hold 64 rows of 32 bytes; a descriptor has none."""
     return _registers(operand, 4) if _REGISTER.match(operand) else frozenset()
 
 

@@ -209,7 +209,7 @@ def test_every_output_of_random_worlds_is_that_of_dense_attention(seed: int, ste
 
     def flipping() -> None:
         arrive()
-        if chooser.random() < 0.02:
+        if chooser.random() < 0.08:
             flip(run.engine, chooser.randrange(1000))
 
     run._arrive_or_leave = flipping  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ kept next to it for the next time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Sequence
@@ -86,7 +87,9 @@ class VllmVenv:
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps([vars(run) for run in runs]))
         # Two ranks get one core each: otherwise vLLM finds no place for them.
-        ranks = max(run.args.get("tensor_parallel_size", 1) for run in runs)
+        ranks = max(
+            math.prod(run.args.get(f"{each}_parallel_size", 1) for each in ("tensor", "pipeline")) for run in runs
+        )
         environment = {
             **environment_without_settings(),
             "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),

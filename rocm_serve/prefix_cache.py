@@ -204,8 +204,7 @@ class PrefixCache:
         first, most = len(row.pages), (len(token_ids) - 1) // self._page_size
         end = first
         while row.is_cached and end < most:
-            key = row.keys_up_to(end + 1, token_ids, self._page_size)[end]
-            if key in self._pages or not self._tier.found(key):
+            if not self._tier.found(row.keys_up_to(end + 1, token_ids, self._page_size)[end]):
                 break
             end += 1
         return end - first
@@ -357,7 +356,7 @@ class PrefixCache:
     def _put(self, page: CachedPage) -> None:
         """Makes a page available that is kept in every space and held by one row."""
         old = self._pages.get(page.key)
-        if old is not None:  # it lacks a window or a state
+        if old is not None:  # it lacks a window or a state, or is not known to be right, as one of the tier is
             page.after, old.after = old.after, {}
             for after in page.after.values():
                 after.before = page

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadSetting, NeverFits, Unsupported
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.host_pages import CHANGED, OTHER, HostPages
@@ -16,12 +17,13 @@ from rocm_attn.paging.host_record import HEAD_WORDS
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
+from rocm_serve.prefix_cache import CachedRow, PrefixCache
 from rocm_serve.request import Completion, Request
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.engine_worlds import Run, World
 from tests.amd.runner.serving import engine as small_engine
-from tests.amd.runner.serving import until_done
+from tests.amd.runner.test_prefix_cache import STEPS_UNTIL_KNOWN, Pages, Row
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model, with_windows
 
 # Pages of 4 tokens. A prompt has 8 or 9 of them, and the pool 24.
@@ -180,19 +182,112 @@ def test_tenants_do_not_find_each_others_pages_in_host_memory(loaded: LoadedMode
     assert served.metrics.host_kv_hits >= 8
 
 
-def test_a_page_that_is_not_known_to_be_right_does_not_go_to_host_memory(loaded: LoadedModel) -> None:
-    """Pages run out right after a prompt, some steps before faults of its steps would be known."""
-    served = small_engine(loaded, **FEW)
-    request, *_ = requests()
-    served.submit(replace(request, max_new_tokens=1))
-    until = served._scheduler._cache
-    while not until._pages:
-        served.step()
-    assert not served.has_work or until._right_until < max(page.step for page in until._pages.values())
-    unknown = {key for key, page in until._pages.items() if page.step > until._right_until}
-    until.make_room(0, 24)
-    assert unknown.isdisjoint(host(served)._memory._slots)
-    until_done(served)
+class Recorded:
+    """A tier that has the keys it was given, and no bytes. right: the pages of a call that come back, at most"""
+
+    def __init__(self, right: int = 99) -> None:
+        self.keys: list[bytes] = []
+        self.right = right
+
+    def found(self, key: bytes) -> bool:
+        return key in self.keys
+
+    def put(self, keys: Sequence[bytes], pages: Int32Array) -> None:
+        assert len(set(pages.tolist())) == len(keys)
+        assert (pages > 0).all()
+        self.keys += keys
+
+    def restore(self, keys: Sequence[bytes], pages: Int32Array) -> int:
+        assert len(pages) == len(keys)
+        right = min(self.right, len(keys))
+        self.keys = [key for key in self.keys if key not in keys[:right]]
+        return right
+
+    def clear(self) -> None:
+        self.keys.clear()
+
+
+def with_tier(right: int = 99) -> tuple[Pages, Recorded]:
+    """A table of pages of 2 tokens, and its cache."""
+    pages, tier = Pages(40), Recorded(right)
+    pages.cache = PrefixCache(pages.table, STEPS_UNTIL_KNOWN, tier)
+    return pages, tier
+
+
+TOKENS = (1, 2, 3, 4, 5, 6, 7)
+
+
+def test_only_pages_that_are_known_to_be_right_go_to_the_tier_and_the_end_of_a_chain_goes_first() -> None:
+    pages, tier = with_tier()
+    row, _ = pages.serve(TOKENS)
+    pages.leave(row)
+    pages.cache.make_room(0, 39)
+    assert (len(pages.cache), tier.keys) == (0, [])
+    row, _ = pages.serve(TOKENS)
+    pages.leave(row)
+    pages.idle_steps()
+    pages.cache.make_room(0, 38)
+    assert tier.keys == row.cached.keys[2:0:-1]
+    pages.cache.make_room(0, 39)
+    assert tier.keys == row.cached.keys[::-1]
+    failing, _ = pages.serve((8, 9, 10))
+    pages.idle_steps()
+    pages.cache.forget_row(failing.cached)
+    pages.leave(failing)
+    assert len(tier.keys) == 3, "pages of a sequence that has failed do not go there"
+    pages.cache.clear()
+    assert not tier.keys
+
+
+def restored(pages: Pages, tokens: tuple[int, ...]) -> tuple[Row, int]:
+    """A row for tokens, and how many of its pages came from the tier."""
+    cached = CachedRow()
+    found = pages.cache.find(cached, tokens)
+    row = Row(pages.cache.admit(cached, found), cached, tokens[: len(found) * 2], "")
+    num = pages.cache.num_in_tier(cached, tokens)
+    pages.table.reserve(row.number, (len(found) + num) * 2)
+    right = pages.cache.restore(cached, row.number, num)
+    row.tokens = tokens[: (len(found) + right) * 2]
+    check_cache(pages.cache, pages.table)
+    return row, right
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+def test_a_row_gets_the_pages_that_come_back_and_others_find_them_at_once(right: int) -> None:
+    pages, _ = with_tier(right)
+    row, _ = pages.serve(TOKENS)
+    pages.leave(row)
+    pages.idle_steps()
+    pages.cache.make_room(0, 38)
+    row, num = restored(pages, TOKENS)
+    assert num == min(right, 2), "the first page is still in the pool"
+    pages.extend(row, TOKENS[len(row.tokens) :])
+    check_cache(pages.cache, pages.table)
+    assert pages.find(TOKENS) == 2 + 2 * num
+    pages.idle_steps()
+    assert pages.find(TOKENS) == 6
+    pages.leave(row)
+    assert pages.cache.num_idle(0) == 3
+
+
+def test_a_page_of_the_tier_takes_the_place_of_one_that_is_not_known_to_be_right() -> None:
+    """A suspect has computed it again, without looking it up."""
+    pages, tier = with_tier()
+    row, _ = pages.serve(TOKENS)
+    pages.leave(row)
+    pages.idle_steps()
+    pages.cache.make_room(0, 39)
+    again, found = pages.serve(TOKENS)
+    assert (found, len(tier.keys), pages.find(TOKENS)) == (0, 3, 0)
+    row, num = restored(pages, TOKENS)
+    assert (num, pages.find(TOKENS)) == (3, 6)
+    pages.cache.forget_unknown()
+    assert pages.find(TOKENS) == 6
+    for each in (again, row):
+        pages.leave(each)
+    check_cache(pages.cache, pages.table)
+    assert pages.table.full.num_free_pages == 39 - 3
+    assert pages.cache.num_idle(0) == 3
 
 
 @pytest.mark.fast(2)

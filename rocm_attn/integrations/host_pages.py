@@ -215,8 +215,8 @@ class HostPages:
 
 def _words(names: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """int64 [n, words of a name]"""
-    words: npt.NDArray[np.int64] = np.frombuffer(b"".join(names), np.int64).reshape(len(names), -1)
-    return words.copy()
+    words: npt.NDArray[np.int64] = np.frombuffer(b"".join(names), np.int64).reshape(len(names), -1).copy()
+    return words
 
 
 def _require_pages_that_move_alone(runtime: AttentionRuntime) -> None:

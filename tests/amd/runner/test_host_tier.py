@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model, with_wind
 
 # Pages of 4 tokens. A prompt has 8 or 9 of them, and the pool 24.
 PAGE = 4
-FEW = {"num_pages": 25, "host_kv_bytes": 1 << 20}
+FEW: Mapping[str, Any] = {"num_pages": 25, "host_kv_bytes": 1 << 20}
 
 
 def requests(num: int = 24, seed: int = 3) -> list[Request]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import NeverFits
 from rocm_attn.integrations.host_pages import HostPages
 from rocm_attn.paging.host_memory import HostMemory
 from rocm_attn.runtime import AttentionRuntime
@@ -57,11 +58,12 @@ def tier_for(loaded: LoadedModel, runtime: AttentionRuntime, num_bytes: int, met
     if num_bytes == 0:
         return NO_TIER
     ranks, record_bytes = loaded.ranks, HostPages.record_bytes(runtime)
-    num_records = ranks.least(num_bytes // record_bytes)
-    memory = HostMemory(
-        max(num_bytes * (num_records == 0), num_records * record_bytes),
-        record_bytes,
-        pinned=runtime.device.type == "cuda",
-    )
+    num_records = ranks.least(num_bytes // record_bytes)  # else ranks would find other pages
+    if num_records == 0:
+        raise NeverFits(
+            f"host_kv_bytes is {num_bytes}, and a page takes {record_bytes} bytes of host memory; raise it, or "
+            "leave it out"
+        )
+    memory = HostMemory(num_records * record_bytes, record_bytes, pinned=runtime.device.type == "cuda")
     model = f"{loaded.config}, shard {ranks.shard}"
     return HostPages(runtime, memory, model=model, metrics=metrics, least=ranks.least)

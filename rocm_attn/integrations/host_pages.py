@@ -11,7 +11,7 @@ All copies are launched on the current stream, next to the steps. restore() wait
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -65,7 +65,6 @@ class HostPages:
         metrics: Metrics,
         least: Callable[[int], int] = int,
     ) -> None:
-        _require_pages_that_move_alone(runtime)
         self._runtime, self._memory, self._metrics, self._least = runtime, memory, metrics, least
         self._model = model
         self.device = runtime.device
@@ -78,18 +77,18 @@ class HostPages:
         self._places = [_HEAD_BYTES + place for place in _places(runtime)[:-1]]
         count = max(1, _STAGED_BYTES // memory.record_bytes)
         with torch.inference_mode(False):
-            # Zeros between the parts, because records are compared as a whole.
-            self._staged = torch.zeros(count, memory.record_bytes, dtype=torch.uint8, device=self.device)
+            self._staged = torch.empty(count, memory.record_bytes, dtype=torch.uint8, device=self.device)
         self._scales = [ScaleValues(pages) for pages in self._pages_of_layers()]
         self._identity = self._name()
 
     @staticmethod
     def record_bytes(runtime: AttentionRuntime) -> int:
-        """Bytes of a record of the runtime's pages."""
+        """Bytes of a record of the runtime's pages. Raises Unsupported for pages that cannot move alone."""
+        _require_pages_that_move_alone(runtime)
         return _HEAD_BYTES + _places(runtime)[-1]
 
     def found(self, key: bytes) -> bool:
-        """True if there is a record of a key, which then counts as used now. Whether it is right, restore() finds."""
+        """True if a key has a record, which then counts as used now. Only restore() finds out if it is right."""
         if key not in self._memory:
             return False
         self._memory.use(key)
@@ -104,12 +103,7 @@ class HostPages:
         """
         identity = self._identity_now()
         with on_device(self.device), torch.inference_mode():
-            for first in range(0, len(keys), len(self._staged)):
-                some = keys[first : first + len(self._staged)]
-                records, page = (
-                    self._staged[: len(some)],
-                    self._upload(pages[first : first + len(some)].astype(np.int64)),
-                )
+            for some, page, records in self._in_turn(keys, pages):
                 head = records[:, :_HEAD_BYTES].view(torch.int64)
                 head[:, :CHECKSUM] = self._upload(_words([key + identity for key in some]))
                 head[:, CHECKSUM] = self._checksums(page)
@@ -134,12 +128,7 @@ class HostPages:
             on_device(self.device),
             torch.inference_mode(),
         ):
-            for first in range(0, len(keys), len(self._staged)):
-                some = keys[first : first + len(self._staged)]
-                records, page = (
-                    self._staged[: len(some)],
-                    self._upload(pages[first : first + len(some)].astype(np.int64)),
-                )
+            for some, page, records in self._in_turn(keys, pages):
                 for key, record in zip(some, records, strict=True):
                     record.copy_(self._memory.at(key), non_blocking=True)
                 self._scatter(page, records)
@@ -159,6 +148,13 @@ class HostPages:
         """Gives all records back."""
         self._memory.clear()
         self._metrics.host_kv_bytes = self._memory.num_bytes
+
+    def _in_turn(self, keys: Sequence[bytes], pages: Int32Array) -> Iterator[tuple[Sequence[bytes], Tensor, Tensor]]:
+        """The keys, the pages on the device, and memory for their records, as many at a time as there is memory for."""
+        for first in range(0, len(keys), len(self._staged)):
+            some = keys[first : first + len(self._staged)]
+            page = self._upload(pages[first : first + len(some)].astype(np.int64))
+            yield some, page, self._staged[: len(some)]
 
     def _check(self, keys: Sequence[bytes], identity: bytes, records: Tensor, page: Tensor) -> Tensor:
         """bool [n, 2]: whether each record is the wanted one, and the page that has arrived the one that left."""

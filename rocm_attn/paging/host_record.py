@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Words of a head: a key and an identity of 32 bytes each, the checksum, and zeros.
+# Words of a head: a key and an identity of 32 bytes each, the checksum, and unused ones.
 HEAD_WORDS = 16
 NAME_WORDS = 4
 CHECKSUM = 2 * NAME_WORDS

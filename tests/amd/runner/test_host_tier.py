@@ -167,7 +167,7 @@ def test_little_host_memory_keeps_what_was_used_last(loaded: LoadedModel) -> Non
         assert_greedy(loaded, done)
     memory = host(served)._memory
     assert memory.num_slots == len(memory) == 10
-    with pytest.raises(NeverFits, match=f"{record_bytes - 1} bytes of host memory hold no page of {record_bytes}"):
+    with pytest.raises(NeverFits, match=f"host_kv_bytes is {record_bytes - 1}, and a page takes {record_bytes} bytes"):
         small_engine(loaded, **{**FEW, "host_kv_bytes": record_bytes - 1})
 
 

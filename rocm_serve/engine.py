@@ -25,6 +25,7 @@ from rocm_serve.limits import RequestLimits
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.output import Output
+from rocm_serve.page_tier import tier_for
 from rocm_serve.pending import PendingStep, ReadStep, with_pending_tokens
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.prompt_logprobs import (
@@ -164,6 +165,7 @@ class Engine:
             max_kv_len=self.max_kv_len,
             steps_until_known=self.runtime.faults.steps_until_known,
             priority_aging=options.priority_aging,
+            tier=tier_for(loaded, self.runtime, options.host_kv_bytes, self.metrics),
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}

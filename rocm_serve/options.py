@@ -71,6 +71,15 @@ class EngineOptions(AttentionOptions):
         "requests with the same first tokens",
         default_is="on",
     )
+    host_kv_bytes: int = option(
+        0,
+        "host memory for pages that the prefix cache gives back because pages run out; they come back if a later "
+        "request needs them, and their checksums are right",
+        unit="BYTES",
+        least=0,
+        default_is="0: none",
+        on_generate=False,
+    )
     state_checkpoints: int | None = option(
         None,
         "states of recurrent layers that the prefix cache keeps: a later request with the same first tokens begins "
@@ -166,6 +175,16 @@ class EngineOptions(AttentionOptions):
             raise BadSetting(
                 f"sampled_drafts is on and speculative is {self.speculative}; it needs a small model or an EAGLE "
                 "head: use draft:MODEL or eagle:HEAD"
+            )
+        if self.host_kv_bytes and not self.prefix_caching:
+            raise BadSetting(
+                f"host_kv_bytes is {self.host_kv_bytes} and prefix_caching is off; host memory keeps pages of the "
+                "prefix cache, so switch it on, or leave host_kv_bytes out"
+            )
+        if self.host_kv_bytes and self.speculative not in (OFF, NGRAM):
+            raise BadSetting(
+                f"host_kv_bytes is {self.host_kv_bytes} and speculative is {self.speculative}, which keeps K and V of "
+                "its own that do not move to host memory; use ngram, or leave host_kv_bytes out"
             )
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(

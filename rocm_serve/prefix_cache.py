@@ -13,6 +13,9 @@ such page. States are large and few. Each sequence leaves one after the last mul
 where its prompt leaves the tokens of another one, and the last one that it passes while its text grows. The scheduler
 ends the chunks of prompts there. If none is free, the least recently used one is given back, and its page stays.
 
+Pages of the full space that are given back may move to a tier, such as host memory (rocm_serve/page_tier.py). A row
+that is admitted gets those that come after the pages which it begins with.
+
 A fault of the device is reported some steps after the step that had it. So a page is found only after that number of
 steps, and never if the step that completed it had a fault.
 """
@@ -30,6 +33,7 @@ import numpy as np
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.request_table import RequestTable
+from rocm_serve.page_tier import NO_TIER, PageTier
 
 # 32 bytes: two chains with one key cannot be found, even by someone who tries in order to read another tenant's pages.
 _KEY_BYTES = 32
@@ -114,10 +118,11 @@ class PrefixCache:
     same order find the same pages.
 
     steps_until_known: FaultReports.steps_until_known
+    tier:              gets pages that are given back because pages run out
     """
 
-    def __init__(self, table: RequestTable, steps_until_known: int) -> None:
-        self._table = table
+    def __init__(self, table: RequestTable, steps_until_known: int, tier: PageTier = NO_TIER) -> None:
+        self._table, self._tier = table, tier
         self._steps_until_known = steps_until_known
         self._page_size = table.page_size
         self._windowed = [
@@ -194,6 +199,34 @@ class PrefixCache:
                 self._hold(page, space)
         return number
 
+    def num_in_tier(self, row: CachedRow, token_ids: Sequence[int]) -> int:
+        """Number of pages of the tier that come after those which an admitted row began with. They count as used."""
+        first, most = len(row.pages), (len(token_ids) - 1) // self._page_size
+        end = first
+        while row.is_cached and end < most:
+            if not self._tier.found(row.keys_up_to(end + 1, token_ids, self._page_size)[end]):
+                break
+            end += 1
+        return end - first
+
+    def restore(self, row: CachedRow, number: int, num_pages: int) -> int:
+        """Moves pages of the tier into a row, which has room for them; returns how many it has got.
+
+        Call it after admit(), before the row stores anything. number: of the row; num_pages: of num_in_tier()
+        """
+        kept, first = self._table.kept, len(row.pages)
+        keys = row.keys[first : first + num_pages]
+        num = self._tier.restore(keys, self._table.pages_of(number)[first : first + num_pages])
+        self._table.mark_stored([number], [(first + num) * self._page_size])
+        page_nos = np.arange(first, first + num, dtype=np.int32)
+        ids = kept.keep_all(np.full(num, number, np.int32), page_nos).tolist()
+        for key, kept_id in zip(keys, ids, strict=False):
+            before = row.pages[-1] if row.pages else None
+            page = CachedPage(key, before, kept_id, self._right_until, [_NOT_KEPT] * len(self._idle))
+            self._put(page)
+            row.pages.append(page)
+        return num
+
     def enter(self, rows: Iterable[tuple[CachedRow, int, Sequence[int], int]]) -> None:
         """Makes full pages available that were completed by the step that has ended.
 
@@ -255,12 +288,14 @@ class PrefixCache:
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
         idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
-        given_back: list[int] = []
         if space == _FULL:
+            removed: list[CachedPage] = []
             while idle and missing > 0:
-                missing -= self._remove(next(iter(idle)), given_back)
-            self._table.kept.drop(given_back)
+                missing -= self._remove(next(iter(idle)), removed)
+            self._move_to_tier([page for page in removed if page.step <= self._right_until])
+            self._table.kept.drop([page.kept_id for page in removed])
         else:
+            given_back: list[int] = []
             while idle and missing > 0:
                 page, _ = idle.popitem(last=False)
                 page.num_rows[space] = _NOT_KEPT
@@ -286,8 +321,9 @@ class PrefixCache:
         self._forget([page for page in row.pages if page is not None])
 
     def clear(self) -> None:
-        """Forgets all pages. Rows go on; pages that follow theirs are not entered."""
+        """Forgets all pages, those of the tier too. Rows go on; pages that follow theirs are not entered."""
         self._forget(list(self._pages.values()))
+        self._tier.clear()
 
     def _missing(
         self, row: CachedRow, number: int, token_ids: Sequence[int], end: int, fresh: dict[bytes, CachedPage]
@@ -320,7 +356,7 @@ class PrefixCache:
     def _put(self, page: CachedPage) -> None:
         """Makes a page available that is kept in every space and held by one row."""
         old = self._pages.get(page.key)
-        if old is not None:  # it lacks a window or a state
+        if old is not None:  # it lacks a window or a state, or is not known to be right, as one of the tier is
             page.after, old.after = old.after, {}
             for after in page.after.values():
                 after.before = page
@@ -390,16 +426,22 @@ class PrefixCache:
                 self._idle[space][page] = None
 
     def _forget(self, pages: Iterable[CachedPage]) -> None:
-        given_back: list[int] = []
+        removed: list[CachedPage] = []
         for page in pages:
             if page.num_rows[_FULL] != _NOT_KEPT:
-                self._remove(page, given_back)
-        self._table.kept.drop(given_back)
+                self._remove(page, removed)
+        self._table.kept.drop([page.kept_id for page in removed])
 
-    def _remove(self, page: CachedPage, given_back: list[int]) -> int:
+    def _move_to_tier(self, pages: Sequence[CachedPage]) -> None:
+        """Copies pages whose ids are not dropped yet."""
+        if pages:
+            ids = [page.kept_id for page in pages]
+            self._tier.put([page.key for page in pages], self._table.kept.pages(ids))
+
+    def _remove(self, page: CachedPage, removed: list[CachedPage]) -> int:
         """Makes a page unavailable, and all pages after it; returns how many pages of the full space become free.
 
-        given_back: gets the ids that are to be dropped
+        removed: gets the pages, whose ids are to be dropped
         """
         if page.before is not None:
             del page.before.after[page.key]
@@ -409,7 +451,8 @@ class PrefixCache:
             pages += page.after.values()
             page.after = {}
             num_free += page.num_rows[_FULL] == 0
-            given_back.append(self._give_up(page))
+            self._give_up(page)
+            removed.append(page)
             del self._pages[page.key]
         return num_free
 

@@ -45,6 +45,7 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
+from rocm_serve.page_tier import NO_TIER, PageTier
 from rocm_serve.prefix_cache import CachedPage, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, PromptRoom, ScheduledStep, Verified, picking_first, step_of
@@ -76,6 +77,7 @@ class Scheduler:
     max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
     steps_until_known: FaultReports.steps_until_known
     priority_aging:    steps in which a sequence that waits gains one priority on new ones; 0: never
+    tier:              of the prefix cache
 
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
@@ -89,11 +91,12 @@ class Scheduler:
         max_kv_len: int,
         steps_until_known: int,
         priority_aging: int = 0,
+        tier: PageTier = NO_TIER,
     ) -> None:
         self._priority_aging, self._num_steps = priority_aging, 0
         self._metrics = metrics
         self._table = table
-        self._cache = PrefixCache(table, steps_until_known)
+        self._cache = PrefixCache(table, steps_until_known, tier)
         self._budget, self._max_batch_size, self._chunk = budget, budget.max_batch_size, budget.chunk
         self._max_kv_len = max_kv_len
         # All three in the order of urgency.
@@ -432,10 +435,9 @@ class Scheduler:
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if not self._fits(newcomer, found, claimed):
                 break
-            stored = len(found) * self._table.page_size
-            ends_at = self._cache.next_state(newcomer.cached_row, stored)
-            q_len = room.take(len(newcomer.token_ids) - stored, stored, ends_at)
-            self._admit(newcomer, found, q_len)
+            self._admit(newcomer, found)
+            q_len = self._take(newcomer, room)
+            self._reserve_first(newcomer, q_len)
             claimed += self._claimed([newcomer])
             admitted.append((newcomer, q_len))
         return admitted
@@ -479,7 +481,8 @@ class Scheduler:
                 return
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
-                self._admit(newcomer, found, self._chunk)
+                self._admit(newcomer, found)
+                self._reserve_first(newcomer, self._chunk)
             elif self._fits_beside_better(newcomer):
                 self._preempt(self._running[-1])
             else:
@@ -519,7 +522,8 @@ class Scheduler:
         self._give_back_room()
         while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
             self._preempt(self._running[-1])
-        self._admit(suspect, [], self._chunk)
+        self._admit(suspect, [])
+        self._reserve_first(suspect, self._chunk)
 
     def _require_all_read(self) -> None:
         """Raises _PendingTokens while a step is not finished."""
@@ -581,26 +585,30 @@ class Scheduler:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 
-    def _admit(self, sequence: Sequence, found: Many[CachedPage], q_len: int) -> None:
-        """Makes a waiting sequence run.
-
-        found:  the cached pages that it begins with
-        q_len:  tokens of its next step
-        """
-        page_size = self._table.page_size
+    def _admit(self, sequence: Sequence, found: Many[CachedPage]) -> None:
+        """Makes a waiting sequence run, which begins with the found pages and those of the tier after them."""
+        row = sequence.cached_row
         self._waiting.remove(sequence)
+        sequence.row = self._cache.admit(row, found)
+        num_found = len(found)
+        if not sequence.is_suspect and (num_in_tier := self._cache.num_in_tier(row, sequence.token_ids)):
+            self._make_room(num_in_tier)
+            self._table.reserve(sequence.row, (num_found + num_in_tier) * self._table.page_size)
+            num_found += self._cache.restore(row, sequence.row, num_in_tier)
+        sequence.num_stored = num_found * self._table.page_size
         if not sequence.times.first_step:
-            sequence.num_cached = len(found) * page_size
+            sequence.num_cached = sequence.num_stored
         sequence.times.begin(self._metrics.queue_seconds)
-        sequence.row = self._cache.admit(sequence.cached_row, found)
-        sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)
-        kv_len = min(len(sequence.token_ids), sequence.num_stored + q_len)
-        self._make_room(num_pages(kv_len, page_size) - len(found))
-        self._table.reserve(sequence.row, kv_len)
-        if sequence.cached_row.is_cached and not sequence.is_suspect:
+        if row.is_cached and not sequence.is_suspect:
             self._metrics.prefix_lookups += len(sequence.token_ids)
             self._metrics.prefix_hits += sequence.num_stored
+
+    def _reserve_first(self, sequence: Sequence, q_len: int) -> None:
+        """Takes pages for the next step of a sequence that was admitted. q_len: its tokens"""
+        kv_len, page_size = min(len(sequence.token_ids), sequence.num_stored + q_len), self._table.page_size
+        self._make_room(num_pages(kv_len, page_size) - sequence.num_stored // page_size)
+        self._table.reserve(sequence.row, kv_len)
 
     def _count_cached_pages(self) -> None:
         self._metrics.cached_pages = self._cache.num_idle(0)

@@ -24,6 +24,7 @@ from rocm_attn.machine.distributions import installing
 from rocm_attn.machine.settings import Settings, settings
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.paging.batch_checks import BatchGuards
+from rocm_attn.paging.host_record import HostGuards
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.step.core import StepGuards
 from rocm_attn.step.echo import NoEcho
@@ -60,6 +61,7 @@ class Guards:
     publishing: PublishingGuards = field(default_factory=PublishingGuards)
     capture: CaptureGuards = field(default_factory=CaptureGuards)
     adopted: AdoptedGuards = field(default_factory=AdoptedGuards)
+    host: HostGuards = field(default_factory=HostGuards)
 
     @property
     def off(self) -> tuple[str, ...]:

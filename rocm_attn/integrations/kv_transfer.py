@@ -89,7 +89,7 @@ class _Mover:
             for role in self.passport.layers[layer].row_bytes
         }
         self._bound = {part: self._pages(*part) for part in self._sides}
-        self._versions = {part: _ScaleValues(pages) for part, pages in self._bound.items()}
+        self._versions = {part: ScaleValues(pages) for part, pages in self._bound.items()}
         self._num_pages = {
             space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
             for space in dict.fromkeys(self._spaces)
@@ -165,7 +165,7 @@ class _Mover:
             ):
                 raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
             self._bound[part] = pages
-        if not _ScaleValues(pages).is_like(self._versions[part]):
+        if not ScaleValues(pages).is_like(self._versions[part]):
             raise WrongState(
                 f"the scales of layer {layer} have changed since this was made; make another one, and send its "
                 "passport again"
@@ -549,7 +549,7 @@ def _num_bytes(parts: Sequence[Stretch]) -> int:
     return -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
 
 
-class _ScaleValues:
+class ScaleValues:
     """The scales of a layer or its heads at the time when this was made.
 
     It holds the tensors themselves, because a new tensor may get the address and the id() of one that was freed.
@@ -560,7 +560,7 @@ class _ScaleValues:
         self._tensors = [each for each in (pages.k_scale, pages.v_scale) if of_layer and each is not None]
         self._versions = [0 if each.is_inference() else each._version for each in self._tensors]
 
-    def is_like(self, other: _ScaleValues) -> bool:
+    def is_like(self, other: ScaleValues) -> bool:
         """True if both hold the same tensors, and none was written in between."""
         return self._versions == other._versions and all(map(is_, self._tensors, other._tensors))
 

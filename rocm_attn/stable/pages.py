@@ -1,8 +1,8 @@
-"""Encodings, conversions, shared prefixes, and tokens that move to another pool: stable names, as `ra.pages`."""
+"""Encodings, conversions, shared prefixes, and tokens that move elsewhere: stable names, as `ra.pages`."""
 
 # isort: off
 
-# Encodings, conversions, shared prefixes, and tokens that move to another pool
+# Encodings, conversions, shared prefixes, and tokens that move to another pool or to host memory
 from rocm_attn.kernels.cache.page_format import Encoding as Encoding
 from rocm_attn.paging.convert import Conversion as Conversion
 from rocm_attn.paging.convert import convert_pages as convert_pages
@@ -13,3 +13,5 @@ from rocm_attn.integrations.kv_passport import KVExtent as KVExtent
 from rocm_attn.integrations.kv_passport import KVPassport as KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter as KVExporter
 from rocm_attn.integrations.kv_transfer import KVImporter as KVImporter
+from rocm_attn.integrations.host_pages import HostPages as HostPages
+from rocm_attn.paging.host_memory import HostMemory as HostMemory

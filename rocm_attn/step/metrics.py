@@ -186,6 +186,14 @@ class Metrics:
     prefix_hits: int = _counter(
         "tokens found in the prefix cache, whose K and V were not computed again", "{} tokens found there"
     )
+    host_kv_hits: int = _counter(
+        "pages of the prefix cache that came back from host memory", "{} pages came back from host memory"
+    )
+    host_kv_refusals: dict[str, int] = _reasons(
+        "pages in host memory that were refused and computed again: their bytes have changed, or they are others",
+        "{} PAGES REFUSED FROM HOST MEMORY",
+        ("changed", "other"),
+    )
     verifications: int = _counter(
         "sequences whose draft tokens were verified, summed over all steps", "drafts verified {} times"
     )
@@ -221,6 +229,9 @@ class Metrics:
     cached_pages: int = _gauge(
         "pages held only by the prefix cache, which releases them when pages run out",
         "{} of them held by the prefix cache alone",
+    )
+    host_kv_bytes: int = _gauge(
+        "bytes of pages of the prefix cache that are in host memory", "{} bytes of pages in host memory"
     )
     swa_pages_in_use: int = _gauge(
         "pages in use of the pool of layers with a window", "{} pages for layers with a window in use"

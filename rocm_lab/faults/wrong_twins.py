@@ -509,6 +509,11 @@ def whatever_was_sent(head: RecordHead, kv_len: int, kept: int) -> None:
     """The bytes of a state are taken as they arrived, like those of an engine that copies states without a name."""
 
 
+def whatever_comes_back(found: Tensor, wanted: Tensor) -> Tensor:
+    """A page in host memory is used as it is."""
+    return torch.ones(len(found), dtype=torch.bool, device=found.device)
+
+
 # Id of each safeguard -> its value when it is switched off; the entry point of rocm_attn.guards.registry.WRONG_TWINS.
 WRONG_TWINS: Mapping[str, Any] = {
     "pads": leave_pads,
@@ -545,6 +550,8 @@ WRONG_TWINS: Mapping[str, Any] = {
     "full_refresh": fill_once,
     "state_lineage": states_as_they_come,
     "sent_state": whatever_was_sent,
+    "host_bytes": whatever_comes_back,
+    "host_lineage": whatever_comes_back,
     "graph_epoch": EpochlessPins,
     "sealed_capture": sealed_or_not,
     "table_first": table_one_update_late,

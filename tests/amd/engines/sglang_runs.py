@@ -100,6 +100,16 @@ class SglangVenv:
         answered = self._call("tests.amd.engines.sglang_kit", list(groups), scratch, {})
         return {name: Tally(**tally) for name, tally in answered.items()}
 
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of SGLang's processes on a CPU, which find our plug-in."""
+        return {
+            **environment_without_settings(),
+            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "ROCM_ATTN_ON_FAULT": "raise",
+        }
+
     def _words(self, run: Run) -> dict[str, Any]:
         """Returns a run with its model's name in place of its folder, which may be elsewhere the next time."""
         words = {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
@@ -136,14 +146,7 @@ class SglangVenv:
     def _call(self, module: str, requested: Any, scratch: Path, settings: Mapping[str, str]) -> Any:
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps(requested))
-        environment = {
-            **environment_without_settings(),
-            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "ROCM_ATTN_ON_FAULT": "raise",
-            **settings,
-        }
+        environment = {**self.environment(), **settings}
         with (scratch / "log").open("w+") as log:
             done = subprocess.run(
                 [self.python, "-m", module, request, out],

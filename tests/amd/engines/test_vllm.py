@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,45 @@ def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tm
     (stock,) = vllm.stock([run(vllm, "vllm_llama", 24)], tmp_path)
     shared = run(vllm, "vllm_llama", 24, tensor_parallel_size=2, decode_context_parallel_size=2)
     assert_equal(vllm.ours([shared], tmp_path), stock)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["vllm_llama", "gemma3"])
+def test_two_stages_of_a_pipeline_give_the_tokens_of_one_process(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
+    """Each stage has half of the layers, and a KV cache of its own."""
+    (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
+    assert_equal(vllm.ours([run(vllm, name, 24, pipeline_parallel_size=2)], tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_what_one_process_has_prefilled_is_decoded_by_another_with_the_tokens_of_one(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """vLLM's connector over files (ExampleConnector) takes K and V from our pages, and puts them into ours.
+
+    It needs whole prompts in one step, stores no part of the last block, and fails for a prompt of one token. The other
+    process computes what was not stored.
+    """
+    longer = [prompt for prompt in prompts() if len(prompt) > 1]
+
+    def part(new_tokens: int, **connects: Any) -> Run:
+        args: dict[str, Any] = {"max_num_batched_tokens": 1024, "enable_prefix_caching": False, **connects}
+        return replace(run(vllm, "vllm_llama", new_tokens, **args), rounds=[longer])
+
+    def connected(role: str) -> dict[str, Any]:
+        storage = {"shared_storage_path": str(tmp_path / "kv")}
+        return {"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": storage}
+
+    (stock,) = vllm.stock([part(24)], tmp_path)
+    (prefilled,) = vllm.ours([part(1, kv_transfer_config=connected("kv_producer"))], tmp_path)
+    assert not any(prefilled.cached[0])
+    assert [tokens[0] for tokens in prefilled.tokens[0]] == [tokens[0] for tokens in stock.tokens[0]]
+    (decoded,) = vllm.ours([part(24, kv_transfer_config=connected("kv_consumer"))], tmp_path)
+    assert_equal([decoded], stock)
+    # A prompt of whole blocks and a token is looked up under another name than it was stored under.
+    stored = [(len(prompt) - 1) // STOCK_BLOCK * (len(prompt) % STOCK_BLOCK != 1) for prompt in longer]
+    assert [cached // STOCK_BLOCK for cached in decoded.cached[0]] == stored
+    assert sum(stored) > 8
 
 
 @pytest.mark.nightly

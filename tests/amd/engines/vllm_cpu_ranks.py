@@ -1,14 +1,40 @@
-"""Slots of tokens for ranks that share contexts on a CPU, where vLLM has none: a plug-in for each of its processes."""
+"""What vLLM lacks on a CPU for ranks that share contexts or layers: a plug-in for each of its processes.
+
+It makes no slots of tokens for ranks that share contexts. And a stage of a pipeline gets the memory that it receives
+hidden states in only when the model is compiled, so eager steps fail, whichever backend serves.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
 
-_SLOTS = "compute_slot_mapping"
+_SLOTS, _LOAD, _RECEIVED = "compute_slot_mapping", "load_model", "make_empty_intermediate_tensors"
 
 
 def register() -> None:
+    """Replaces vLLM's slots, which still serve ranks that share nothing, and gives later stages their memory."""
+    replace_slots()
+    give_stages_memory()
+
+
+def give_stages_memory() -> None:
+    """Makes the tensors that a stage receives, as vLLM's own runner does before it compiles."""
+    from vllm.distributed import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = getattr(CPUModelRunner, _LOAD)
+
+    def loaded(self: Any, *given: Any, **named: Any) -> None:
+        load(self, *given, **named)
+        if not get_pp_group().is_first_rank:
+            make = getattr(self.model, _RECEIVED)
+            self.intermediate_tensors = make(batch_size=self.max_num_tokens, dtype=self.dtype, device=self.device)
+
+    setattr(CPUModelRunner, _LOAD, loaded)
+
+
+def replace_slots() -> None:
     """Replaces vLLM's slots, which still serve ranks that share nothing."""
     from vllm.v1.worker.block_table import BlockTable
 

@@ -7,6 +7,7 @@ kept next to it for the next time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Sequence
@@ -74,6 +75,17 @@ class VllmVenv:
         requested = [VLLM, [self._words(run) for run in runs]]
         return [Answer(**each) for each in kept_answers(self.folder, requested, stock_answers)]
 
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of vLLM's processes, which find our plug-in."""
+        return {
+            **environment_without_settings(),
+            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
     def _words(self, run: Run) -> dict[str, Any]:
         """Returns a run with its models' names in place of their folders, which may be elsewhere the next time."""
         args = {**run.args, "model": Path(run.args["model"]).name}
@@ -86,17 +98,11 @@ class VllmVenv:
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps([vars(run) for run in runs]))
         # Two ranks get one core each: otherwise vLLM finds no place for them.
-        ranks = max(run.args.get("tensor_parallel_size", 1) for run in runs)
-        environment = {
-            **environment_without_settings(),
-            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "auto" if ranks == 1 else "|".join(map(str, range(ranks))),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **settings,
-        }
+        ranks = max(
+            math.prod(run.args.get(f"{each}_parallel_size", 1) for each in ("tensor", "pipeline")) for run in runs
+        )
+        cores = "auto" if ranks == 1 else "|".join(map(str, range(ranks)))
+        environment = {**self.environment(), "VLLM_CPU_OMP_THREADS_BIND": cores, **settings}
         command = [str(self.python), "-m", "tests.amd.engines.vllm_text", str(request), str(out)]
         with (scratch / "log").open("w+") as log:
             done = subprocess.run(command, cwd=scratch, env=environment, stdout=log, stderr=log, check=False)

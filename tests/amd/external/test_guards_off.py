@@ -154,6 +154,7 @@ NOT_HERE = {
     "same_rows": "the engine runs its graphs again, and moves what it accepts: tests/amd/guards/test_same_rows.py",
     "path_pages": "the engine moves what it accepts: tests/amd/guards/test_drafts.py",
     **dict.fromkeys(("state_lineage", "sent_state"), "the engine owns the states of recurrent layers"),
+    **dict.fromkeys(("host_bytes", "host_lineage"), "the engine keeps pages"),
     "kv_scales": "the engine owns the factors: tests/amd/guards/test_formats.py",
     "fresh_selection": "of layers that select keys: tests/amd/external/test_selections.py",
     "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",

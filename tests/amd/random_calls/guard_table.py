@@ -40,9 +40,11 @@ SOAKS = {"cut_points": ["--deterministic"], "state_lineage": ["--recurrent"]}
 _T = TypeVar("_T")
 
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
+_STAYS = "no page of these runs moves to host memory: tests/amd/guards/test_host_pages.py"
 # Why no run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
 UNSEEN = {
     **dict.fromkeys(("fresh_selection", "selection_place"), _SELECTS),
+    **dict.fromkeys(("host_bytes", "host_lineage"), _STAYS),
     "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",

@@ -31,6 +31,8 @@ from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.round_texts import OPTIONS, repeating_requests, round_model
 from tests.amd.runner.serving import BASE as OF_EIGHT
+from tests.amd.runner.test_host_tier import FEW, flip
+from tests.amd.runner.test_host_tier import requests as more_than_the_pool_holds
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
 BASE = replace(OF_EIGHT, max_batch_size=4)
@@ -87,6 +89,23 @@ def second_turns(serving: Engine) -> list[str]:
         serving.step()
     metrics = serving.metrics
     return [*shown([serving.completion(number) for number in numbers]), f"hits {metrics.prefix_hits}"]
+
+
+def through_host_memory(serving: Engine, *, flips: bool) -> list[str]:
+    """Prompts come again after their pages have gone to host memory. flips: bits of them flip on this rank at times"""
+    lines = []
+    for number, request in enumerate(more_than_the_pool_holds(18)):
+        lines += shown(serving.generate([request]))
+        if flips and number % 6 == 5:
+            flip(serving, number)
+    return [*lines, f"hits {serving.metrics.host_kv_hits}"]
+
+
+def host_memory_of_one_rank_flips(rank: int) -> list[str]:
+    serving = engine(**FEW)
+    lines = through_host_memory(serving, flips=rank == 1)
+    assert bool(serving.metrics.host_kv_refusals) == (rank == 1)
+    return lines
 
 
 def memory_of_one_rank_is_short(rank: int) -> list[str]:
@@ -238,6 +257,7 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "one at a time": one_at_a_time,
     "few free pages": on_few_pages,
     "second turns": lambda rank: second_turns(engine(num_pages=19)),
+    "host memory": host_memory_of_one_rank_flips,
     "short memory": memory_of_one_rank_is_short,
     "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, raises=True),
     "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, raises=False),
@@ -305,6 +325,13 @@ def test_ranks_find_the_same_prefixes_admit_in_the_same_order_and_abort_together
     one_rank = second_turns(Engine(tiny_model(), replace(BASE, num_pages=19)))
     assert lines == one_rank, "though ranks wait longer until a step is known to be right"
     assert int(lines[-1].removeprefix("hits ")) > 20
+
+
+def test_a_page_that_one_rank_refuses_is_computed_again_by_all(found: Found) -> None:
+    *lines, hits = same_on_all(found["host memory"])
+    *one_rank, whole = through_host_memory(Engine(tiny_model(), replace(BASE, **FEW)), flips=False)
+    assert lines == one_rank
+    assert 0 < int(hits.removeprefix("hits ")) < int(whole.removeprefix("hits "))
 
 
 def test_all_ranks_have_as_many_pages_as_that_with_the_least_memory(found: Found, alone: list[str]) -> None:

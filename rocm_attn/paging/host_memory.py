@@ -1,0 +1,82 @@
+"""HostMemory: host memory in equal records, found by their keys, the least recently used given back first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import NeverFits
+
+# torch rounds pinned allocations up to a power of two.
+_BLOCK_BYTES = 256 << 20
+
+
+class HostMemory:
+    """Host memory for records, found by their keys. The least recently used one is given back first.
+
+    Runtimes of one process may share it if their records have the same size and their launches go to one stream.
+
+    num_bytes:    at most, for all records
+    record_bytes: HostPages.record_bytes(runtime)
+    pinned:       memory that a GPU copies from and to by itself
+
+    Raises NeverFits if not even one record fits.
+    """
+
+    def __init__(self, num_bytes: int, record_bytes: int, *, pinned: bool) -> None:
+        self.record_bytes = record_bytes
+        self.num_slots = num_bytes // record_bytes
+        if self.num_slots < 1:
+            raise NeverFits(
+                f"{num_bytes} bytes of host memory hold no page of {record_bytes} bytes; give at least as many bytes"
+            )
+        self._of_block = max(1, min(self.num_slots, _BLOCK_BYTES // record_bytes))
+        counts = [self._of_block] * (self.num_slots // self._of_block)
+        if rest := self.num_slots % self._of_block:
+            counts.append(rest)
+        self._blocks = [torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=pinned) for count in counts]
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return len(self._slots)
+
+    def __contains__(self, key: bytes) -> bool:
+        """True if there is a record of this key, of whatever runtime."""
+        return key in self._slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the records that can be found."""
+        return len(self._slots) * self.record_bytes
+
+    def use(self, key: bytes) -> None:
+        """Makes the record of a key the last to be given back."""
+        self._slots.move_to_end(key)
+
+    def at(self, key: bytes) -> Tensor:
+        """The bytes of the record of a key: uint8 [record_bytes]."""
+        block, line = divmod(self._slots[key], self._of_block)
+        return self._blocks[block][line]
+
+    def take(self, key: bytes) -> Tensor:
+        """Room for the record of a key, in place of an older record of it, a free place, or the one used first."""
+        self.forget(key)
+        if not self._free:
+            self.forget(next(iter(self._slots)))
+        self._slots[key] = self._free.pop()
+        return self.at(key)
+
+    def forget(self, key: bytes) -> None:
+        """Gives the record of a key back, if there is one."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Gives all records back."""
+        self._free += self._slots.values()
+        self._slots.clear()

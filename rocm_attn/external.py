@@ -23,16 +23,15 @@ from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, Nev
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, wait_for_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
-from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
+from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Reach, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_pool import StatePool
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.selection.kernels import choose_kernels
@@ -198,7 +197,7 @@ class ExternalAttention:
         self.gate = gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
-            {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
+            {space: Reach.of([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
             page_size=problems[0].page_size,
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
@@ -416,12 +415,6 @@ def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: 
         raise BadProblem(
             f"layers live in the spaces {of_layers} and tables are given for {of_tables}; give one table for each space"
         )
-
-
-def _window(problems: Sequence[Problem]) -> int:
-    """Previous keys that a query sees in the layer of a space with the longest window."""
-    windows = [problem.window_left for problem in problems]
-    return ALL_KEYS if UNLIMITED_WINDOW in windows else max(windows)
 
 
 def _check_slots(slots: Tensor) -> None:

@@ -150,6 +150,10 @@ class StepCore:
         if not self._state_pool.is_empty:
             pool = self._state_pool
             self.ops.state_places(step.tensors, pool.tags, pool.headers, step.states, kept=pool.recurrent.kept)
+        self.build_schedules(step, plan)
+
+    def build_schedules(self, step: DeviceStep, plan: StepPlan) -> None:
+        """Launches the kernels that build the schedules of a step whose tensors are derived."""
         for kind in plan.built_kinds:
             schedule = plan.kernels[kind].bound.schedule
             schedule.build(step.queries, step.of_kind[kind], plan.bounds, step.schedules[kind])

@@ -152,7 +152,7 @@ def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
 def chunked_builder(underlying: Any) -> Any:
     """Returns the builder that vLLM derives for layers with chunks (layers/attention/chunked_local_attention.py)."""
 
-    class ChunkedLocalAttentionBuilder(underlying):
+    class ChunkedLocalAttentionBuilder(underlying):  # type: ignore[misc]
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> CGSupport:
             return CGSupport.NEVER

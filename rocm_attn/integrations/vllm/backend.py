@@ -108,6 +108,10 @@ class RocmAttnBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -240,7 +244,14 @@ def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
 
 def _problem_of(layer: Any, cache: CacheTerms) -> Problem:
     """Returns the problem of a layer whose heads have their own K and V. Raises Unsupported, BadProblem."""
-    problem: Problem = layer.impl.terms.problem(cache, MaskTerms(chunk=getattr(layer, _CHUNK, 0)))
+    has_images = bool(getattr(layer, "use_mm_prefix", False))
+    mask = MaskTerms(
+        chunk=getattr(layer, _CHUNK, 0),
+        spans=has_images,
+        # Models for which vLLM sets it keep their windows, the others do not.
+        spans_pass_window=has_images and not getattr(layer, "mm_prefix_clamp_sliding_window", False),
+    )
+    problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem
 
 

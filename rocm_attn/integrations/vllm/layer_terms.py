@@ -39,9 +39,13 @@ class MaskTerms:
     """The part of a layer's mask that its implementation's arguments do not have.
 
     chunk: keys of a chunk of local attention; 0: there are none
+    spans: whether steps may have tokens that see each other: of an image, or of a block of drafts
+    spans_pass_window: whether such tokens see all of their span, even what lies before a window
     """
 
     chunk: int = 0
+    spans: bool = False
+    spans_pass_window: bool = False
 
 
 PLAIN_MASK = MaskTerms()
@@ -123,6 +127,8 @@ class LayerTerms:
             scale=float(self.scale),
             window_left=window,
             chunk=mask.chunk,
+            custom_mask=mask.spans,
+            spans_pass_window=mask.spans_pass_window and window != UNLIMITED_WINDOW,
             logits_soft_cap=self.logits_soft_cap or 0.0,
             has_sinks=self.sinks is not None,
             has_alibi_slopes=self.alibi_slopes is not None,

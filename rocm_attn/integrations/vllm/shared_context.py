@@ -215,7 +215,11 @@ def _of_own(problem: Problem) -> Problem:
 
 
 def _require_plain(name: str, problem: Problem) -> None:
-    requested = {"a window": problem.window_left != UNLIMITED_WINDOW, "ALiBi slopes": problem.has_alibi_slopes}
+    requested = {
+        "a window": problem.window_left != UNLIMITED_WINDOW,
+        "ALiBi slopes": problem.has_alibi_slopes,
+        "spans of tokens that see each other": problem.custom_mask,
+    }
     if found := [what for what, is_requested in requested.items() if is_requested]:
         raise Unsupported(
             f"{name} has {' and '.join(found)}, and a rank that shares a context does not know how far its keys "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import load_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
@@ -88,6 +90,31 @@ def test_layers_with_local_chunks_give_vllms_own_tokens(vllm: VllmVenv, tmp_path
     (stock,) = vllm.stock([run(vllm, "vllm_chunks", 24)], tmp_path)
     ours = vllm.ours([run(vllm, "vllm_chunks", 24, block_size=size) for size in (STOCK_BLOCK, 16)], tmp_path)
     assert_equal(ours, stock)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["images", "wide_images"])
+def test_tokens_of_images_see_each_other(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
+    """As in transformers' model under masks that are written out: vLLM's own backend ignores images on a CPU.
+
+    The prefix cache ends within an image, whose first tokens another request has stored.
+    """
+    requested = run(vllm, f"vllm_{name}", max_num_batched_tokens=1024)
+    wanted = [
+        texts_with_images(folder_of(f"vllm_{name}", vllm.folder), asked, requested.new_tokens)
+        for asked in requested.rounds
+    ]
+    (stock,) = vllm.stock([requested], tmp_path)
+    assert stock.tokens != wanted
+    ours = vllm.ours([requested, run(vllm, f"vllm_{name}", block_size=16, max_num_batched_tokens=1024)], tmp_path)
+    assert_equal(ours, Answer(tokens=wanted))
+    assert all(ours[0].cached[1])
+
+
+@pytest.mark.nightly
+def test_an_image_of_which_a_step_has_only_a_part_is_refused_in_words(vllm: VllmVenv, tmp_path: Path) -> None:
+    (refused,) = vllm.ours([run(vllm, "vllm_images", fault="wrong_slot", max_num_batched_tokens=32)], tmp_path)
+    assert re.search("an image has the tokens .* so set --disable-chunked-mm-input", refused.said)
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.amd.engines.models import LATENT_64, SMALL_DEEPSEEK, VOCABULARY, write, write_random, written_once
+from tests.amd.engines.models import (
+    LATENT_64,
+    SMALL_DEEPSEEK,
+    VOCABULARY,
+    write,
+    write_gemma3,
+    write_random,
+    written_once,
+)
+from tests.amd.engines.vllm_images import IMAGE_SPANS, KEEPS_WINDOWS
 
 # Shared by the small Llama and its EAGLE head.
 _LLAMA: Mapping[str, Any] = {
@@ -85,6 +95,22 @@ def write_chunks(folder: Path) -> None:
         architectures=["Llama4ForCausalLM"],
     )
     write_random(folder, lambda: Llama4ForCausalLM(config))
+
+
+def write_images(folder: Path) -> None:
+    """Writes the small Gemma 3 with two images in each longer prompt."""
+    _write_images(folder, {IMAGE_SPANS: [[5, 13], [20, 17]]})
+
+
+def write_wide_images(folder: Path) -> None:
+    """Writes the small Gemma 3 with an image that is longer than its windows, and keeps to them, as in Gemma 4."""
+    _write_images(folder, {IMAGE_SPANS: [[5, 34]], KEEPS_WINDOWS: True})
+
+
+def _write_images(folder: Path, more: Mapping[str, object]) -> None:
+    write_gemma3(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}, indent=1))
 
 
 def write_sparse(folder: Path) -> None:
@@ -184,6 +210,8 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
     "chunks": write_chunks,
+    "images": write_images,
+    "wide_images": write_wide_images,
     "delta_net": write_delta_net,
     "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,

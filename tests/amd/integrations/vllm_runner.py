@@ -80,6 +80,9 @@ class Runner:
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad, self.mask = np.random.default_rng(0), NAN, mask
+        # First and last place of each image, and the requests that are not causal in a step.
+        self.images: dict[int, list[tuple[int, int]]] = {}
+        self.open: set[int] = set()
         self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn)
         self.layers = [
             self._new_layer(f"layers.{i}", each, group, heads_first)
@@ -186,10 +189,9 @@ class Runner:
         self.query_start_loc.fill_(int(ends[-1]))
         self.query_start_loc[: len(ends)] = torch.from_numpy(ends.astype(np.int32))
 
-    def common(
-        self, group: int, num_reqs: int, num_tokens: int, max_query_len: int, causal: bool = True
-    ) -> CommonMetadata:
+    def common(self, group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> CommonMetadata:
         """Returns a group's metadata: parts of persistent memory."""
+        causal = torch.tensor([row not in self.open for row in range(num_reqs)], device=self.device)
         return CommonMetadata(
             self.query_start_loc[: num_reqs + 1],
             self.seq_lens[:num_reqs],
@@ -199,7 +201,10 @@ class Runner:
             int(self.seq_lens.max()),
             self.tables[group][:num_reqs],
             self.slots[group][:num_tokens],
-            causal,
+            causal if 0 < len(self.open) < num_reqs else not self.open,
+            self.query_start_loc[: num_reqs + 1].cpu(),
+            self.seq_lens[:num_reqs].cpu(),
+            self.images or None,
         )
 
     def projected(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,6 +267,9 @@ class Runner:
                 slopes=None if terms.alibi_slopes is None else np.array(terms.alibi_slopes),
                 sinks=None if terms.sinks is None else terms.sinks.double().cpu().numpy(),
                 chunk=self.mask.chunk,
+                causal=row not in self.open,
+                spans=self.images.get(row, ()),
+                spans_pass=self.mask.spans_pass_window,
             )
             k, v = (np.concatenate(side) for side in zip(*layer.stored[row], strict=True))
             want, _ = attention(q[tokens].double().cpu().numpy(), k, v, scores)

@@ -135,7 +135,7 @@ def spec() -> Any:
 
 
 # Attributes of a layer that its implementation does not get.
-_OF_LAYERS = ("attention_chunk_size",)
+_OF_LAYERS = ("attention_chunk_size", "use_mm_prefix", "mm_prefix_clamp_sliding_window")
 
 
 def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:

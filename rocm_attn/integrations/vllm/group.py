@@ -83,6 +83,8 @@ class GroupOptions:
     has_slots: whether every new token has a slot on this rank, so that slots are checked. A step whose tokens have no
                slots is one that vLLM runs to warm up or on an idle rank. Its tables name no pages, so all of its
                sequences count as padding. False if ranks share a sequence's KV
+    is_cross:  whether the cache holds K and V of an encoder, which a step's tokens see whole. A sequence without a
+               first block has none
     is_wide:   called at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. The
                captured step's bound of new tokens per sequence then means nothing
     said:      called with the kernels that were chosen
@@ -93,6 +95,7 @@ class GroupOptions:
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
     agree: Agree = alone
     has_slots: bool = True
+    is_cross: bool = False
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
     tried: Callable[[ExternalAttention, Lend], None] = try_nothing
@@ -161,13 +164,15 @@ class KVGroup:
 
         Raises Unsupported for a mask that is not served (GroupSpans.of), and the errors of ExternalAttention.
         """
-        own, mask = ReplayShape.of(common), self._spans.of(common)
+        own, mask = ReplayShape.of(common), NO_CELLS if self._options.is_cross else self._spans.of(common)
         known = self._captured.get(own.padded)
         is_captured = known is not None and known.shape.serves(own)
         shape, kv_len = known.shape if known is not None and is_captured else own, common.seq_lens
         slots = self._slots(common, shape)
         if slots is not None:
             kv_len = kv_len * (slots.amax() >= 0)
+        if self._options.is_cross:
+            kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
         if is_captured and isinstance(mask, NoCells):
             mask = self._captured_mask(shape)
         attention = self._begun(common, shape, kv_len, common.num_reqs, is_captured, mask)
@@ -234,13 +239,21 @@ class KVGroup:
 
     def store_at(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Like store(), but to the step's slots. They are not the table's: its sequences are parts of others."""
-        index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
+        self._require_running(name, step)
         assert step.slots is not None
-        counts = torch.full((4,), step.num_tokens, dtype=torch.int32, device=k.device)
-        attention = self.attention
+        self.store_to(name, kv_cache, k[: step.num_tokens], v[: step.num_tokens], step.slots)
+
+    def store_to(self, name: str, kv_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Writes K and V of any tokens to slots, which are compared with no table. Raises WrongState before a step.
+
+        k, v:  [n or more, kv_heads, head_dim | v_head_dim]
+        slots: int32 or int64 [n]; -1, or one in block 0: this token is not stored
+        """
+        attention, index = self.attention, self._bound_to(name, kv_cache)
+        tokens, counts = len(slots), torch.full((4,), len(slots), dtype=torch.int32, device=k.device)
         with on_device(attention.device):
             attention.ops.store_kv(
-                k[tokens], v[tokens], step.slots.int(), counts, attention.pages.layer(index), null_page=True
+                k[:tokens], v[:tokens], slots.int(), counts, attention.pages.layer(index), null_page=True
             )
 
     def _slots(self, common: CommonMetadata, shape: ReplayShape) -> Tensor | None:
@@ -327,11 +340,18 @@ class KVGroup:
 
     def _bind(self, name: str, step: StepOfGroup, kv_cache: Tensor) -> int:
         """Returns a layer's index, with these pages bound. Raises WrongState if the step is over or pages moved."""
+        self._require_running(name, step)
+        return self._bound_to(name, kv_cache)
+
+    def _require_running(self, name: str, step: StepOfGroup) -> None:
         if step.number != self.attention.step_number:
             raise WrongState(
                 f"{name} asks for attention in step {step.number}, and step {self.attention.step_number} has "
                 "begun; a builder of vLLM runs one step at a time"
             )
+
+    def _bound_to(self, name: str, kv_cache: Tensor) -> int:
+        """Returns a layer's index, with these pages bound."""
         if self._bound.get(name) != kv_cache.data_ptr():
             self._use_pages(self.attention, name, kv_cache)
         return self._index[name]

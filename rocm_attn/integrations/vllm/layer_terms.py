@@ -29,7 +29,9 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 RECORDS = "fp8_ds_mla"
 LATENT_CACHE_DTYPES = (*KV_CACHE_DTYPES, RECORDS)
 
-_DECODER = "decoder"
+_DECODER, CROSS = "decoder", "encoder_decoder"
+ENCODERS = ("encoder", "encoder_only")
+ATTENTION_TYPES = (_DECODER, CROSS, *ENCODERS)
 # Arguments of later releases -> the values with which they have no effect.
 _SAY_NOTHING: Mapping[str, Sequence[object]] = {"chunk_lookback": (-1, None), "use_alibi_sqrt": (False, None)}
 
@@ -92,16 +94,21 @@ class LayerTerms:
         return cls(*given, **{name: value for name, value in named.items() if name in names})
 
     def __post_init__(self) -> None:
-        if str(getattr(self.attn_type, "value", self.attn_type)) != _DECODER:
+        if self.kind not in ATTENTION_TYPES:
             raise Unsupported(
-                f"a layer is of attention type {self.attn_type!s}; rocm_attn serves decoder layers in vLLM, so choose "
-                "another attention backend for this model"
+                f"a layer is of attention type {self.kind}; rocm_attn serves {', '.join(ATTENTION_TYPES)} in vLLM, so "
+                "choose another attention backend for this model"
             )
         if self.kv_cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES, RECORDS):
             raise Unsupported(
                 f"the KV cache is of dtype {self.kv_cache_dtype}; rocm_attn serves {', '.join(LATENT_CACHE_DTYPES)}, "
                 "so set --kv-cache-dtype to one of these"
             )
+
+    @property
+    def kind(self) -> str:
+        """The attention type in vLLM's words."""
+        return str(getattr(self.attn_type, "value", self.attn_type))
 
     @property
     def stores(self) -> bool:
@@ -115,6 +122,17 @@ class LayerTerms:
                 f"the KV cache is of dtype {RECORDS}, which holds rows of sparse MLA layers, and a layer has K and V "
                 f"of its own; set --kv-cache-dtype to one of {', '.join(KV_CACHE_DTYPES)}"
             )
+        causal = self.kind == _DECODER
+        if self.sliding_window is not None and not causal:
+            raise Unsupported(
+                f"a layer of attention type {self.kind} has a window of {self.sliding_window} keys, which has two "
+                "sides; rocm_attn serves windows in decoders, so choose another attention backend for this model"
+            )
+        if self.alibi_slopes is not None and self.kind == CROSS:
+            raise Unsupported(
+                "a layer of cross attention has ALiBi slopes, and its tokens have no distance from their keys; choose "
+                "another attention backend for this model"
+            )
         encoding = _encoding(self.kv_cache_dtype, cache)
         window = UNLIMITED_WINDOW if self.sliding_window is None else self.sliding_window - 1
         return Problem(
@@ -126,6 +144,7 @@ class LayerTerms:
             page_size=cache.block_size,
             scale=float(self.scale),
             window_left=window,
+            causal=causal,
             chunk=mask.chunk,
             custom_mask=mask.spans,
             spans_pass_window=mask.spans_pass_window and window != UNLIMITED_WINDOW,
@@ -144,6 +163,7 @@ class LayerTerms:
             "a soft cap": bool(self.logits_soft_cap),
             "sinks": self.sinks is not None,
             "KV of another layer": not self.stores,
+            f"attention type {self.kind}": self.kind != _DECODER,
         }
         if any(requested.values()):
             named = " and ".join(name for name, is_requested in requested.items() if is_requested)

@@ -187,6 +187,18 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
 
 
 @pytest.mark.nightly
+def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_path: Path) -> None:
+    """As of DFlash: a head stores K and V of the model's hidden states, and then drafts four tokens in one step."""
+    drafts = {"method": "dflash", "model": str(vllm_model("block_drafts", vllm.folder)), "num_speculative_tokens": 4}
+    requested = [run(vllm, "vllm_llama", 24, speculative_config=drafts)]
+    (stock,) = vllm.stock(requested, tmp_path)
+    (ours,) = vllm.ours(requested, tmp_path)
+    assert_equal([ours], stock)
+    assert len({tuple(drafted) for step in stock.drafts for drafted in step}) > len(stock.drafts)
+    assert ours.drafts == stock.drafts
+
+
+@pytest.mark.nightly
 def test_sparse_attention_gives_our_runners_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """vLLM refuses sparse layers on a CPU, so vllm_cpu_sparse chooses keys in its indexer's place.
 

@@ -76,6 +76,33 @@ def write_eagle(folder: Path) -> None:
     write(folder, head, {**_LLAMA, **config})
 
 
+def write_block_drafts(folder: Path) -> None:
+    """Writes a head that drafts a block of tokens for the small Llama at once, like DFlash: they see each other.
+
+    It reads the hidden states of both layers, and has the model's embeddings.
+    """
+    random = torch.Generator().manual_seed(3)
+    size, inner, dim = int(_LLAMA["hidden_size"]), int(_LLAMA["intermediate_size"]), int(_LLAMA["head_dim"])
+    heads, ones = int(_LLAMA["num_attention_heads"]) * dim, torch.ones
+    shapes = {"q": (heads, size), "k": (dim, size), "v": (dim, size), "o": (size, heads)}
+    weights = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in shapes.items()}
+    weights |= {f"layers.0.mlp.{name}_proj.weight": (inner, size) for name in ("gate", "up")}
+    weights |= {"layers.0.mlp.down_proj.weight": (size, inner), "fc.weight": (size, 2 * size)}
+    head = {name: 0.12 * torch.randn(shape, generator=random) for name, shape in weights.items()}
+    head |= {f"layers.0.self_attn.{name}_norm.weight": ones(dim) for name in ("q", "k")}
+    head |= {f"layers.0.{name}_layernorm.weight": ones(size) for name in ("input", "post_attention")}
+    head |= {"hidden_norm.weight": ones(size), "norm.weight": ones(size)}
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]},
+    }
+    write(folder, head, {**_LLAMA, **config})
+
+
 def write_chunks(folder: Path) -> None:
     """Writes a small Llama 4 without experts: three layers with chunks of 32 keys for each layer that sees all."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
@@ -209,6 +236,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
+    "block_drafts": write_block_drafts,
     "chunks": write_chunks,
     "images": write_images,
     "wide_images": write_wide_images,

@@ -40,6 +40,7 @@ class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt from the prefix cache
 
     steps:       of the engine, in all rounds; fewer if drafts were accepted
+    drafts:      of each step, those of each request, whether accepted or not
     preemptions: requests that lost their blocks and began again
 
     said:        text of the error raised after a fault
@@ -50,6 +51,7 @@ class Answer:
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     steps: int = 0
+    drafts: list[list[list[int]]] = field(default_factory=list)
     preemptions: int = 0
     said: str = ""
     faulty_step: int = -1
@@ -112,7 +114,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 # Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 _FAULTY_STEP = 5
-_BEGIN, _STEP, _PREEMPT = "begin", "step", "_preempt_request"
+_BEGIN, _STEP, _PREEMPT, _PROPOSE = "begin", "step", "_preempt_request", "propose"
 
 
 class Planted:
@@ -152,11 +154,15 @@ class Planted:
 
 @contextmanager
 def counted_steps(found: Answer) -> Iterator[None]:
-    """Counts the steps and preemptions of engines. It keeps no reference to one, which would prevent its end."""
+    """Counts the steps and preemptions of engines, and keeps drafts of heads.
+
+    It keeps no reference to an engine, which would prevent its end.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    step, preempt = LLMEngine.step, getattr(Scheduler, _PREEMPT)
+    step, preempt, propose = LLMEngine.step, getattr(Scheduler, _PREEMPT), getattr(SpecDecodeBaseProposer, _PROPOSE)
 
     def counted(engine: Any) -> Any:
         found.steps += 1
@@ -166,11 +172,18 @@ def counted_steps(found: Answer) -> Iterator[None]:
         found.preemptions += 1
         return preempt(scheduler, *given, **named)
 
+    def proposed(proposer: Any, *given: Any, **named: Any) -> Any:
+        drafts = propose(proposer, *given, **named)
+        found.drafts.append(drafts.tolist())
+        return drafts
+
+    setattr(SpecDecodeBaseProposer, _PROPOSE, proposed)
     setattr(LLMEngine, _STEP, counted)
     setattr(Scheduler, _PREEMPT, preempted)
     try:
         yield
     finally:
+        setattr(SpecDecodeBaseProposer, _PROPOSE, propose)
         setattr(LLMEngine, _STEP, step)
         setattr(Scheduler, _PREEMPT, preempt)
 

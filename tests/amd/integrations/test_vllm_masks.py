@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.amd.integrations.vllm_stand_in import Config, chunked_builder, gqa_layer, installed, spec, step
+from rocm_attn.errors import WrongState
+from tests.amd.integrations.vllm_stand_in import (
+    BLOCK,
+    DIM,
+    HEADS,
+    Config,
+    EncoderSpec,
+    chunked_builder,
+    cross_builder,
+    cross_impl,
+    gqa_layer,
+    installed,
+    spec,
+    step,
+)
 
 CPU = torch.device("cpu")
 
@@ -50,3 +65,80 @@ def problem_of(ours: Any, layer: Any) -> Any:
     made.build(0, step())
     (problem,) = made.group.attention.kernels().problems
     return problem
+
+
+@pytest.mark.parametrize("declared", ["by the model", "by the cache"])
+def test_layers_whose_steps_may_be_not_causal_are_served(
+    declared: str, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a head that drafts blocks, and as a prefix-LM. vLLM's proposer of blocks asks for metadata that says so."""
+    assert ours.RocmAttnBackend.supports_non_causal()
+    of_cache = spec()
+    if declared == "by the model":
+        monkeypatch.setattr(Config, "attention_config", SimpleNamespace(use_non_causal=True))
+        monkeypatch.setattr(ours, "get_current_vllm_config", lambda: Config({}))
+    else:
+        of_cache.non_causal = True
+    layer = gqa_layer(ours.RocmAttnImpl)
+    made = ours.RocmAttnBuilder(of_cache, ["layer"], Config({"layer": layer}), CPU)
+    common = step()
+    common.causal = False
+    assert made.build(0, common).causal is False
+    (problem,) = made.group.attention.kernels().problems
+    assert problem.custom_mask
+    assert not problem.spans_pass_window
+
+
+def test_k_and_v_of_tokens_outside_of_steps_are_stored_in_their_slots(ours: Any) -> None:
+    """A head that drafts blocks makes them of the model's hidden states; a slot of -1 is of a rejected token."""
+    layer = gqa_layer(ours.RocmAttnImpl)
+    k, v, slots = torch.full((3, 1, DIM), 2.0), torch.full((3, 1, DIM), 3.0), torch.tensor([BLOCK + 1, -1, 2 * BLOCK])
+    given = (layer, k, v, layer.kv_cache, slots)
+    with pytest.raises(WrongState, match="vLLM stores K and V of layer before it has a builder of its own"):
+        layer.impl.do_kv_cache_update(*given)
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
+    made.build(0, step())
+    layer.impl.do_kv_cache_update(*given)
+    rows = layer.kv_cache[:, 0]
+    for block, at in ((1, 1), (2, 0)):
+        assert rows[block, at].tolist() == [2.0] * DIM + [3.0] * DIM
+        rows[block, at] = 0
+    assert not rows.any()
+
+
+def test_encoders_are_served_without_a_cache_and_not_captured(ours: Any) -> None:
+    assert ours.RocmAttnBackend.supports_attn_type("encoder_only")
+    layer = gqa_layer(ours.RocmAttnImpl, attn_type="encoder_only")
+    layer.kv_cache = torch.empty(0)
+    made = ours.RocmAttnBuilder(EncoderSpec(), ["layer"], Config({"layer": layer}), CPU)
+    assert made.get_cudagraph_support(made.vllm_config, EncoderSpec()) == ours.AttentionCGSupport.NEVER
+    with pytest.raises(WrongState, match="vLLM captures steps of encoders, which the backend does not declare"):
+        made.build_for_cudagraph_capture(step())
+    common = step()
+    common.query_start_loc, common.num_actual_tokens, common.max_query_len = torch.tensor([0, 2]), 2, 2
+    metadata = made.build(0, common)
+    q, kv, out = (
+        torch.zeros(2, HEADS, DIM),
+        torch.tensor([[[1.0]], [[3.0]]]).expand(2, 1, DIM),
+        torch.zeros(2, HEADS, DIM),
+    )
+    layer.impl.forward(layer, q, kv, kv, layer.kv_cache, metadata, out)
+    assert (out == 2).all()  # both tokens weigh both values alike
+
+
+def test_cross_attention_stores_an_encoders_rows_once_and_sees_all_of_them(ours: Any) -> None:
+    """vLLM derives a builder and an implementation, which put an encoder's lengths and slots in place of a step's."""
+    assert ours.RocmAttnBackend.supports_attn_type("encoder_decoder")
+    layer = gqa_layer(cross_impl(ours.RocmAttnImpl), attn_type="encoder_decoder")
+    made = cross_builder(ours.RocmAttnBuilder)(spec(), ["layer"], Config({"layer": layer}), CPU)
+    encoded = torch.arange(1.0, 21.0).view(20, 1, 1).expand(20, 1, DIM)
+    q, out = torch.zeros(1, HEADS, DIM), torch.zeros(1, HEADS, DIM)
+    for rows in (encoded, None):
+        common = step()
+        common.block_table_tensor[0, 1] = 4
+        common.encoder_seq_lens, is_new = torch.tensor([20], dtype=torch.int32), rows is not None
+        common.encoder_slots = torch.tensor([*range(BLOCK, 2 * BLOCK), *range(4 * BLOCK, 4 * BLOCK + 4)][: 20 * is_new])
+        metadata = made.build(0, common)
+        layer.impl.forward(layer, q, rows, rows, layer.kv_cache, metadata, out)
+        assert torch.allclose(out, torch.tensor(10.5))
+        out.zero_()

@@ -55,6 +55,12 @@ class Names(Enum):
     ROCM_ATTN_RT_MLA_SPARSE = "ROCM_ATTN_RT_MLA_SPARSE"
 
 
+class EncoderSpec:
+    """vLLM's EncoderOnlyAttentionSpec."""
+
+    block_size, head_size = BLOCK, DIM
+
+
 class Backend:
     """vLLM's AttentionBackend and MLACommonBackend."""
 
@@ -120,7 +126,8 @@ class Config:
         chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM)
         return SimpleNamespace(dtype=torch.float32, max_model_len=64, hf_text_config=chosen)
 
-    scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16)
+    attention_config = SimpleNamespace(use_non_causal=False)
+    scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16, max_num_encoder_input_tokens=96)
     compilation_config = SimpleNamespace(cudagraph_capture_sizes=[4], cudagraph_mode=GraphMode.NONE)
 
 
@@ -164,6 +171,46 @@ def chunked_builder(underlying: Any) -> Any:
             raise AssertionError("vLLM makes a block table for each chunk")
 
     return ChunkedLocalAttentionBuilder
+
+
+def cross_builder(underlying: Any) -> Any:
+    """Returns the builder that vLLM derives for cross attention (layers/attention/cross_attention.py).
+
+    A step's encoder_slots are those that vLLM derives from blocks and lengths.
+    """
+
+    class CrossAttentionBuilder(underlying):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            common = SimpleNamespace(**vars(common_attn_metadata))
+            common.causal, common.seq_lens = False, common.encoder_seq_lens
+            common.max_seq_len = int(common.encoder_seq_lens.max())
+            metadata = super().build(common_prefix_len, common, fast_build)
+            metadata.slot_mapping = common.encoder_slots
+            return metadata
+
+    return CrossAttentionBuilder
+
+
+def cross_impl(underlying: Any) -> Any:
+    """Returns the implementation that vLLM derives for cross attention, which passes arguments on by their places."""
+
+    class CrossAttentionImpl(underlying):  # type: ignore[misc]
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor | None,
+            value: Tensor | None,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Any:
+            given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            return super().forward(*given)
+
+    return CrossAttentionImpl
 
 
 def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen: Tensor | None = None) -> Any:
@@ -220,7 +267,12 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
     names: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-        "vllm.config": {"CUDAGraphMode": GraphMode, "VllmConfig": Config, "get_layers_from_vllm_config": layers_of},
+        "vllm.config": {
+            "CUDAGraphMode": GraphMode,
+            "VllmConfig": Config,
+            "get_current_vllm_config": lambda: Config({}),
+            "get_layers_from_vllm_config": layers_of,
+        },
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {
             "get_dcp_group": lambda: sharing,
@@ -251,7 +303,10 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
         },
         "vllm.v1.attention.backends": {},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Names},
-        "vllm.v1.kv_cache_interface": {"KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1)},
+        "vllm.v1.kv_cache_interface": {
+            "EncoderOnlyAttentionSpec": EncoderSpec,
+            "KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1),
+        },
     }
     made = {}
     for name, values in names.items():

@@ -83,22 +83,22 @@ class GroupOptions:
     has_slots: whether every new token has a slot on this rank, so that slots are checked. A step whose tokens have no
                slots is one that vLLM runs to warm up or on an idle rank. Its tables name no pages, so all of its
                sequences count as padding. False if ranks share a sequence's KV
-    is_cross:  whether the cache holds K and V of an encoder, which a step's tokens see whole. A sequence without a
-               first block has none
     is_wide:   called at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. The
                captured step's bound of new tokens per sequence then means nothing
     said:      called with the kernels that were chosen
     tried:     called before vLLM's first step with the attention, and with a function that binds new pages of zeros to
                its layers, as many as it is given
+    is_cross:  whether the cache holds K and V of an encoder, which a step's tokens see whole. A sequence without a
+               first block has none
     """
 
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
     agree: Agree = alone
     has_slots: bool = True
-    is_cross: bool = False
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
     tried: Callable[[ExternalAttention, Lend], None] = try_nothing
+    is_cross: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
-from tests.amd.engines.vllm_text import FAULTS, Answer, Run
+from tests.amd.engines.vllm_text import EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
@@ -112,12 +112,6 @@ def test_tokens_of_images_see_each_other(name: str, vllm: VllmVenv, tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_an_image_of_which_a_step_has_only_a_part_is_refused_in_words(vllm: VllmVenv, tmp_path: Path) -> None:
-    (refused,) = vllm.ours([run(vllm, "vllm_images", fault="wrong_slot", max_num_batched_tokens=32)], tmp_path)
-    assert re.search("an image has the tokens .* so set --disable-chunked-mm-input", refused.said)
-
-
-@pytest.mark.nightly
 def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     assert_equal(vllm.ours([run(vllm, "gemma3", tensor_parallel_size=2)], tmp_path), stock)
@@ -196,6 +190,27 @@ def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_
     assert_equal([ours], stock)
     assert len({tuple(drafted) for step in stock.drafts for drafted in step}) > len(stock.drafts)
     assert ours.drafts == stock.drafts
+
+
+@pytest.mark.nightly
+def test_embeddings_of_an_encoder_are_vllms_own(vllm: VllmVenv, tmp_path: Path) -> None:
+    """A BERT, whose tokens see all of their prompt, and which keeps no KV."""
+    requested = run(vllm, "vllm_encoder", runner="pooling", max_num_batched_tokens=512)
+    requested = replace(requested, asked=EMBEDDINGS)
+    (stock,) = vllm.stock([requested], tmp_path)
+    (ours,) = vllm.ours([requested], tmp_path)
+    wanted, found = (torch.tensor(answer.embeddings[0]) for answer in (stock, ours))
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert torch.pdist(wanted).min() > 0.01
+
+
+@pytest.mark.nightly
+def test_a_model_of_speech_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """A Whisper: its decoder attends to what an encoder has made of sound, and some prompts are longer than that."""
+    args: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 128}
+    requested = replace(run(vllm, "vllm_speech", **args), asked="speech")
+    (stock,) = vllm.stock([requested], tmp_path)
+    assert_equal(vllm.ours([requested], tmp_path), stock)
 
 
 @pytest.mark.nightly

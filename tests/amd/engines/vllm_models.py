@@ -103,6 +103,67 @@ def write_block_drafts(folder: Path) -> None:
     write(folder, head, {**_LLAMA, **config})
 
 
+def write_encoder(folder: Path) -> None:
+    """Writes a small BERT, whose embedding of a prompt is that of its first token."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        architectures=["BertModel"],
+    )
+    write_random(folder, lambda: BertModel(config))
+
+
+def write_speech(folder: Path) -> None:
+    """Writes a small Whisper for two seconds of sound, which its encoder makes 100 rows of."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=16,
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        max_source_positions=100,
+        max_target_positions=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        architectures=["WhisperForConditionalGeneration"],
+    )
+    write_random(folder, lambda: WhisperForConditionalGeneration(config))
+    words = {
+        "<pad>": 0,
+        "<|startoftranscript|>": 1,
+        "<|endoftext|>": 2,
+        **{f"w{at}": at for at in range(3, VOCABULARY)},
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    WhisperProcessor(features, WhisperTokenizer(tokenizer_object=tokenizer)).save_pretrained(folder)
+
+
 def write_chunks(folder: Path) -> None:
     """Writes a small Llama 4 without experts: three layers with chunks of 32 keys for each layer that sees all."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
@@ -237,6 +298,8 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
     "block_drafts": write_block_drafts,
+    "encoder": write_encoder,
+    "speech": write_speech,
     "chunks": write_chunks,
     "images": write_images,
     "wide_images": write_wide_images,

@@ -25,6 +25,7 @@ from tests.amd.engines.vllm_state_faults import STATE_FAULTS, PlantedInStates
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
+    asked: a key of ASKED, for what prompts are given and answered
     fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
            first step from the fifth on that it fits; empty: none
     """
@@ -33,11 +34,14 @@ class Run:
     rounds: list[list[list[int]]]
     new_tokens: int
     fault: str = ""
+    asked: str = "text"
 
 
 @dataclass
 class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt from the prefix cache
+
+    embeddings:  of each prompt of each round, if these were asked for
 
     steps:       of the engine, in all rounds; fewer if drafts were accepted
     drafts:      of each step, those of each request, whether accepted or not
@@ -50,6 +54,7 @@ class Answer:
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
+    embeddings: list[list[list[float]]] = field(default_factory=list)
     steps: int = 0
     drafts: list[list[list[int]]] = field(default_factory=list)
     preemptions: int = 0
@@ -188,6 +193,33 @@ def counted_steps(found: Answer) -> Iterator[None]:
         setattr(Scheduler, _PREEMPT, preempt)
 
 
+def text_of_tokens(prompt: list[int]) -> dict[str, Any]:
+    """A prompt of tokens."""
+    return {"prompt_token_ids": prompt}
+
+
+def text_of_speech(prompt: list[int]) -> dict[str, Any]:
+    """A prompt to a model of speech: sound that follows from the prompt, and the prompt for its decoder."""
+    import numpy as np
+
+    sound = np.random.default_rng(prompt).standard_normal(SAMPLES).astype(np.float32)
+    return {
+        "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": (sound, SAMPLES)}},
+        "decoder_prompt": {"prompt_token_ids": prompt},
+    }
+
+
+# What is asked for -> the form of a prompt.
+EMBEDDINGS = "embeddings"
+ASKED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "text": text_of_tokens,
+    EMBEDDINGS: text_of_tokens,
+    "speech": text_of_speech,
+}
+# Of a second of sound, and of each prompt.
+SAMPLES = 16000
+
+
 def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -199,8 +231,8 @@ def answer(run: Run) -> Answer:
         from tests.amd.engines.vllm_cpu_sparse import give_indexer
 
         give_indexer()
-    settings = {"dtype": "float32", "enforce_eager": True, **run.args}
-    engine = LLM(skip_tokenizer_init=True, disable_log_stats=True, **settings)
+    settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": run.asked != "speech", **run.args}
+    engine = LLM(disable_log_stats=True, **settings)
     if current_platform.is_cpu():
         zero_right_pages()
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
@@ -210,7 +242,11 @@ def answer(run: Run) -> Answer:
         planted = PlantedInStates(run.fault) if run.fault in STATE_FAULTS else Planted(run.fault)
     try:
         for prompts in run.rounds:
-            requested = [{"prompt_token_ids": prompt} for prompt in prompts]
+            requested = [ASKED[run.asked](prompt) for prompt in prompts]
+            if run.asked == EMBEDDINGS:
+                embedded = engine.embed(requested, use_tqdm=False)
+                found.embeddings.append([list(output.outputs.embedding) for output in embedded])
+                continue
             with counted_steps(found):
                 outputs = engine.generate(requested, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])

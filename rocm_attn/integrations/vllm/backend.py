@@ -178,6 +178,8 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         layers = layers_of(vllm_config, layer_names)
         # What vLLM says of causality holds for all layers of a builder.
         is_open = getattr(kv_cache_spec, "non_causal", False) or any(each.impl.is_open for each in layers.values())
+        if is_open or any(_has_images(each) for each in layers.values()):
+            _require_whole_steps(vllm_config)
         of_group = {
             name: group_layer(layer, _problem_of(layer, cache, is_open=is_open), device)
             for name, layer in layers.items()
@@ -306,7 +308,7 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool) -> Problem:
 
     is_open: whether its steps may be not causal
     """
-    has_images = bool(getattr(layer, "use_mm_prefix", False))
+    has_images = _has_images(layer)
     mask = MaskTerms(
         chunk=getattr(layer, _CHUNK, 0),
         spans=has_images or is_open,
@@ -315,6 +317,20 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool) -> Problem:
     )
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem
+
+
+def _has_images(layer: Any) -> bool:
+    """True if tokens of images see each other in a layer."""
+    return bool(getattr(layer, "use_mm_prefix", False))
+
+
+def _require_whole_steps(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported for micro-batches: vLLM leaves out of their metadata what says which tokens see each other."""
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
+        raise Unsupported(
+            "tokens of this model see each other, in images or in blocks, and vLLM does not say which in micro-batches "
+            "(v1/worker/ubatch_utils.py); leave out --enable-dbo and --ubatch-size"
+        )
 
 
 def has_name(name: str) -> bool:

@@ -188,7 +188,7 @@ def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_
     (stock,) = vllm.stock(requested, tmp_path)
     (ours,) = vllm.ours(requested, tmp_path)
     assert_equal([ours], stock)
-    assert len({tuple(drafted) for step in stock.drafts for drafted in step}) > len(stock.drafts)
+    assert len({tuple(drafted) for step in stock.drafts for drafted in step}) > 50
     assert ours.drafts == stock.drafts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.errors import WrongState
+from rocm_attn.errors import Unsupported, WrongState
 from tests.amd.integrations.vllm_stand_in import (
     BLOCK,
     DIM,
@@ -57,6 +57,14 @@ def test_a_layer_with_images_is_served_and_says_whether_they_override_its_window
     assert problem.custom_mask
     assert problem.spans_pass_window is (window is not None and not keeps_window)
     assert not problem_of(ours, gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False)).custom_mask
+
+
+def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
+    plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
+    halves = {"use_ubatching": True}
+    assert ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": plain}, halves), CPU).group
+    with pytest.raises(Unsupported, match="vLLM does not say which in micro-batches"):
+        ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
 
 
 def problem_of(ours: Any, layer: Any) -> Any:

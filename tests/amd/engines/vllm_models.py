@@ -105,7 +105,7 @@ def write_block_drafts(folder: Path) -> None:
 
 def write_encoder(folder: Path) -> None:
     """Writes a small BERT, whose embedding of a prompt is that of its first token."""
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     config = BertConfig(
         hidden_size=128,
@@ -118,11 +118,11 @@ def write_encoder(folder: Path) -> None:
         architectures=["BertModel"],
     )
     write_random(folder, lambda: BertModel(config))
+    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
 
 
 def write_speech(folder: Path) -> None:
     """Writes a small Whisper for two seconds of sound, which its encoder makes 100 rows of."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
         WhisperConfig,
         WhisperFeatureExtractor,
@@ -152,16 +152,19 @@ def write_speech(folder: Path) -> None:
         architectures=["WhisperForConditionalGeneration"],
     )
     write_random(folder, lambda: WhisperForConditionalGeneration(config))
-    words = {
-        "<pad>": 0,
-        "<|startoftranscript|>": 1,
-        "<|endoftext|>": 2,
-        **{f"w{at}": at for at in range(3, VOCABULARY)},
-    }
+    features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    WhisperProcessor(features, WhisperTokenizer(tokenizer_object=_words())).save_pretrained(folder)
+
+
+def _words() -> Any:
+    """Returns a tokenizer with a word for each token, which vLLM loads before it takes prompts of another kind."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {"<pad>": 0, "<|startoftranscript|>": 1, "<|endoftext|>": 2}
+    words = {**special, **{f"w{token}": token for token in range(len(special), VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
-    WhisperProcessor(features, WhisperTokenizer(tokenizer_object=tokenizer)).save_pretrained(folder)
+    return tokenizer
 
 
 def write_chunks(folder: Path) -> None:

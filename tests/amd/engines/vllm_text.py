@@ -231,7 +231,7 @@ def answer(run: Run) -> Answer:
         from tests.amd.engines.vllm_cpu_sparse import give_indexer
 
         give_indexer()
-    settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": run.asked != "speech", **run.args}
+    settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": run.asked == "text", **run.args}
     engine = LLM(disable_log_stats=True, **settings)
     if current_platform.is_cpu():
         zero_right_pages()

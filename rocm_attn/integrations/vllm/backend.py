@@ -50,7 +50,7 @@ from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedCon
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.machine.settings import read_settings
-from rocm_attn.problem import Problem
+from rocm_attn.problem import Problem, Scales
 from rocm_attn.truth.adopted import log_truth
 
 try:
@@ -122,6 +122,10 @@ class RocmAttnBackend(AttentionBackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
         return True
 
     @classmethod
@@ -315,6 +319,8 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool) -> Problem:
         # Models for which vLLM sets it keep their windows, the others do not.
         spans_pass_window=has_images and not getattr(layer, "mm_prefix_clamp_sliding_window", False),
     )
+    if layer._k_scale.numel() > 1:
+        cache = replace(cache, fp8_scales=Scales.HEAD)
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem
 

@@ -37,7 +37,7 @@ from rocm_attn.truth.adopted import try_nothing
 class CachedLayer(Protocol):
     """The part that is read of vLLM's layers. kv_cache: bound by vLLM before the first step
 
-    _k_scale, _v_scale: float32 [], of FP8 caches
+    _k_scale, _v_scale: float32 [] or [kv_heads], of FP8 caches
     """
 
     kv_cache: Tensor

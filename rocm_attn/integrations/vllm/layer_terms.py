@@ -152,7 +152,7 @@ class LayerTerms:
             has_sinks=self.sinks is not None,
             has_alibi_slopes=self.alibi_slopes is not None,
             kv_encoding=encoding,
-            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else cache.fp8_scales,
         )
 
     def latent_problem(self, cache: CacheTerms, v_head_dim: int) -> Problem:
@@ -215,6 +215,7 @@ class CacheTerms:
     dtype:      of q, k, v and the output
     fp8_dtype:  the platform's e4m3
     shards:     ranks that share the KV of an MLA layer's sequences, and gather their query heads for it
+    fp8_scales: what shares a scale of K and V per head in eight bits
     """
 
     block_size: int
@@ -222,6 +223,7 @@ class CacheTerms:
     dtype: torch.dtype
     fp8_dtype: torch.dtype
     shards: int = 1
+    fp8_scales: Scales = Scales.LAYER
 
 
 def _scales_of_latents(kv_cache_dtype: str, encoding: KVEncoding) -> Scales:

@@ -217,6 +217,15 @@ def test_a_window_that_would_hide_later_tokens_is_refused(device: torch.device, 
         passed.step([4, 4, 4])
 
 
+@pytest.mark.fast(interpreted=1)
+def test_heads_may_have_scales_of_their_own(device: torch.device, provider: str) -> None:
+    scales = ([0.5, 2.0], [0.25, 1.0])
+    runner = started(Runner([LAYERS["FP8"]], device=device, provider=provider, scales=scales))
+    runner.step([1, 1, 1])
+    runner.capture(4, 4, 1).run([1, 1, 1])
+    runner.groups[0].attention.check_device()
+
+
 @pytest.mark.fast(interpreted=0)
 def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.device, provider: str) -> None:
     shares = replace(TERMS, kv_sharing_target_layer_name="layers.0")

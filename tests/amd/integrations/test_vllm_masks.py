@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.problem import Scales
 from tests.amd.integrations.vllm_stand_in import (
     BLOCK,
     DIM,
@@ -61,7 +62,7 @@ def test_a_layer_with_images_is_served_and_says_whether_they_override_its_window
 
 def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
     plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
-    halves = {"use_ubatching": True}
+    halves = {"use_ubatching": 1}
     assert ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": plain}, halves), CPU).group
     with pytest.raises(Unsupported, match="vLLM does not say which in micro-batches"):
         ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
@@ -95,6 +96,13 @@ def test_layers_whose_steps_may_be_not_causal_are_served(
     (problem,) = made.group.attention.kernels().problems
     assert problem.custom_mask
     assert not problem.spans_pass_window
+
+
+@pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])
+def test_heads_have_scales_of_their_own_if_vllm_has_loaded_such(scale: Any, shared: Scales, ours: Any) -> None:
+    assert ours.RocmAttnBackend.supports_per_head_quant_scales()
+    terms = {"kv_cache_dtype": "fp8", "_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(scale)}
+    assert problem_of(ours, gqa_layer(ours.RocmAttnImpl, 2, **terms)).kv_scales is shared
 
 
 def test_k_and_v_of_tokens_outside_of_steps_are_stored_in_their_slots(ours: Any) -> None:

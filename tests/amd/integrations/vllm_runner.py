@@ -19,6 +19,7 @@ from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
 from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
+from rocm_attn.problem import Scales as SharedScales
 from rocm_attn.truth.adopted import try_nothing
 from tests.amd.coded import kept
 from tests.amd.integrations.oracle import Array, Scores, attention
@@ -75,6 +76,7 @@ class Runner:
         wide: bool = False,
         dtype: torch.dtype = torch.float32,
         mask: MaskTerms = PLAIN_MASK,
+        scales: tuple[float | list[float], float | list[float]] = (0.5, 0.25),
         external: ExternalOptions | None = None,
         tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
     ) -> None:
@@ -83,7 +85,8 @@ class Runner:
         # First and last place of each image, and the requests that are not causal in a step.
         self.images: dict[int, list[tuple[int, int]]] = {}
         self.open: set[int] = set()
-        self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn)
+        self.scales, shared = scales, SharedScales.HEAD if isinstance(scales[0], list) else SharedScales.LAYER
+        self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn, fp8_scales=shared)
         self.layers = [
             self._new_layer(f"layers.{i}", each, group, heads_first)
             for i, (each, group) in enumerate(zip(terms, groups, strict=True))
@@ -117,7 +120,7 @@ class Runner:
             else torch.full(shape, NAN, dtype=self.dtype, device=self.device)
         )
         cache[0] = 0
-        k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in (0.5, 0.25))
+        k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in self.scales)
         return Layer(
             name,
             terms,
@@ -235,7 +238,7 @@ class Runner:
         """Records the stored rows, as a reader of the pages gets them."""
         for layer, (_, k, v) in zip(self.layers, given, strict=True):
             problem, first = layer.terms.problem(self.cache, self.mask), 0
-            scales = [scale.cpu().reshape(1) for scale in (layer._k_scale, layer._v_scale)]
+            scales = [scale.cpu().reshape(-1) for scale in (layer._k_scale, layer._v_scale)]
             for row, count in enumerate(new):
                 rows = [
                     kept(side[first : first + count].cpu(), problem, scale).double().numpy()

@@ -142,18 +142,22 @@ def spec() -> Any:
 
 
 # Attributes of a layer that its implementation does not get.
-_OF_LAYERS = ("attention_chunk_size", "use_mm_prefix", "mm_prefix_clamp_sliding_window")
+_OF_LAYERS = ("attention_chunk_size", "use_mm_prefix", "mm_prefix_clamp_sliding_window", "_k_scale", "_v_scale")
 
 
-def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
+def gqa_layer(impl: Callable[..., Any], kv_heads: int = KV_HEADS, **terms: Any) -> Any:
     """Returns an attention layer with a cache of its own, as vLLM packs it.
 
     terms: given to its implementation, apart from attributes of the layer
     """
-    cache = torch.zeros(NUM_BLOCKS, BLOCK, KV_HEADS, 2 * DIM).transpose(1, 2)
+    dtype = torch.uint8 if terms.get("kv_cache_dtype", "auto") == "fp8" else torch.float32
+    cache = torch.zeros(NUM_BLOCKS, BLOCK, kv_heads, 2 * DIM, dtype=dtype).transpose(1, 2)
     own = {name: terms.pop(name) for name in _OF_LAYERS if name in terms}
-    made = impl(HEADS, DIM, SCALE, KV_HEADS, **terms)
-    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache, **own)
+    made = impl(HEADS, DIM, SCALE, kv_heads, **terms)
+    one = torch.ones(())
+    return SimpleNamespace(
+        **{"layer_name": "layer", "impl": made, "kv_cache": cache, "_k_scale": one, "_v_scale": one, **own}
+    )
 
 
 def chunked_builder(underlying: Any) -> Any:

@@ -193,6 +193,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         if not kinds.isdisjoint(ENCODERS):
             self.group = EncoderGroup(of_group, _sizes(vllm_config), device, _options(vllm_config, 1))
         elif CROSS in kinds:
+            require_parallel(vllm_config, DECODES_SHARED)
             self.group = _new_cross_group(of_group, vllm_config, device)
         elif shares_context(vllm_config, kv_cache_spec):
             for name, layer in layers.items():

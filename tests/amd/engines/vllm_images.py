@@ -37,12 +37,13 @@ def _with_images(update: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.multimodal.inputs import PlaceholderRange
 
         found = update(runner, *given, **named)
-        for request in runner.requests.values():
-            request.mm_features = [
-                SimpleNamespace(modality="image", mm_position=PlaceholderRange(first, length))
-                for first, length in getattr(runner.model_config.hf_config, IMAGE_SPANS, ())
-                if first + length <= request.num_prompt_tokens
-            ]
+        if hasattr(runner.model_config.hf_config, IMAGE_SPANS):
+            for request in runner.requests.values():
+                request.mm_features = [
+                    SimpleNamespace(modality="image", mm_position=PlaceholderRange(first, length))
+                    for first, length in getattr(runner.model_config.hf_config, IMAGE_SPANS)
+                    if first + length <= request.num_prompt_tokens
+                ]
         return found
 
     return updated

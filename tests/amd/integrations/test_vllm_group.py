@@ -217,7 +217,7 @@ def test_a_window_that_would_hide_later_tokens_is_refused(device: torch.device, 
         passed.step([4, 4, 4])
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast(interpreted=0)
 def test_heads_may_have_scales_of_their_own(device: torch.device, provider: str) -> None:
     scales = ([0.5, 2.0], [0.25, 1.0])
     runner = started(Runner([LAYERS["FP8"]], device=device, provider=provider, scales=scales))

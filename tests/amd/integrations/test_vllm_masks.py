@@ -60,6 +60,12 @@ def test_a_layer_with_images_is_served_and_says_whether_they_override_its_window
     assert not problem_of(ours, gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False)).custom_mask
 
 
+def test_cross_attention_is_refused_where_ranks_share_contexts(ours: Any) -> None:
+    layer = gqa_layer(ours.RocmAttnImpl, attn_type="encoder_decoder")
+    with pytest.raises(Unsupported, match="decode_context_parallel_size is 2; rocm_attn serves 1 in vLLM"):
+        ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, {"decode_context_parallel_size": 2}), CPU)
+
+
 def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
     plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
     halves = {"use_ubatching": 1}

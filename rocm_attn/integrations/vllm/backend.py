@@ -180,7 +180,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             current_platform.fp8_dtype(),
         )
         layers = layers_of(vllm_config, layer_names)
-        # What vLLM says of causality holds for all layers of a builder.
+        # Causality is said of all layers of a builder.
         is_open = getattr(kv_cache_spec, "non_causal", False) or any(each.impl.is_open for each in layers.values())
         if is_open or any(_has_images(each) for each in layers.values()):
             _require_whole_steps(vllm_config)
@@ -244,7 +244,7 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         self.kv_sharing_target_layer_name = terms.kv_sharing_target_layer_name
         self.sinks = terms.sinks
         self.loads = WeightLoads(terms.sinks)
-        # Whether steps may be not causal, as vLLM says of a model while it makes its layers.
+        # True if steps may be not causal: vLLM says so of a model while it makes its layers.
         self.is_open = bool(get_current_vllm_config().attention_config.use_non_causal)
         self.group: Group | None = None
 

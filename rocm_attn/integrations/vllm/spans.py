@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.integrations.vllm.steps import CommonMetadata, require_causal
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -84,34 +83,37 @@ class GroupSpans:
 
     def _images(self, common: CommonMetadata) -> DeviceSpans | NoCells:
         """The spans of the images that have new tokens in the step."""
-        found = self._found(common)
+        found = _images_of(common)
         if not len(found):
             return NO_CELLS
-        slot = self._ring.acquire(found.size)
-        slot.words[: found.size] = found.reshape(-1)
+        slot = self._ring.acquire(found.numel())
+        here = slot.tensor[: found.numel()].copy_(found.view(-1))
         spans = self._of_images[: len(found)]
-        spans.view(-1).copy_(slot.tensor[: found.size], non_blocking=True)
+        spans.view(-1).copy_(here, non_blocking=True)
         self._ring.release()
         return DeviceSpans(spans)
 
-    def _found(self, common: CommonMetadata) -> Int32Array:
-        """Sequence, first key and end of each image with new tokens. Lengths on the host are exact for prompts."""
-        assert common.mm_req_doc_ranges is not None
-        if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
-            raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
-        of_requests = common.mm_req_doc_ranges.items()
-        # vLLM counts to the last token.
-        ranges = [(seq, first, last + 1) for seq, given in of_requests for first, last in given]
-        seq, first, end = np.array(ranges, np.int32).reshape(-1, 3).T
-        starts = common.query_start_loc_cpu.numpy()
-        kv_len = common.seq_lens_cpu_upper_bound.numpy()[seq]
-        start = kv_len - (starts[seq + 1] - starts[seq])
-        is_new = (end > start) & (first < kv_len)
-        if (is_cut := is_new & (end > kv_len)).any():
-            at = int(is_cut.argmax())
-            raise Unsupported(
-                f"an image has the tokens {first[at]} to {end[at] - 1} of request {seq[at]}, and the step ends with "
-                f"its token {kv_len[at] - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
-            )
-        spans: Int32Array = np.column_stack([seq, first, end])[is_new].astype(np.int32)
-        return spans
+
+def _images_of(common: CommonMetadata) -> Tensor:
+    """Sequence, first key and end of each image with new tokens, int32 [n, 3] on the host.
+
+    Lengths on the host are those of the device for prompts.
+    """
+    assert common.mm_req_doc_ranges is not None
+    if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
+        raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
+    of_requests = common.mm_req_doc_ranges.items()
+    # vLLM counts to the last token.
+    ranges = [(seq, first, last + 1) for seq, given in of_requests for first, last in given]
+    spans = torch.tensor(ranges, dtype=torch.int32).view(-1, 3)
+    seq, first, end = spans.unbind(1)
+    starts, kv_len = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound[seq.long()]
+    start = kv_len - (starts[seq.long() + 1] - starts[seq.long()])
+    is_new = (end > start) & (first < kv_len)
+    for number in (is_new & (end > kv_len)).nonzero()[:1].flatten().tolist():
+        raise Unsupported(
+            f"an image has the tokens {first[number]} to {end[number] - 1} of request {seq[number]}, and the step ends "
+            f"with its token {kv_len[number] - 1}; the tokens of an image see each other, so set "
+            "--disable-chunked-mm-input"
+        )
+    return spans[is_new].contiguous()

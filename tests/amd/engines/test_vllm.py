@@ -95,7 +95,7 @@ def test_layers_with_local_chunks_give_vllms_own_tokens(vllm: VllmVenv, tmp_path
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["images", "wide_images"])
 def test_tokens_of_images_see_each_other(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
-    """As in transformers' model under masks that are written out: vLLM's own backend ignores images on a CPU.
+    """The reference is transformers' model under masks that are written out: vLLM's backend for CPUs ignores images.
 
     The prefix cache ends within an image, whose first tokens another request has stored.
     """
@@ -182,7 +182,7 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
 
 @pytest.mark.nightly
 def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_path: Path) -> None:
-    """As of DFlash: a head stores K and V of the model's hidden states, and then drafts four tokens in one step."""
+    """DFlash: a head stores K and V of the model's hidden states, and then drafts four tokens in one step."""
     drafts = {"method": "dflash", "model": str(vllm_model("block_drafts", vllm.folder)), "num_speculative_tokens": 4}
     requested = [run(vllm, "vllm_llama", 24, speculative_config=drafts)]
     (stock,) = vllm.stock(requested, tmp_path)

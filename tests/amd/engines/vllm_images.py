@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# Of a model's config: first places and lengths of images; whether images keep to the windows of layers.
+# Fields of a model's config: first places and lengths of images; whether images keep to the windows of layers.
 IMAGE_SPANS, KEEPS_WINDOWS = "image_spans", "mm_prefix_clamp_sliding_window"
 _HAS_IMAGES, _UPDATE, _INIT = "is_mm_prefix_lm", "_update_states", "__init__"
 

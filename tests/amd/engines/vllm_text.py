@@ -25,7 +25,7 @@ from tests.amd.engines.vllm_state_faults import STATE_FAULTS, PlantedInStates
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
-    asked: a key of ASKED, for what prompts are given and answered
+    asked: a key of ASKED, the kind of answer
     fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
            first step from the fifth on that it fits; empty: none
     """
@@ -209,14 +209,14 @@ def text_of_speech(prompt: list[int]) -> dict[str, Any]:
     }
 
 
-# What is asked for -> the form of a prompt.
+# Kind of answer -> the form of a prompt.
 EMBEDDINGS = "embeddings"
 ASKED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "text": text_of_tokens,
     EMBEDDINGS: text_of_tokens,
     "speech": text_of_speech,
 }
-# Of a second of sound, and of each prompt.
+# Samples of a second of sound, and of each prompt's.
 SAMPLES = 16000
 
 

@@ -141,7 +141,7 @@ IMAGES = MaskTerms(spans=True, spans_pass_window=True)
 def test_tokens_of_an_image_see_each_other(
     terms: LayerTerms, mask: MaskTerms, kinds: list[StepKind], device: torch.device, provider: str
 ) -> None:
-    """Whether that overrides a window is the model's choice. Graphs of several tokens serve all steps."""
+    """The model says if that overrides a window. Graphs of several tokens serve all steps."""
     runner = Runner([terms], device=device, provider=provider, mask=mask, wide=True)
     runner.images = {0: [(0, 3), (5, 17)], 2: [(30, 41)]}
     for _ in range(3):

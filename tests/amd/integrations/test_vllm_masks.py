@@ -51,9 +51,13 @@ def test_a_step_of_layers_with_chunks_stays_whole_and_may_be_captured(ours: Any)
 def test_a_layer_with_images_is_served_and_says_whether_they_override_its_window(
     keeps_window: bool, window: int | None, ours: Any
 ) -> None:
-    """As vLLM's own backends do it: (causal and in the window) or in the image; in Gemma 4 in the window alone."""
+    """vLLM's own backends do the same: (causal and in the window) or in the image; in Gemma 4 in the window alone."""
     assert ours.RocmAttnBackend.supports_mm_prefix()
-    terms = {"use_mm_prefix": True, "mm_prefix_clamp_sliding_window": keeps_window, "sliding_window": window}
+    terms: dict[str, Any] = {
+        "use_mm_prefix": True,
+        "mm_prefix_clamp_sliding_window": keeps_window,
+        "sliding_window": window,
+    }
     problem = problem_of(ours, gqa_layer(ours.RocmAttnImpl, **terms))
     assert problem.custom_mask
     assert problem.spans_pass_window is (window is not None and not keeps_window)
@@ -86,7 +90,7 @@ def problem_of(ours: Any, layer: Any) -> Any:
 def test_layers_whose_steps_may_be_not_causal_are_served(
     declared: str, ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a head that drafts blocks, and as a prefix-LM. vLLM's proposer of blocks asks for metadata that says so."""
+    """A head that drafts blocks, and a prefix-LM. vLLM's proposer of blocks asks for metadata that says so."""
     assert ours.RocmAttnBackend.supports_non_causal()
     of_cache = spec()
     if declared == "by the model":
@@ -107,7 +111,7 @@ def test_layers_whose_steps_may_be_not_causal_are_served(
 @pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])
 def test_heads_have_scales_of_their_own_if_vllm_has_loaded_such(scale: Any, shared: Scales, ours: Any) -> None:
     assert ours.RocmAttnBackend.supports_per_head_quant_scales()
-    terms = {"kv_cache_dtype": "fp8", "_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(scale)}
+    terms: dict[str, Any] = {"kv_cache_dtype": "fp8", "_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(scale)}
     assert problem_of(ours, gqa_layer(ours.RocmAttnImpl, 2, **terms)).kv_scales is shared
 
 

@@ -61,8 +61,8 @@ except ImportError:  # before 0.29
 
 LOG_TRUTH = partial(log_truth, VLLM.log)
 # The builder that vLLM derives from a backend's for layers with local chunks (layers/attention/
-# chunked_local_attention.py), and the attribute in which such a layer has the keys of a chunk.
-_CHUNKED_BUILDER, _CHUNK = "ChunkedLocalAttentionBuilder", "attention_chunk_size"
+# chunked_local_attention.py), and attributes of layers: the keys of a chunk, and whether they may see images.
+_CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
 
 
 class RocmAttnBackend(AttentionBackend):
@@ -182,10 +182,13 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         layers = layers_of(vllm_config, layer_names)
         # Causality is said of all layers of a builder.
         is_open = getattr(kv_cache_spec, "non_causal", False) or any(each.impl.is_open for each in layers.values())
-        if is_open or any(_has_images(each) for each in layers.values()):
+        # A model of several parts makes its layers of text with a config of its own, which may not know of images.
+        has_images = not is_open and bool(vllm_config.model_config.is_mm_prefix_lm)
+        has_images |= any(getattr(each, _HAS_IMAGES, False) for each in layers.values())
+        if is_open or has_images:
             _require_whole_steps(vllm_config)
         of_group = {
-            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open), device)
+            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=has_images), device)
             for name, layer in layers.items()
         }
         self.group: Group
@@ -308,12 +311,12 @@ def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
     return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device), layer.impl.loads)
 
 
-def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool) -> Problem:
+def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:
     """Returns the problem of a layer whose heads have their own K and V. Raises Unsupported, BadProblem.
 
-    is_open: whether its steps may be not causal
+    is_open:    whether its steps may be not causal
+    has_images: whether they may have images
     """
-    has_images = _has_images(layer)
     mask = MaskTerms(
         chunk=getattr(layer, _CHUNK, 0),
         spans=has_images or is_open,
@@ -324,11 +327,6 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool) -> Problem:
         cache = replace(cache, fp8_scales=Scales.HEAD)
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem
-
-
-def _has_images(layer: Any) -> bool:
-    """True if tokens of images see each other in a layer."""
-    return bool(getattr(layer, "use_mm_prefix", False))
 
 
 def _require_whole_steps(vllm_config: VllmConfig) -> None:

@@ -48,13 +48,18 @@ class GroupSpans:
     def of(self, common: CommonMetadata) -> DeviceSpans | NoCells:
         """Returns a step's spans; NO_CELLS if its tokens see themselves and what comes before.
 
-        Raises Unsupported for a step that is not causal in layers that were not declared so, or whose tokens a window
-        hides from each other; and for an image of which only a part is in the step.
+        Raises Unsupported for a step that is not causal, or has images, in layers that were not declared so; for one
+        whose tokens a window hides from each other; and for an image of which only a part is in the step.
         """
         if common.max_query_len <= 1:
             return NO_CELLS  # the last token of its KV sees all of it anyway
         if not self.is_needed:
             require_causal(common)
+            if common.mm_req_doc_ranges and len(_images_of(common)):
+                raise Unsupported(
+                    "vLLM gives images whose tokens see each other to layers of which it has not said so "
+                    "(is_mm_prefix_lm); choose another attention backend for this model"
+                )
             return NO_CELLS
         if common.causal is not True:
             return self._whole(common, common.causal)

@@ -7,6 +7,7 @@ an image in each of these places, as vLLM's runner knows images: it derives thei
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,10 @@ def register() -> None:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    setattr(ModelConfig, _HAS_IMAGES, property(_has_images))
+    # vLLM keeps the first answer, also in copies of a config for a part of the model.
+    cached = cached_property(_has_images)
+    cached.__set_name__(ModelConfig, _HAS_IMAGES)
+    setattr(ModelConfig, _HAS_IMAGES, cached)
     setattr(GPUModelRunner, _UPDATE, _with_images(getattr(GPUModelRunner, _UPDATE)))
     setattr(Attention, _INIT, _with_choice(getattr(Attention, _INIT)))
 

@@ -173,6 +173,16 @@ def test_an_image_of_which_a_step_has_only_a_part_is_refused(device: torch.devic
 
 
 @pytest.mark.fast(interpreted=0)
+def test_images_in_layers_that_were_not_declared_to_see_them_are_refused(runner: Runner) -> None:
+    """Other backends ignore them without a word (vllm#46754)."""
+    runner.images = {0: [(1, 4)]}
+    runner.step([2, 2, 2])  # the image has no new token
+    runner.images = {0: [(12, 13)]}
+    with pytest.raises(Unsupported, match="images whose tokens see each other to layers of which it has not said so"):
+        runner.step([2, 2, 2])
+
+
+@pytest.mark.fast(interpreted=0)
 def test_an_image_of_which_the_first_tokens_were_found_in_the_cache_is_seen_whole(
     device: torch.device, provider: str
 ) -> None:

@@ -64,6 +64,18 @@ def test_a_layer_with_images_is_served_and_says_whether_they_override_its_window
     assert not problem_of(ours, gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False)).custom_mask
 
 
+def test_a_model_of_several_parts_says_of_images_what_its_layers_of_text_do_not(ours: Any) -> None:
+    """A part's layers are made with a config of that part alone. Heads that draft blocks see no images."""
+    for is_open in (False, True):
+        layer = gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False, sliding_window=8)
+        layer.impl.is_open = is_open
+        made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, has_images=True), CPU)
+        made.build(0, step())
+        (problem,) = made.group.attention.kernels().problems
+        assert problem.custom_mask
+        assert problem.spans_pass_window is not is_open
+
+
 def test_cross_attention_is_refused_where_ranks_share_contexts(ours: Any) -> None:
     layer = gqa_layer(ours.RocmAttnImpl, attn_type="encoder_decoder")
     with pytest.raises(Unsupported, match="decode_context_parallel_size is 2; rocm_attn serves 1 in vLLM"):

@@ -109,10 +109,15 @@ class Decodes:
 
 @dataclass
 class Config:
-    """vLLM's VllmConfig, and the layers of a model. ranks: parallel_config, its names and sizes"""
+    """vLLM's VllmConfig, and the layers of a model.
+
+    ranks:      parallel_config, its names and sizes
+    has_images: whether tokens of images see each other
+    """
 
     layers: dict[str, Any]
     ranks: dict[str, int] = field(default_factory=dict)
+    has_images: bool = False
 
     @property
     def parallel_config(self) -> Any:
@@ -124,7 +129,9 @@ class Config:
     def model_config(self) -> Any:
         """The config of a small model whose indexer selects TOP keys."""
         chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM)
-        return SimpleNamespace(dtype=torch.float32, max_model_len=64, hf_text_config=chosen)
+        return SimpleNamespace(
+            dtype=torch.float32, max_model_len=64, hf_text_config=chosen, is_mm_prefix_lm=self.has_images
+        )
 
     attention_config = SimpleNamespace(use_non_causal=False)
     scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16, max_num_encoder_input_tokens=96)

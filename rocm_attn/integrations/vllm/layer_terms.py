@@ -146,7 +146,7 @@ class LayerTerms:
             window_left=window,
             causal=causal,
             chunk=mask.chunk,
-            custom_mask=mask.spans,
+            custom_mask=mask.spans and causal,
             spans_pass_window=mask.spans_pass_window and window != UNLIMITED_WINDOW,
             logits_soft_cap=self.logits_soft_cap or 0.0,
             has_sinks=self.sinks is not None,

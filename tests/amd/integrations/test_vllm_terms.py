@@ -25,7 +25,7 @@ from rocm_attn.integrations.vllm import (
     register,
 )
 from rocm_attn.integrations.vllm.kv_views import pages_of
-from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, MaskTerms
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
 
@@ -83,6 +83,7 @@ def test_features_without_a_meaning_outside_of_decoders_are_refused(changes: dic
 def test_only_decoders_are_causal_and_latent(kind: str) -> None:
     terms = replace(TERMS, attn_type=kind)
     assert not terms.problem(CACHE).causal
+    assert not terms.problem(CACHE, MaskTerms(spans=True)).custom_mask  # all keys are seen anyway
     assert TERMS.problem(CACHE).causal
     with pytest.raises(Unsupported, match=f"an MLA layer asks for attention type {kind}"):
         terms.latent_problem(CACHE, 64)

@@ -28,6 +28,7 @@ from tests.amd.random_calls.engine_step_verbs import (
     rows_worked,
     run,
     seal,
+    spanned,
     spoiled,
     store,
     wrong_slots,
@@ -111,7 +112,7 @@ def ask(scene: EngineScene) -> None:
 ENGINE_VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend,
+        decode, extend, compiled_step, rows_worked, masked, spanned, spoiled, wrong_slots, begin, fill, store, attend,
         of_a_thread, seal, capture, replay, recorded_fill, use, write, bind, bind_wrong, admit, release, share, export,
         import_, forget, weights, shadow, look, ask,
     )

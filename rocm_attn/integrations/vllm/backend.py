@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import vllm.envs
 from torch import Tensor
-from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -28,17 +28,29 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
-from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
+from rocm_attn.integrations.vllm.layer_terms import (
+    ATTENTION_TYPES,
+    CROSS,
+    ENCODERS,
+    KV_CACHE_DTYPES,
+    CacheTerms,
+    LayerTerms,
+    MaskTerms,
+    WeightLoads,
+)
+from rocm_attn.integrations.vllm.own_tokens import EncoderGroup
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.machine.settings import read_settings
+from rocm_attn.problem import Problem, Scales
 from rocm_attn.truth.adopted import log_truth
 
 try:
@@ -48,6 +60,9 @@ except ImportError:  # before 0.29
 
 
 LOG_TRUTH = partial(log_truth, VLLM.log)
+# The builder that vLLM derives from a backend's for layers with local chunks (layers/attention/
+# chunked_local_attention.py), and attributes of layers: the keys of a chunk, and whether they may see images.
+_CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
 
 
 class RocmAttnBackend(AttentionBackend):
@@ -98,6 +113,22 @@ class RocmAttnBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return str(getattr(attn_type, "value", attn_type)) in ATTENTION_TYPES
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -106,18 +137,37 @@ class RocmAttnBackend(AttentionBackend):
         return True
 
 
-@dataclass(frozen=True)
-class RocmAttnMetadata:
-    """The data of a step that vLLM passes to each layer."""
+Group = KVGroup | SharedContextGroup | EncoderGroup
 
-    group: KVGroup | SharedContextGroup
+
+@dataclass
+class RocmAttnMetadata:
+    """The data of a step that vLLM passes to each layer.
+
+    causal:       as vLLM has it; its proposer of block drafts reads it
+    slot_mapping: of the tokens of encoders, in cross attention; set by vLLM
+    """
+
+    group: Group
     step: StepOfGroup
+    causal: bool | Tensor
+    slot_mapping: Tensor | None = None
 
 
 class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     """The metadata builder. There is one per attention group and micro-batch of vLLM's."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[GQA_GRAPHS]
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Takes back what vLLM adds for local chunks: it cuts a step on the host, into a sequence for each chunk.
+
+        Our kernels know chunks, so a step stays whole, and its graphs serve any lengths.
+        """
+        super().__init_subclass__(**named)
+        if cls.__name__ == _CHUNKED_BUILDER:
+            for name in ("build", "get_cudagraph_support", "update_block_table"):
+                delattr(cls, name)
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -130,14 +180,32 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             current_platform.fp8_dtype(),
         )
         layers = layers_of(vllm_config, layer_names)
-        of_group = {name: group_layer(layer, layer.impl.terms.problem(cache), device) for name, layer in layers.items()}
-        self.group: KVGroup | SharedContextGroup
-        if shares_context(vllm_config, kv_cache_spec):
+        # Causality is said of all layers of a builder.
+        is_open = getattr(kv_cache_spec, "non_causal", False) or any(each.impl.is_open for each in layers.values())
+        # A model of several parts makes its layers of text with a config of its own, which may not know of images.
+        has_images = not is_open and bool(vllm_config.model_config.is_mm_prefix_lm)
+        has_images |= any(getattr(each, _HAS_IMAGES, False) for each in layers.values())
+        if is_open or has_images:
+            _require_whole_steps(vllm_config)
+        of_group = {
+            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=has_images), device)
+            for name, layer in layers.items()
+        }
+        self.group: Group
+        kinds = {layer.impl.terms.kind for layer in layers.values()}
+        if not kinds.isdisjoint(ENCODERS):
+            self.group = EncoderGroup(of_group, _sizes(vllm_config), device, _options(vllm_config, 1))
+        elif CROSS in kinds:
+            require_parallel(vllm_config, DECODES_SHARED)
+            self.group = _new_cross_group(of_group, vllm_config, device)
+        elif shares_context(vllm_config, kv_cache_spec):
             for name, layer in layers.items():
                 _require_own_kv(name, layer.impl.terms)
             self.group = _new_shared_group(of_group, vllm_config, device)
         else:
             self.group = new_group(of_group, vllm_config, device)
+        for layer in layers.values():
+            layer.impl.group = self.group
         if read_settings(os.environ).watch_states:
             from rocm_attn.integrations.vllm import state_hooks
 
@@ -145,18 +213,22 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Returns NEVER if ranks share contexts, because their exchange was never captured."""
-        return AttentionCGSupport.NEVER if shares_context(vllm_config, kv_cache_spec) else cls._cudagraph_support
+        """Returns NEVER if ranks share contexts, because their exchange was never captured, and for encoders."""
+        is_never = shares_context(vllm_config, kv_cache_spec) or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        return AttentionCGSupport.NEVER if is_never else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
     ) -> RocmAttnMetadata:
-        return RocmAttnMetadata(self.group, self.group.begin(common_attn_metadata))
+        step = self.group.begin(common_attn_metadata)
+        return RocmAttnMetadata(self.group, step, common_attn_metadata.causal)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonMetadata) -> RocmAttnMetadata:
-        if isinstance(self.group, SharedContextGroup):
-            raise WrongState("vLLM captures steps of ranks that share contexts, which the backend does not declare")
-        return RocmAttnMetadata(self.group, self.group.begin_capture(common_attn_metadata))
+        if not isinstance(self.group, KVGroup):
+            whose = "encoders" if isinstance(self.group, EncoderGroup) else "ranks that share contexts"
+            raise WrongState(f"vLLM captures steps of {whose}, which the backend does not declare")
+        step = self.group.begin_capture(common_attn_metadata)
+        return RocmAttnMetadata(self.group, step, common_attn_metadata.causal)
 
 
 class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
@@ -175,11 +247,23 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         self.kv_sharing_target_layer_name = terms.kv_sharing_target_layer_name
         self.sinks = terms.sinks
         self.loads = WeightLoads(terms.sinks)
+        # True if steps may be not causal: vLLM says so of a model while it makes its layers.
+        self.is_open = bool(get_current_vllm_config().attention_config.use_non_causal)
+        self.group: Group | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Counts a load. vLLM calls this after it has loaded this layer's weights, for the first time or again."""
         super().process_weights_after_loading(act_dtype)
         self.loads.count += 1
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        """Stores K and V of tokens that are in no step: vLLM's proposer of block drafts makes them of hidden states.
+
+        Raises WrongState before the first step.
+        """
+        if not isinstance(self.group, KVGroup):
+            raise WrongState(f"vLLM stores K and V of {layer.layer_name} before it has a builder of its own")
+        self.group.store_to(layer.layer_name, kv_cache, key, value, slots)
 
     def forward(  # its parameters are vLLM's
         self,
@@ -190,21 +274,30 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         kv_cache: Tensor,
         attn_metadata: RocmAttnMetadata | None,
         output: Tensor,
-        **scales: Tensor | None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Stores the step's K and V, and writes its attention to output. Without metadata, vLLM is measuring memory."""
         if attn_metadata is None:
             return output.fill_(0)
-        if any(scale is not None for scale in scales.values()):
+        if output_scale is not None or output_block_scale is not None:
             raise Unsupported(
                 "vLLM asks for quantised output, which rocm_attn does not write; set fuse_attn_quant to false in the "
                 "pass config"
             )
         group, step, name = attn_metadata.group, attn_metadata.step, layer.layer_name
         if self.terms.stores and key is not None and value is not None:
-            group.store(name, step, kv_cache, key, value)
+            if self.terms.kind == CROSS:
+                self._store_encoded(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+            else:
+                group.store(name, step, kv_cache, key, value)
         group.attend(name, step, kv_cache, query, output)
         return output
+
+    def _store_encoded(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor | None) -> None:
+        """Stores K and V of the encoders' tokens that are new in the step."""
+        if slots is not None and len(slots):
+            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
 
 
 def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[str, Any]:
@@ -216,6 +309,33 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
 def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
     """Returns a layer of vLLM's in the form that KVGroup takes."""
     return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device), layer.impl.loads)
+
+
+def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:
+    """Returns the problem of a layer whose heads have their own K and V. Raises Unsupported, BadProblem.
+
+    is_open:    whether its steps may be not causal
+    has_images: whether they may have images
+    """
+    mask = MaskTerms(
+        chunk=getattr(layer, _CHUNK, 0),
+        spans=has_images or is_open,
+        # Models for which vLLM sets it keep their windows, the others do not.
+        spans_pass_window=has_images and not getattr(layer, "mm_prefix_clamp_sliding_window", False),
+    )
+    if layer._k_scale.numel() > 1:
+        cache = replace(cache, fp8_scales=Scales.HEAD)
+    problem: Problem = layer.impl.terms.problem(cache, mask)
+    return problem
+
+
+def _require_whole_steps(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported for micro-batches: vLLM leaves out of their metadata what says which tokens see each other."""
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
+        raise Unsupported(
+            "tokens of this model see each other, in images or in blocks, and vLLM does not say which in micro-batches "
+            "(v1/worker/ubatch_utils.py); leave out --enable-dbo and --ubatch-size"
+        )
 
 
 def has_name(name: str) -> bool:
@@ -253,6 +373,15 @@ def _new_shared_group(
     """Like new_group, but for layers whose contexts ranks share."""
     sharing = ContextSharing(get_dcp_group(), vllm_config.parallel_config.cp_kv_cache_interleave_size)
     return SharedContextGroup(layers, _sizes(vllm_config), device, _options(vllm_config, 1), sharing)
+
+
+def _new_cross_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device) -> KVGroup:
+    """Like new_group, but for layers of cross attention. A prompt may have more tokens than its encoder's."""
+    sizes, options = _sizes(vllm_config), _options(vllm_config, 1)
+    encoded = vllm_config.scheduler_config.max_num_encoder_input_tokens
+    external = replace(options.external, short_kv=True)
+    options = replace(options, external=external, has_slots=False, is_cross=True)
+    return KVGroup(layers, replace(sizes, kv_len=max(sizes.kv_len, encoded)), device, options)
 
 
 def _sizes(vllm_config: VllmConfig) -> GroupSizes:

@@ -7,7 +7,7 @@ builder, and a graph contains only store and attend. Fills of the steps that vLL
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +18,8 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
-from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step, require_causal
+from rocm_attn.integrations.vllm.spans import GroupSpans
+from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
@@ -27,6 +28,7 @@ from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.step.external_step import NO_CELLS, DeviceSpans, NoCells
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.truth.adopted import try_nothing
@@ -35,7 +37,7 @@ from rocm_attn.truth.adopted import try_nothing
 class CachedLayer(Protocol):
     """The part that is read of vLLM's layers. kv_cache: bound by vLLM before the first step
 
-    _k_scale, _v_scale: float32 [], of FP8 caches
+    _k_scale, _v_scale: float32 [] or [kv_heads], of FP8 caches
     """
 
     kv_cache: Tensor
@@ -86,6 +88,8 @@ class GroupOptions:
     said:      called with the kernels that were chosen
     tried:     called before vLLM's first step with the attention, and with a function that binds new pages of zeros to
                its layers, as many as it is given
+    is_cross:  whether the cache holds K and V of an encoder, which a step's tokens see whole. A sequence without a
+               first block has none
     """
 
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
@@ -94,6 +98,7 @@ class GroupOptions:
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
     tried: Callable[[ExternalAttention, Lend], None] = try_nothing
+    is_cross: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,7 @@ class KVGroup:
         self._index = {name: index for index, name in enumerate(layers)}
         self._bound: dict[str, int] = {}
         self._sizes, self._device, self._options = sizes, device, options
+        self._spans = GroupSpans([each.problem for each in layers.values()], sizes.num_seqs, sizes.num_tokens, device)
         self._captured: dict[tuple[int, int], _CapturedStep] = {}
         self._recorder = recorder_for(device)
         self._attention: ExternalAttention | None = None
@@ -156,17 +162,20 @@ class KVGroup:
     def begin(self, common: CommonMetadata) -> StepOfGroup:
         """Begins and fills a step, at the shape of a captured step if one serves it.
 
-        Raises Unsupported for a step that is not causal, and the errors of ExternalAttention.
+        Raises Unsupported for a mask that is not served (GroupSpans.of), and the errors of ExternalAttention.
         """
-        require_causal(common)
-        own = ReplayShape.of(common)
+        own, mask = ReplayShape.of(common), NO_CELLS if self._options.is_cross else self._spans.of(common)
         known = self._captured.get(own.padded)
         is_captured = known is not None and known.shape.serves(own)
         shape, kv_len = known.shape if known is not None and is_captured else own, common.seq_lens
         slots = self._slots(common, shape)
         if slots is not None:
             kv_len = kv_len * (slots.amax() >= 0)
-        attention = self._begun(common, shape, kv_len, common.num_reqs, is_captured)
+        if self._options.is_cross:
+            kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
+        if is_captured and isinstance(mask, NoCells):
+            mask = self._captured_mask(shape)
+        attention = self._begun(common, shape, kv_len, common.num_reqs, is_captured, mask)
         if known is not None and is_captured and known.slots_at == _place(slots):
             attention.replay_fill(known.fill)
         else:
@@ -175,7 +184,6 @@ class KVGroup:
 
     def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
         """Begins and fills a step that vLLM captures. All sequences are padding: its tensors hold no values yet."""
-        require_causal(common)
         shape = ReplayShape.of(common)
         if self._options.is_wide():
             shape = shape.widest()
@@ -190,7 +198,8 @@ class KVGroup:
         if not self._is_sealed:
             self.attention.seal()
             self._is_sealed = True
-        attention, slots = self._begun(common, shape, common.seq_lens, 0, True), self._slots(common, shape)
+        slots = self._slots(common, shape)
+        attention = self._begun(common, shape, common.seq_lens, 0, True, self._captured_mask(shape))
         if known is None:
             fill = attention.record_fill(self._recorder, slots)
             self._captured[shape.padded] = _CapturedStep(shape, _place(slots), fill)
@@ -230,21 +239,39 @@ class KVGroup:
 
     def store_at(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Like store(), but to the step's slots. They are not the table's: its sequences are parts of others."""
-        index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
+        self._require_running(name, step)
         assert step.slots is not None
-        counts = torch.full((4,), step.num_tokens, dtype=torch.int32, device=k.device)
-        attention = self.attention
+        self.store_to(name, kv_cache, k[: step.num_tokens], v[: step.num_tokens], step.slots)
+
+    def store_to(self, name: str, kv_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Writes K and V of any tokens to slots, which are compared with no table. Raises WrongState before a step.
+
+        k, v:  [n or more, kv_heads, head_dim | v_head_dim]
+        slots: int32 or int64 [n]; -1, or one in block 0: this token is not stored
+        """
+        attention, index = self.attention, self._bound_to(name, kv_cache)
+        tokens, counts = len(slots), torch.full((4,), len(slots), dtype=torch.int32, device=k.device)
         with on_device(attention.device):
             attention.ops.store_kv(
-                k[tokens], v[tokens], step.slots.int(), counts, attention.pages.layer(index), null_page=True
+                k[:tokens], v[:tokens], slots.int(), counts, attention.pages.layer(index), null_page=True
             )
 
     def _slots(self, common: CommonMetadata, shape: ReplayShape) -> Tensor | None:
         """Returns the slots of a step's new tokens, or None if slots are not used."""
         return common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None
 
+    def _captured_mask(self, shape: ReplayShape) -> DeviceSpans | NoCells:
+        """The mask of a captured step: a graph serves steps with spans and without, if its layers may see any."""
+        return self._spans.none if self._spans.is_needed and shape.max_q_len > 1 else NO_CELLS
+
     def _begun(
-        self, common: CommonMetadata, shape: ReplayShape, kv_len: Tensor, num_seqs: int, captured: bool
+        self,
+        common: CommonMetadata,
+        shape: ReplayShape,
+        kv_len: Tensor,
+        num_seqs: int,
+        captured: bool,
+        mask: DeviceSpans | NoCells,
     ) -> ExternalAttention:
         """Begins a step and returns its attention.
 
@@ -255,7 +282,7 @@ class KVGroup:
             if (seen := loads.seen()) != self._seen.get(name):
                 attention.set_head_weights(self._index[name], self._layers[name].weights())
                 self._seen[name] = seen
-        attention.begin(external_step(common, shape, kv_len, num_seqs, captured))
+        attention.begin(external_step(common, shape, kv_len, num_seqs, captured, mask))
         return attention
 
     def _attention_over(self, block_table: Tensor) -> ExternalAttention:
@@ -288,7 +315,7 @@ class KVGroup:
                     kv_len=sizes.kv_len,
                     num_pages=max(cache.shape[0] for cache in caches.values()),
                 ),
-                options=self._options.external,
+                options=replace(self._options.external, mask_cells=False),
                 agree=self._options.agree,
             )
             for name, each in self._layers.items():
@@ -313,11 +340,18 @@ class KVGroup:
 
     def _bind(self, name: str, step: StepOfGroup, kv_cache: Tensor) -> int:
         """Returns a layer's index, with these pages bound. Raises WrongState if the step is over or pages moved."""
+        self._require_running(name, step)
+        return self._bound_to(name, kv_cache)
+
+    def _require_running(self, name: str, step: StepOfGroup) -> None:
         if step.number != self.attention.step_number:
             raise WrongState(
                 f"{name} asks for attention in step {step.number}, and step {self.attention.step_number} has "
                 "begun; a builder of vLLM runs one step at a time"
             )
+
+    def _bound_to(self, name: str, kv_cache: Tensor) -> int:
+        """Returns a layer's index, with these pages bound."""
         if self._bound.get(name) != kv_cache.data_ptr():
             self._use_pages(self.attention, name, kv_cache)
         return self._index[name]

@@ -29,9 +29,28 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 RECORDS = "fp8_ds_mla"
 LATENT_CACHE_DTYPES = (*KV_CACHE_DTYPES, RECORDS)
 
-_DECODER = "decoder"
+_DECODER, CROSS = "decoder", "encoder_decoder"
+ENCODERS = ("encoder", "encoder_only")
+ATTENTION_TYPES = (_DECODER, CROSS, *ENCODERS)
 # Arguments of later releases -> the values with which they have no effect.
 _SAY_NOTHING: Mapping[str, Sequence[object]] = {"chunk_lookback": (-1, None), "use_alibi_sqrt": (False, None)}
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTerms:
+    """The part of a layer's mask that its implementation's arguments do not have.
+
+    chunk: keys of a chunk of local attention; 0: there are none
+    spans: whether steps may have tokens that see each other: of an image, or of a block of drafts
+    spans_pass_window: whether such tokens see all of their span, even what lies before a window
+    """
+
+    chunk: int = 0
+    spans: bool = False
+    spans_pass_window: bool = False
+
+
+PLAIN_MASK = MaskTerms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +94,10 @@ class LayerTerms:
         return cls(*given, **{name: value for name, value in named.items() if name in names})
 
     def __post_init__(self) -> None:
-        if str(getattr(self.attn_type, "value", self.attn_type)) != _DECODER:
+        if self.kind not in ATTENTION_TYPES:
             raise Unsupported(
-                f"a layer is of attention type {self.attn_type!s}; rocm_attn serves decoder layers in vLLM, so choose "
-                "another attention backend for this model"
+                f"a layer is of attention type {self.kind}; rocm_attn serves {', '.join(ATTENTION_TYPES)} in vLLM, so "
+                "choose another attention backend for this model"
             )
         if self.kv_cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES, RECORDS):
             raise Unsupported(
@@ -87,16 +106,32 @@ class LayerTerms:
             )
 
     @property
+    def kind(self) -> str:
+        """The attention type in vLLM's words."""
+        return str(getattr(self.attn_type, "value", self.attn_type))
+
+    @property
     def stores(self) -> bool:
         """True if the layer has KV of its own."""
         return self.kv_sharing_target_layer_name is None
 
-    def problem(self, cache: CacheTerms) -> Problem:
+    def problem(self, cache: CacheTerms, mask: MaskTerms = PLAIN_MASK) -> Problem:
         """Returns the layer's problem over its pages. Raises Unsupported, BadProblem."""
         if self.kv_cache_dtype == RECORDS:
             raise Unsupported(
                 f"the KV cache is of dtype {RECORDS}, which holds rows of sparse MLA layers, and a layer has K and V "
                 f"of its own; set --kv-cache-dtype to one of {', '.join(KV_CACHE_DTYPES)}"
+            )
+        causal = self.kind == _DECODER
+        if self.sliding_window is not None and not causal:
+            raise Unsupported(
+                f"a layer of attention type {self.kind} has a window of {self.sliding_window} keys, which has two "
+                "sides; rocm_attn serves windows in decoders, so choose another attention backend for this model"
+            )
+        if self.alibi_slopes is not None and self.kind == CROSS:
+            raise Unsupported(
+                "a layer of cross attention has ALiBi slopes, and its tokens have no distance from their keys; choose "
+                "another attention backend for this model"
             )
         encoding = _encoding(self.kv_cache_dtype, cache)
         window = UNLIMITED_WINDOW if self.sliding_window is None else self.sliding_window - 1
@@ -109,11 +144,15 @@ class LayerTerms:
             page_size=cache.block_size,
             scale=float(self.scale),
             window_left=window,
+            causal=causal,
+            chunk=mask.chunk,
+            custom_mask=mask.spans and causal,
+            spans_pass_window=mask.spans_pass_window and window != UNLIMITED_WINDOW,
             logits_soft_cap=self.logits_soft_cap or 0.0,
             has_sinks=self.sinks is not None,
             has_alibi_slopes=self.alibi_slopes is not None,
             kv_encoding=encoding,
-            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else cache.fp8_scales,
         )
 
     def latent_problem(self, cache: CacheTerms, v_head_dim: int) -> Problem:
@@ -124,6 +163,7 @@ class LayerTerms:
             "a soft cap": bool(self.logits_soft_cap),
             "sinks": self.sinks is not None,
             "KV of another layer": not self.stores,
+            f"attention type {self.kind}": self.kind != _DECODER,
         }
         if any(requested.values()):
             named = " and ".join(name for name, is_requested in requested.items() if is_requested)
@@ -175,6 +215,7 @@ class CacheTerms:
     dtype:      of q, k, v and the output
     fp8_dtype:  the platform's e4m3
     shards:     ranks that share the KV of an MLA layer's sequences, and gather their query heads for it
+    fp8_scales: what shares a scale of K and V per head in eight bits
     """
 
     block_size: int
@@ -182,6 +223,7 @@ class CacheTerms:
     dtype: torch.dtype
     fp8_dtype: torch.dtype
     shards: int = 1
+    fp8_scales: Scales = Scales.LAYER
 
 
 def _scales_of_latents(kv_cache_dtype: str, encoding: KVEncoding) -> Scales:

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import Unsupported
-from rocm_attn.external import Bounds, ExternalAttention, LayerSource
+from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, require_causal
 from rocm_attn.machine.devices import on_device, with_index
-from rocm_attn.paging.adopted import CsrSource
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
-from rocm_attn.step.external_step import Boundaries, ExternalStep
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 
 class ContextRanks(Protocol):
@@ -88,36 +87,12 @@ class SharedContextGroup:
             device,
             replace(options, external=replace(options.external, short_kv=True), has_slots=False),
         )
-        self._index = {name: index for index, name in enumerate(layers)}
-        self._seen: dict[str, tuple[int, int]] = {}
-        with torch.inference_mode(False):
-            self._indptr = torch.zeros(sizes.num_seqs + 1, dtype=torch.int32, device=self._device)
-            self._own = ExternalAttention(
-                [LayerSource(_of_own(each.problem)) for each in layers.values()],
-                CsrSource(self._indptr, torch.arange(sizes.num_tokens, dtype=torch.int32, device=self._device)),
-                device=self._device,
-                bounds=Bounds(
-                    num_seqs=sizes.num_seqs,
-                    num_tokens=sizes.num_tokens,
-                    kv_len=sizes.num_tokens,
-                    num_pages=sizes.num_tokens,
-                ),
-                options=replace(options.external, short_kv=False),
-                agree=options.agree,
-            )
-            # Each token is a page. Layers take turns: store() fills them, and attend() of the same layer reads them.
-            self._rows = {
-                problem: tuple(
-                    torch.zeros(
-                        sizes.num_tokens, 1, problem.num_kv_heads, dim, dtype=problem.dtype, device=self._device
-                    )
-                    for dim in (problem.head_dim, problem.v_head_dim)
-                )
-                for problem in {each.problem for each in layers.values()}
-            }
-            for name, each in layers.items():
-                k, v = self._rows[each.problem]
-                self._own.pages.bind(self._index[name], k, v)
+        self._own = OwnTokens(
+            {name: replace(each, problem=replace(each.problem, wants_lse=True)) for name, each in layers.items()},
+            sizes,
+            device,
+            options,
+        )
 
     @property
     def attention(self) -> ExternalAttention:
@@ -145,36 +120,13 @@ class SharedContextGroup:
             causal=True,
         )
         step = self._context.begin(context)
-        self._own.take_over()
-        for name, each in self._layers.items():
-            if each.problem.has_sinks and (each.loads is None or each.loads.seen() != self._seen.get(name)):
-                self._own.set_head_weights(self._index[name], each.weights())
-                if each.loads is not None:
-                    self._seen[name] = each.loads.seen()
-        self._indptr[: seqs + 1] = starts
-        self._indptr[seqs + 1 :] = starts[-1]
-        self._own.begin(
-            ExternalStep(
-                num_seqs=seqs,
-                padded_seqs=shape.num_seqs,
-                padded_tokens=shape.num_tokens,
-                kv_len=new,
-                q=Boundaries(starts),
-                rows=None,
-                min_q_len=1,
-                max_q_len=shape.max_q_len,
-                max_kv_len=shape.max_q_len,
-            )
-        )
-        self._own.fill()
+        self._own.begin(common)
         return replace(step, slots=common.slot_mapping[: shape.num_tokens])
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes K and V of the new tokens that this rank keeps to the cache, and all of them to rows for attend()."""
         self._context.store_at(name, step, kv_cache, k, v)
-        tokens = slice(step.num_tokens)
-        for rows, new in zip(self._rows[self._layers[name].problem], (k, v), strict=True):
-            rows[tokens] = new[tokens].unsqueeze(1)
+        self._own.store(name, step.num_tokens, k, v)
 
     def attend(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
         """Like KVGroup.attend. Call store() of the same layer before."""
@@ -183,9 +135,9 @@ class SharedContextGroup:
         context, lse = self._of_context(name, step, kv_cache, q)
         own = q.new_empty(context.shape)
         own_lse = torch.empty_like(lse)
-        self._own.layers.attend(self._index[name], q, own, own_lse)
+        self._own.attend(name, q, own, own_lse)
         with on_device(self._device):
-            self._own.ops.merge_states(context, lse, own, own_lse, context, lse)
+            self._own.attention.ops.merge_states(context, lse, own, own_lse, context, lse)
         out[tokens] = context
 
     def _of_context(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,13 +161,12 @@ def _of_context(problem: Problem, ranks: int) -> Problem:
     return replace(problem, num_q_heads=heads, has_sinks=False, causal=False, wants_lse=True)
 
 
-def _of_own(problem: Problem) -> Problem:
-    """Returns the problem of a step's new tokens: each is a page of its own, in the model's dtype."""
-    return replace(problem, page_size=1, kv_encoding=KVEncoding.LIKE_Q, kv_scales=Scales.NONE, wants_lse=True)
-
-
 def _require_plain(name: str, problem: Problem) -> None:
-    requested = {"a window": problem.window_left != UNLIMITED_WINDOW, "ALiBi slopes": problem.has_alibi_slopes}
+    requested = {
+        "a window": problem.window_left != UNLIMITED_WINDOW,
+        "ALiBi slopes": problem.has_alibi_slopes,
+        "tokens that see each other": problem.custom_mask or not problem.causal,
+    }
     if found := [what for what, is_requested in requested.items() if is_requested]:
         raise Unsupported(
             f"{name} has {' and '.join(found)}, and a rank that shares a context does not know how far its keys "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from rocm_attn.errors import Unsupported
-from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
+from rocm_attn.step.external_step import ONE_EACH, Boundaries, DeviceSpans, ExternalStep, NoCells
 
 # Our builders' support of full graphs, by vLLM's names. A schedule on the device assigns the work to the programs of a
 # step, so one graph serves all lengths. Prompts of MLA layers run on vLLM's kernels and are not captured.
@@ -18,7 +19,7 @@ GQA_GRAPHS, MLA_GRAPHS = "ALWAYS", "UNIFORM_BATCH"
 class CommonMetadata:
     """The part that is read of vLLM's CommonAttentionMetadata, which stands for this, or of the first of its sequences.
 
-    Only its numbers are on the host.
+    Only its numbers are on the host, and what is named so.
 
     query_start_loc:    int32 [num_reqs + 1 or more]; the first new token of each request
     seq_lens:           int32 [num_reqs or more]; tokens of each request, new ones included; 0 for padding
@@ -27,7 +28,10 @@ class CommonMetadata:
     max_query_len, max_seq_len: upper bounds
     block_table_tensor: int32 [num_reqs or more, width]; null blocks are 0
     slot_mapping:       int64 [num_actual_tokens or more]; -1: this token is not stored
-    causal:             True, False, or a tensor with one entry per request
+    causal:             True, False, or bool [num_reqs or more]
+    query_start_loc_cpu: query_start_loc on the host
+    seq_lens_cpu_upper_bound: bounds of seq_lens, on the host; of prompts their values
+    mm_req_doc_ranges:  request -> first and last place of each image in its prompt, on the host; None: there are none
     """
 
     query_start_loc: Tensor
@@ -39,6 +43,9 @@ class CommonMetadata:
     block_table_tensor: Tensor
     slot_mapping: Tensor
     causal: bool | Tensor
+    query_start_loc_cpu: Tensor | None = None
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +89,18 @@ def require_causal(common: CommonMetadata) -> None:
     """Raises Unsupported for a step that is not causal."""
     if common.causal is not True:
         raise Unsupported(
-            "the step is not causal, and rocm_attn serves only causal steps in vLLM; choose another attention "
+            "the step is not causal, and vLLM has not said so of its layers (use_non_causal); choose another attention "
             "backend for this model"
         )
 
 
 def external_step(
-    common: CommonMetadata, shape: ReplayShape, kv_len: Tensor, num_seqs: int, captured: bool
+    common: CommonMetadata,
+    shape: ReplayShape,
+    kv_len: Tensor,
+    num_seqs: int,
+    captured: bool,
+    mask: DeviceSpans | NoCells,
 ) -> ExternalStep:
     """Returns the step at a shape.
 
@@ -106,4 +118,5 @@ def external_step(
         max_q_len=shape.max_q_len,
         max_kv_len=max(1, common.max_seq_len),
         captured=captured,
+        mask=mask,
     )

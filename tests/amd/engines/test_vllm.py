@@ -14,11 +14,12 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import load_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
-from tests.amd.engines.vllm_text import FAULTS, Answer, Run
+from tests.amd.engines.vllm_text import EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
@@ -81,6 +82,33 @@ def test_smollm2_gives_vllms_own_tokens_at_every_block_size(vllm: VllmVenv, tmp_
     assert_equal(ours, stock)
     # The longest common prefix has 40 tokens, and whole blocks are found again.
     assert [all(answer.cached[1]) for answer in ours] == [True, True, False]
+
+
+@pytest.mark.nightly
+def test_layers_with_local_chunks_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Three of four layers see chunks of 32 keys, so most prompts begin several."""
+    (stock,) = vllm.stock([run(vllm, "vllm_chunks", 24)], tmp_path)
+    ours = vllm.ours([run(vllm, "vllm_chunks", 24, block_size=size) for size in (STOCK_BLOCK, 16)], tmp_path)
+    assert_equal(ours, stock)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["images", "wide_images"])
+def test_tokens_of_images_see_each_other(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
+    """The reference is transformers' model under masks that are written out: vLLM's backend for CPUs ignores images.
+
+    The prefix cache ends within an image, whose first tokens another request has stored.
+    """
+    requested = run(vllm, f"vllm_{name}", max_num_batched_tokens=1024)
+    wanted = [
+        texts_with_images(folder_of(f"vllm_{name}", vllm.folder), asked, requested.new_tokens)
+        for asked in requested.rounds
+    ]
+    (stock,) = vllm.stock([requested], tmp_path)
+    assert stock.tokens != wanted
+    ours = vllm.ours([requested, run(vllm, f"vllm_{name}", block_size=16, max_num_batched_tokens=1024)], tmp_path)
+    assert_equal(ours, Answer(tokens=wanted))
+    assert all(ours[0].cached[1])
 
 
 @pytest.mark.nightly
@@ -189,6 +217,39 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
             f"{name}: {answer.said or 'nothing was said'}"
         )
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+
+
+@pytest.mark.nightly
+def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_path: Path) -> None:
+    """DFlash: a head stores K and V of the model's hidden states, and then drafts four tokens in one step."""
+    drafts = {"method": "dflash", "model": str(vllm_model("block_drafts", vllm.folder)), "num_speculative_tokens": 4}
+    requested = [run(vllm, "vllm_llama", 24, speculative_config=drafts)]
+    (stock,) = vllm.stock(requested, tmp_path)
+    (ours,) = vllm.ours(requested, tmp_path)
+    assert_equal([ours], stock)
+    assert len({tuple(drafted) for step in stock.drafts for drafted in step}) > 50
+    assert ours.drafts == stock.drafts
+
+
+@pytest.mark.nightly
+def test_embeddings_of_an_encoder_are_vllms_own(vllm: VllmVenv, tmp_path: Path) -> None:
+    """A BERT, whose tokens see all of their prompt, and which keeps no KV."""
+    requested = run(vllm, "vllm_encoder", runner="pooling", max_num_batched_tokens=512)
+    requested = replace(requested, asked=EMBEDDINGS)
+    (stock,) = vllm.stock([requested], tmp_path)
+    (ours,) = vllm.ours([requested], tmp_path)
+    wanted, found = (torch.tensor(answer.embeddings[0]) for answer in (stock, ours))
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert torch.pdist(wanted).min() > 0.01
+
+
+@pytest.mark.nightly
+def test_a_model_of_speech_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """A Whisper: its decoder attends to what an encoder has made of sound, and some prompts are longer than that."""
+    args: dict[str, Any] = {"max_num_batched_tokens": 512, "max_model_len": 128}
+    requested = replace(run(vllm, "vllm_speech", **args), asked="speech")
+    (stock,) = vllm.stock([requested], tmp_path)
+    assert_equal(vllm.ours([requested], tmp_path), stock)
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.amd.engines.models import LATENT_64, SMALL_DEEPSEEK, VOCABULARY, write, write_random, written_once
+from tests.amd.engines.models import (
+    LATENT_64,
+    SMALL_DEEPSEEK,
+    VOCABULARY,
+    write,
+    write_gemma3,
+    write_random,
+    written_once,
+)
+from tests.amd.engines.vllm_images import IMAGE_SPANS, KEEPS_WINDOWS
 
 # Shared by the small Llama and its EAGLE head.
 _LLAMA: Mapping[str, Any] = {
@@ -64,6 +74,134 @@ def write_eagle(folder: Path) -> None:
     head["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
     config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
     write(folder, head, {**_LLAMA, **config})
+
+
+def write_block_drafts(folder: Path) -> None:
+    """Writes a head that drafts a block of tokens for the small Llama at once, like DFlash: they see each other.
+
+    It reads the hidden states of both layers, and has the model's embeddings.
+    """
+    random = torch.Generator().manual_seed(3)
+    size, inner, dim = int(_LLAMA["hidden_size"]), int(_LLAMA["intermediate_size"]), int(_LLAMA["head_dim"])
+    heads, ones = int(_LLAMA["num_attention_heads"]) * dim, torch.ones
+    shapes = {"q": (heads, size), "k": (dim, size), "v": (dim, size), "o": (size, heads)}
+    weights = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in shapes.items()}
+    weights |= {f"layers.0.mlp.{name}_proj.weight": (inner, size) for name in ("gate", "up")}
+    weights |= {"layers.0.mlp.down_proj.weight": (size, inner), "fc.weight": (size, 2 * size)}
+    head = {name: 0.12 * torch.randn(shape, generator=random) for name, shape in weights.items()}
+    head |= {f"layers.0.self_attn.{name}_norm.weight": ones(dim) for name in ("q", "k")}
+    head |= {f"layers.0.{name}_layernorm.weight": ones(size) for name in ("input", "post_attention")}
+    head |= {"hidden_norm.weight": ones(size), "norm.weight": ones(size)}
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]},
+    }
+    write(folder, head, {**_LLAMA, **config})
+
+
+def write_encoder(folder: Path) -> None:
+    """Writes a small BERT, whose embedding of a prompt is that of its first token."""
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    config = BertConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        architectures=["BertModel"],
+    )
+    write_random(folder, lambda: BertModel(config))
+    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+
+
+def write_speech(folder: Path) -> None:
+    """Writes a small Whisper for two seconds of sound, which its encoder makes 100 rows of."""
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=16,
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        max_source_positions=100,
+        max_target_positions=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        architectures=["WhisperForConditionalGeneration"],
+    )
+    write_random(folder, lambda: WhisperForConditionalGeneration(config))
+    features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    WhisperProcessor(features, WhisperTokenizer(tokenizer_object=_words())).save_pretrained(folder)
+
+
+def _words() -> Any:
+    """Returns a tokenizer with a word for each token, which vLLM loads before it takes prompts of another kind."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {"<pad>": 0, "<|startoftranscript|>": 1, "<|endoftext|>": 2}
+    words = {**special, **{f"w{token}": token for token in range(len(special), VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def write_chunks(folder: Path) -> None:
+    """Writes a small Llama 4 without experts: three layers with chunks of 32 keys for each layer that sees all."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    layers = ["chunked_attention"] * 3 + ["full_attention"]
+    config = Llama4TextConfig(
+        **{name: value for name, value in _LLAMA.items() if name != "pad_token_id"},
+        intermediate_size_mlp=256,
+        num_hidden_layers=8,
+        num_local_experts=2,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        attention_chunk_size=32,
+        layer_types=layers * 2,
+        no_rope_layers=[1, 1, 1, 0] * 2,
+        pad_token_id=0,
+        architectures=["Llama4ForCausalLM"],
+    )
+    write_random(folder, lambda: Llama4ForCausalLM(config))
+
+
+def write_images(folder: Path) -> None:
+    """Writes the small Gemma 3 with two images in each longer prompt."""
+    _write_images(folder, {IMAGE_SPANS: [[5, 13], [20, 17]]})
+
+
+def write_wide_images(folder: Path) -> None:
+    """Writes the small Gemma 3 with an image that is longer than its windows, and keeps to them, as in Gemma 4."""
+    _write_images(folder, {IMAGE_SPANS: [[5, 34]], KEEPS_WINDOWS: True})
+
+
+def _write_images(folder: Path, more: Mapping[str, object]) -> None:
+    write_gemma3(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}, indent=1))
 
 
 def write_sparse(folder: Path) -> None:
@@ -162,6 +300,12 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
+    "block_drafts": write_block_drafts,
+    "encoder": write_encoder,
+    "speech": write_speech,
+    "chunks": write_chunks,
+    "images": write_images,
+    "wide_images": write_wide_images,
     "delta_net": write_delta_net,
     "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,

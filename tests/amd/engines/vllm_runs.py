@@ -31,6 +31,7 @@ _ENTRY_POINTS = (
     "rocm_attn = rocm_attn.integrations.vllm:register\n"
     "shared_slots = tests.amd.engines.vllm_cpu_ranks:register\n"
     "states = tests.amd.engines.vllm_cpu_states:register\n"
+    "images = tests.amd.engines.vllm_images:register\n"
 )
 
 

@@ -25,6 +25,7 @@ from tests.amd.engines.vllm_state_faults import STATE_FAULTS, PlantedInStates
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
+    asked: a key of ASKED, the kind of answer
     fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
            first step from the fifth on that it fits; empty: none
     """
@@ -33,13 +34,17 @@ class Run:
     rounds: list[list[list[int]]]
     new_tokens: int
     fault: str = ""
+    asked: str = "text"
 
 
 @dataclass
 class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt from the prefix cache
 
+    embeddings:  of each prompt of each round, if these were asked for
+
     steps:       of the engine, in all rounds; fewer if drafts were accepted
+    drafts:      of each step, those of each request, whether accepted or not
     preemptions: requests that lost their blocks and began again
 
     said:        text of the error raised after a fault
@@ -49,7 +54,9 @@ class Answer:
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
+    embeddings: list[list[list[float]]] = field(default_factory=list)
     steps: int = 0
+    drafts: list[list[list[int]]] = field(default_factory=list)
     preemptions: int = 0
     said: str = ""
     faulty_step: int = -1
@@ -112,7 +119,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 # Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 _FAULTY_STEP = 5
-_BEGIN, _STEP, _PREEMPT = "begin", "step", "_preempt_request"
+_BEGIN, _STEP, _PREEMPT, _PROPOSE = "begin", "step", "_preempt_request", "propose"
 
 
 class Planted:
@@ -152,11 +159,15 @@ class Planted:
 
 @contextmanager
 def counted_steps(found: Answer) -> Iterator[None]:
-    """Counts the steps and preemptions of engines. It keeps no reference to one, which would prevent its end."""
+    """Counts the steps and preemptions of engines, and keeps drafts of heads.
+
+    It keeps no reference to an engine, which would prevent its end.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    step, preempt = LLMEngine.step, getattr(Scheduler, _PREEMPT)
+    step, preempt, propose = LLMEngine.step, getattr(Scheduler, _PREEMPT), getattr(SpecDecodeBaseProposer, _PROPOSE)
 
     def counted(engine: Any) -> Any:
         found.steps += 1
@@ -166,13 +177,47 @@ def counted_steps(found: Answer) -> Iterator[None]:
         found.preemptions += 1
         return preempt(scheduler, *given, **named)
 
+    def proposed(proposer: Any, *given: Any, **named: Any) -> Any:
+        drafts = propose(proposer, *given, **named)
+        found.drafts.append(drafts.tolist())
+        return drafts
+
+    setattr(SpecDecodeBaseProposer, _PROPOSE, proposed)
     setattr(LLMEngine, _STEP, counted)
     setattr(Scheduler, _PREEMPT, preempted)
     try:
         yield
     finally:
+        setattr(SpecDecodeBaseProposer, _PROPOSE, propose)
         setattr(LLMEngine, _STEP, step)
         setattr(Scheduler, _PREEMPT, preempt)
+
+
+def text_of_tokens(prompt: list[int]) -> dict[str, Any]:
+    """A prompt of tokens."""
+    return {"prompt_token_ids": prompt}
+
+
+def text_of_speech(prompt: list[int]) -> dict[str, Any]:
+    """A prompt to a model of speech: sound that follows from the prompt, and the prompt for its decoder."""
+    import numpy as np
+
+    sound = np.random.default_rng(prompt).standard_normal(SAMPLES).astype(np.float32)
+    return {
+        "encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": (sound, SAMPLES)}},
+        "decoder_prompt": {"prompt_token_ids": prompt},
+    }
+
+
+# Kind of answer -> the form of a prompt.
+EMBEDDINGS = "embeddings"
+ASKED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "text": text_of_tokens,
+    EMBEDDINGS: text_of_tokens,
+    "speech": text_of_speech,
+}
+# Samples of a second of sound, and of each prompt's.
+SAMPLES = 16000
 
 
 def answer(run: Run) -> Answer:
@@ -186,8 +231,8 @@ def answer(run: Run) -> Answer:
         from tests.amd.engines.vllm_cpu_sparse import give_indexer
 
         give_indexer()
-    settings = {"dtype": "float32", "enforce_eager": True, **run.args}
-    engine = LLM(skip_tokenizer_init=True, disable_log_stats=True, **settings)
+    settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": run.asked == "text", **run.args}
+    engine = LLM(disable_log_stats=True, **settings)
     if current_platform.is_cpu():
         zero_right_pages()
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
@@ -197,7 +242,11 @@ def answer(run: Run) -> Answer:
         planted = PlantedInStates(run.fault) if run.fault in STATE_FAULTS else Planted(run.fault)
     try:
         for prompts in run.rounds:
-            requested = [{"prompt_token_ids": prompt} for prompt in prompts]
+            requested = [ASKED[run.asked](prompt) for prompt in prompts]
+            if run.asked == EMBEDDINGS:
+                embedded = engine.embed(requested, use_tqdm=False)
+                found.embeddings.append([list(output.outputs.embedding) for output in embedded])
+                continue
             with counted_steps(found):
                 outputs = engine.generate(requested, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])

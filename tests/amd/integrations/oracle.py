@@ -6,6 +6,7 @@ It shares no code with the project.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """The computation of weights from logits. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality"""
+    """The computation of weights from logits. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality
+
+    chunk: keys of a chunk, of which a token sees none before its own; 0: there are none
+    spans: first and last places of tokens that see each other
+    spans_pass: whether they do so outside of their windows, too
+    """
 
     scale: float
     causal: bool = True
@@ -25,11 +31,18 @@ class Scores:
     slopes: Array | None = None
     sinks: Array | None = None
     shown: Array | None = None
+    chunk: int = 0
+    spans: Sequence[tuple[int, int]] = ()
+    spans_pass: bool = False
 
     def sees(self, token: int, key: int, tokens: int, keys: int) -> bool:
         """True if the token sees the key. Tokens are a sequence's last ones, even if they outnumber the keys."""
         position = keys - tokens + token
-        if self.window_left >= 0 and key < position - self.window_left:
+        is_hidden = self.window_left >= 0 and key < position - self.window_left
+        is_hidden |= self.chunk > 0 and key // self.chunk < position // self.chunk
+        if any(first <= min(position, key) and max(position, key) <= last for first, last in self.spans):
+            return self.spans_pass or not is_hidden
+        if is_hidden:
             return False
         return bool(self.shown[token, key]) if self.shown is not None else key <= position or not self.causal
 

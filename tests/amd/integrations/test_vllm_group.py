@@ -12,6 +12,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
 from rocm_attn.external import ExternalAttention
+from rocm_attn.integrations.vllm.layer_terms import LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
 
@@ -112,6 +113,127 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         runner.step([1, 1, 1])
     for group in runner.groups:
         group.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_local_chunks_are_seen_and_blocks_before_them_may_be_given_back(
+    chunk: int, device: torch.device, provider: str
+) -> None:
+    """vLLM gives blocks back up to the chunk of the next token, which a window of a chunk's length still reaches."""
+    mask = MaskTerms(chunk=chunk)
+    runner = started(Runner(device=device, provider=provider, mask=mask, wide=True))
+    runner.evict(1, 0, 2)  # of 41 tokens
+    for new in ([1, 1, 1], [1, 1, 30], [7, 9, 1]):
+        runner.step(new)
+    of_one, of_any = runner.capture(4, 4, 1), runner.capture(4, 32, 32)
+    of_one.run([1, 1, 1])
+    of_any.run([2, 20, 4])
+    runner.groups[0].attention.check_device()
+
+
+IMAGES = MaskTerms(spans=True, spans_pass_window=True)
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("mask", [IMAGES, MaskTerms(spans=True)], ids=["passes", "kept"])
+@pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=7), TERMS], ids=["window", "plain"])
+def test_tokens_of_an_image_see_each_other(
+    terms: LayerTerms, mask: MaskTerms, kinds: list[StepKind], device: torch.device, provider: str
+) -> None:
+    """The model says if that overrides a window. Graphs of several tokens serve all steps."""
+    runner = Runner([terms], device=device, provider=provider, mask=mask, wide=True)
+    runner.images = {0: [(0, 3), (5, 17)], 2: [(30, 41)]}
+    for _ in range(3):
+        runner.admit()
+    runner.step([20, 4, 29])
+    runner.step([1, 1, 1])
+    assert kinds == [StepKind.MASKED, StepKind.DECODE]
+    runner.step([1, 1, 15])
+    runner.step([2, 7, 2])
+    assert kinds[2:] == [StepKind.MASKED, StepKind.MIXED]
+    decode, any_steps = runner.capture(4, 4, 1), runner.capture(4, 32, 32)
+    decode.run([1, 1, 1])
+    runner.images[1] = [(12, 30)]
+    any_steps.run([1, 24, 2])
+    any_steps.run([2, 2, 2])
+    runner.groups[0].attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
+def test_an_image_of_which_a_step_has_only_a_part_is_refused(device: torch.device, provider: str) -> None:
+    runner = Runner(device=device, provider=provider, mask=IMAGES)
+    runner.images = {0: [(3, 9)]}
+    runner.admit()
+    refusal = "an image has the tokens 3 to 9 of request 0, and the step ends with its token 7; the tokens of an image"
+    with pytest.raises(Unsupported, match=refusal):
+        runner.step([8])
+    runner.step([10])
+    runner.step([1])
+
+
+@pytest.mark.fast(interpreted=0)
+def test_images_in_layers_that_were_not_declared_to_see_them_are_refused(runner: Runner) -> None:
+    """Other backends ignore them without a word (vllm#46754)."""
+    runner.images = {0: [(1, 4)]}
+    runner.step([2, 2, 2])  # the image has no new token
+    runner.images = {0: [(12, 13)]}
+    with pytest.raises(Unsupported, match="images whose tokens see each other to layers of which it has not said so"):
+        runner.step([2, 2, 2])
+
+
+@pytest.mark.fast(interpreted=0)
+def test_an_image_of_which_the_first_tokens_were_found_in_the_cache_is_seen_whole(
+    device: torch.device, provider: str
+) -> None:
+    """Another request has stored them, after they had seen the rest."""
+    runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=IMAGES)
+    runner.admit()
+    runner.step([13])
+    runner.images = {0: [(4, 24)]}
+    runner.step([20])
+    runner.groups[0].attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=9), TERMS], ids=["window", "plain"])
+def test_tokens_of_a_request_that_is_not_causal_see_all_of_its_kv(
+    terms: LayerTerms, device: torch.device, provider: str
+) -> None:
+    """All requests of a step, or some, eager and in graphs; in windows as far back as these let them."""
+    runner = started(Runner([terms], device=device, provider=provider, mask=MaskTerms(spans=True)))
+    verify = runner.capture(4, 16, 4)
+    for opened in ({0, 1, 2}, {1}, set[int](), {0, 2}):
+        runner.open = opened
+        runner.step([4, 9, 1])
+        runner.open = opened
+        verify.run([4, 4, 4])
+        verify.run([4, 4])
+    runner.groups[0].attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
+def test_a_window_that_would_hide_later_tokens_is_refused(device: torch.device, provider: str) -> None:
+    """vLLM's windows of layers that are not causal have two sides."""
+    window = replace(TERMS, sliding_window=4)
+    runner = started(Runner([window], device=device, provider=provider, mask=MaskTerms(spans=True)))
+    runner.open = {0, 1, 2}
+    runner.step([4, 4, 4])
+    with pytest.raises(Unsupported, match="a request has up to 5 new tokens in layers with a window of 4"):
+        runner.step([4, 5, 4])
+    passed = started(Runner([window], device=device, provider=provider, mask=IMAGES))
+    passed.open = {0}
+    with pytest.raises(Unsupported, match="images override the windows of its layers"):
+        passed.step([4, 4, 4])
+
+
+@pytest.mark.fast(interpreted=0)
+def test_heads_may_have_scales_of_their_own(device: torch.device, provider: str) -> None:
+    scales = ([0.5, 2.0], [0.25, 1.0])
+    runner = started(Runner([LAYERS["FP8"]], device=device, provider=provider, scales=scales))
+    runner.step([1, 1, 1])
+    runner.capture(4, 4, 1).run([1, 1, 1])
+    runner.groups[0].attention.check_device()
 
 
 @pytest.mark.fast(interpreted=0)
@@ -266,9 +388,13 @@ def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
 
 
 @pytest.mark.fast(interpreted=0)
-def test_a_step_that_is_not_causal_is_refused(runner: Runner) -> None:
-    with pytest.raises(Unsupported, match="not causal"):
-        runner.groups[0].begin(runner.common(0, 3, 3, 1, causal=False))
+def test_a_step_that_is_not_causal_is_refused_in_layers_that_were_not_declared_so(runner: Runner) -> None:
+    runner.open = {0, 1, 2}
+    runner.step([1, 1, 1])  # the last token of its KV sees all of it anyway
+    for refused in ({0, 1, 2}, {1}):
+        runner.open = refused
+        with pytest.raises(Unsupported, match="the step is not causal, and vLLM has not said so of its layers"):
+            runner.step([1, 2, 1])
 
 
 @pytest.mark.fast(interpreted=0)

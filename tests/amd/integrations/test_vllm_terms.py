@@ -25,7 +25,7 @@ from rocm_attn.integrations.vllm import (
     register,
 )
 from rocm_attn.integrations.vllm.kv_views import pages_of
-from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, MaskTerms
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
 
@@ -56,7 +56,7 @@ def test_terms_are_read_in_vllms_order_and_by_its_names() -> None:
         ({"use_alibi_sqrt": True}, "use_alibi_sqrt=True"),
         ({"chunk_lookback": 2}, "chunk_lookback=2"),
         ({"something_new": 1}, "something_new=1"),
-        ({"attn_type": "encoder_only"}, "attention type encoder_only"),
+        ({"attn_type": "two_towers"}, "attention type two_towers"),
         ({"kv_cache_dtype": "nvfp4"}, "dtype nvfp4"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "dtype int8_per_token_head"),
     ],
@@ -64,6 +64,29 @@ def test_terms_are_read_in_vllms_order_and_by_its_names() -> None:
 def test_terms_that_are_not_served_are_refused(named: dict[str, Any], what: str) -> None:
     with pytest.raises(Unsupported, match=what):
         LayerTerms.read((32, 64, 0.125, 8), named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"attn_type": "encoder_only", "sliding_window": 8}, "type encoder_only has a window of 8 keys, which has two"),
+        ({"attn_type": "encoder_decoder", "sliding_window": 8}, "type encoder_decoder has a window of 8 keys"),
+        ({"attn_type": "encoder_decoder", "alibi_slopes": [0.5] * 32}, "cross attention has ALiBi slopes"),
+    ],
+)
+def test_features_without_a_meaning_outside_of_decoders_are_refused(changes: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(Unsupported, match=refusal):
+        replace(TERMS, **changes).problem(CACHE)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only", "encoder_decoder"])
+def test_only_decoders_are_causal_and_latent(kind: str) -> None:
+    terms = replace(TERMS, attn_type=kind)
+    assert not terms.problem(CACHE).causal
+    assert not terms.problem(CACHE, MaskTerms(spans=True)).custom_mask  # all keys are seen anyway
+    assert TERMS.problem(CACHE).causal
+    with pytest.raises(Unsupported, match=f"an MLA layer asks for attention type {kind}"):
+        terms.latent_problem(CACHE, 64)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.vllm.group import Lend, give_chosen
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
+from rocm_attn.integrations.vllm.layer_terms import MaskTerms
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs
 from rocm_attn.truth.adopted import log_truth, probe_adopted
@@ -69,6 +70,12 @@ def test_right_kernels_find_every_needle_and_vllms_blocks_stay_as_they_are(
     (verdict,) = found([TERMS, replace(TERMS, **changes)], heads_first=heads_first)
     assert (verdict.word, verdict.not_checked) == ("right", {})
     assert verdict.num_keys > 0
+
+
+@pytest.mark.parametrize("mask", [MaskTerms(chunk=16), MaskTerms(spans=True, spans_pass_window=True)], ids=str)
+def test_layers_with_chunks_and_spans_find_every_needle_that_they_see(mask: MaskTerms) -> None:
+    (verdict,) = found([TERMS, replace(TERMS, sliding_window=20)], mask=mask)
+    assert (verdict.word, verdict.not_checked) == ("right", {})
 
 
 def test_each_group_of_layers_has_a_verdict_and_layers_that_no_needle_tells_have_a_reason() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
-from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
+from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
+from rocm_attn.problem import Scales as SharedScales
 from rocm_attn.truth.adopted import try_nothing
 from tests.amd.coded import kept
 from tests.amd.integrations.oracle import Array, Scores, attention
@@ -74,12 +75,18 @@ class Runner:
         heads_first: bool = False,
         wide: bool = False,
         dtype: torch.dtype = torch.float32,
+        mask: MaskTerms = PLAIN_MASK,
+        scales: tuple[float | list[float], float | list[float]] = (0.5, 0.25),
         external: ExternalOptions | None = None,
         tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
-        self.random, self.pad = np.random.default_rng(0), NAN
-        self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn)
+        self.random, self.pad, self.mask = np.random.default_rng(0), NAN, mask
+        # First and last place of each image, and the requests that are not causal in a step.
+        self.images: dict[int, list[tuple[int, int]]] = {}
+        self.open: set[int] = set()
+        self.scales, shared = scales, SharedScales.HEAD if isinstance(scales[0], list) else SharedScales.LAYER
+        self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn, fp8_scales=shared)
         self.layers = [
             self._new_layer(f"layers.{i}", each, group, heads_first)
             for i, (each, group) in enumerate(zip(terms, groups, strict=True))
@@ -113,7 +120,7 @@ class Runner:
             else torch.full(shape, NAN, dtype=self.dtype, device=self.device)
         )
         cache[0] = 0
-        k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in (0.5, 0.25))
+        k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in self.scales)
         return Layer(
             name,
             terms,
@@ -128,7 +135,7 @@ class Runner:
         return {
             layer.name: GroupLayer(
                 layer,
-                layer.terms.problem(self.cache),
+                layer.terms.problem(self.cache, self.mask),
                 partial(layer.terms.head_weights, self.device),
                 layer.loads,
             )
@@ -185,10 +192,9 @@ class Runner:
         self.query_start_loc.fill_(int(ends[-1]))
         self.query_start_loc[: len(ends)] = torch.from_numpy(ends.astype(np.int32))
 
-    def common(
-        self, group: int, num_reqs: int, num_tokens: int, max_query_len: int, causal: bool = True
-    ) -> CommonMetadata:
+    def common(self, group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> CommonMetadata:
         """Returns a group's metadata: parts of persistent memory."""
+        causal = torch.tensor([row not in self.open for row in range(num_reqs)], device=self.device)
         return CommonMetadata(
             self.query_start_loc[: num_reqs + 1],
             self.seq_lens[:num_reqs],
@@ -198,7 +204,10 @@ class Runner:
             int(self.seq_lens.max()),
             self.tables[group][:num_reqs],
             self.slots[group][:num_tokens],
-            causal,
+            causal if 0 < len(self.open) < num_reqs else not self.open,
+            self.query_start_loc[: num_reqs + 1].cpu(),
+            self.seq_lens[:num_reqs].cpu(),
+            self.images or None,
         )
 
     def projected(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,8 +237,8 @@ class Runner:
     def keep(self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Records the stored rows, as a reader of the pages gets them."""
         for layer, (_, k, v) in zip(self.layers, given, strict=True):
-            problem, first = layer.terms.problem(self.cache), 0
-            scales = [scale.cpu().reshape(1) for scale in (layer._k_scale, layer._v_scale)]
+            problem, first = layer.terms.problem(self.cache, self.mask), 0
+            scales = [scale.cpu().reshape(-1) for scale in (layer._k_scale, layer._v_scale)]
             for row, count in enumerate(new):
                 rows = [
                     kept(side[first : first + count].cpu(), problem, scale).double().numpy()
@@ -260,6 +269,10 @@ class Runner:
                 cap=terms.logits_soft_cap or 0.0,
                 slopes=None if terms.alibi_slopes is None else np.array(terms.alibi_slopes),
                 sinks=None if terms.sinks is None else terms.sinks.double().cpu().numpy(),
+                chunk=self.mask.chunk,
+                causal=row not in self.open,
+                spans=self.images.get(row, ()),
+                spans_pass=self.mask.spans_pass_window,
             )
             k, v = (np.concatenate(side) for side in zip(*layer.stored[row], strict=True))
             want, _ = attention(q[tokens].double().cpu().numpy(), k, v, scores)

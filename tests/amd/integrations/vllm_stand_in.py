@@ -55,6 +55,12 @@ class Names(Enum):
     ROCM_ATTN_RT_MLA_SPARSE = "ROCM_ATTN_RT_MLA_SPARSE"
 
 
+class EncoderSpec:
+    """vLLM's EncoderOnlyAttentionSpec."""
+
+    block_size, head_size = BLOCK, DIM
+
+
 class Backend:
     """vLLM's AttentionBackend and MLACommonBackend."""
 
@@ -103,10 +109,15 @@ class Decodes:
 
 @dataclass
 class Config:
-    """vLLM's VllmConfig, and the layers of a model. ranks: parallel_config, its names and sizes"""
+    """vLLM's VllmConfig, and the layers of a model.
+
+    ranks:      parallel_config, its names and sizes
+    has_images: whether tokens of images see each other
+    """
 
     layers: dict[str, Any]
     ranks: dict[str, int] = field(default_factory=dict)
+    has_images: bool = False
 
     @property
     def parallel_config(self) -> Any:
@@ -118,9 +129,12 @@ class Config:
     def model_config(self) -> Any:
         """The config of a small model whose indexer selects TOP keys."""
         chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM)
-        return SimpleNamespace(dtype=torch.float32, max_model_len=64, hf_text_config=chosen)
+        return SimpleNamespace(
+            dtype=torch.float32, max_model_len=64, hf_text_config=chosen, is_mm_prefix_lm=self.has_images
+        )
 
-    scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16)
+    attention_config = SimpleNamespace(use_non_causal=False)
+    scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16, max_num_encoder_input_tokens=96)
     compilation_config = SimpleNamespace(cudagraph_capture_sizes=[4], cudagraph_mode=GraphMode.NONE)
 
 
@@ -134,11 +148,80 @@ def spec() -> Any:
     return SimpleNamespace(block_size=BLOCK, head_size=DIM)
 
 
-def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
-    """Returns an attention layer with a cache of its own, as vLLM packs it. terms: given to its implementation"""
-    cache = torch.zeros(NUM_BLOCKS, BLOCK, KV_HEADS, 2 * DIM).transpose(1, 2)
-    made = impl(HEADS, DIM, SCALE, KV_HEADS, **terms)
-    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)
+# Attributes of a layer that its implementation does not get.
+_OF_LAYERS = ("attention_chunk_size", "use_mm_prefix", "mm_prefix_clamp_sliding_window", "_k_scale", "_v_scale")
+
+
+def gqa_layer(impl: Callable[..., Any], kv_heads: int = KV_HEADS, **terms: Any) -> Any:
+    """Returns an attention layer with a cache of its own, as vLLM packs it.
+
+    terms: given to its implementation, apart from attributes of the layer
+    """
+    dtype = torch.uint8 if terms.get("kv_cache_dtype", "auto") == "fp8" else torch.float32
+    cache = torch.zeros(NUM_BLOCKS, BLOCK, kv_heads, 2 * DIM, dtype=dtype).transpose(1, 2)
+    own = {name: terms.pop(name) for name in _OF_LAYERS if name in terms}
+    made = impl(HEADS, DIM, SCALE, kv_heads, **terms)
+    one = torch.ones(())
+    return SimpleNamespace(
+        **{"layer_name": "layer", "impl": made, "kv_cache": cache, "_k_scale": one, "_v_scale": one, **own}
+    )
+
+
+def chunked_builder(underlying: Any) -> Any:
+    """Returns the builder that vLLM derives for layers with chunks (layers/attention/chunked_local_attention.py)."""
+
+    class ChunkedLocalAttentionBuilder(underlying):  # type: ignore[misc]
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> CGSupport:
+            return CGSupport.NEVER
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            raise AssertionError("vLLM cuts the step into a sequence for each chunk")
+
+        def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+            raise AssertionError("vLLM makes a block table for each chunk")
+
+    return ChunkedLocalAttentionBuilder
+
+
+def cross_builder(underlying: Any) -> Any:
+    """Returns the builder that vLLM derives for cross attention (layers/attention/cross_attention.py).
+
+    A step's encoder_slots are those that vLLM derives from blocks and lengths.
+    """
+
+    class CrossAttentionBuilder(underlying):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            common = SimpleNamespace(**vars(common_attn_metadata))
+            common.causal, common.seq_lens = False, common.encoder_seq_lens
+            common.max_seq_len = int(common.encoder_seq_lens.max())
+            metadata = super().build(common_prefix_len, common, fast_build)
+            metadata.slot_mapping = common.encoder_slots
+            return metadata
+
+    return CrossAttentionBuilder
+
+
+def cross_impl(underlying: Any) -> Any:
+    """Returns the implementation that vLLM derives for cross attention, which passes arguments on by their places."""
+
+    class CrossAttentionImpl(underlying):  # type: ignore[misc]
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor | None,
+            value: Tensor | None,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Any:
+            given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            return super().forward(*given)
+
+    return CrossAttentionImpl
 
 
 def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen: Tensor | None = None) -> Any:
@@ -195,7 +278,12 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
     names: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-        "vllm.config": {"CUDAGraphMode": GraphMode, "VllmConfig": Config, "get_layers_from_vllm_config": layers_of},
+        "vllm.config": {
+            "CUDAGraphMode": GraphMode,
+            "VllmConfig": Config,
+            "get_current_vllm_config": lambda: Config({}),
+            "get_layers_from_vllm_config": layers_of,
+        },
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {
             "get_dcp_group": lambda: sharing,
@@ -226,7 +314,10 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
         },
         "vllm.v1.attention.backends": {},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Names},
-        "vllm.v1.kv_cache_interface": {"KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1)},
+        "vllm.v1.kv_cache_interface": {
+            "EncoderOnlyAttentionSpec": EncoderSpec,
+            "KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1),
+        },
     }
     made = {}
     for name, values in names.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.external import Bounds
-from rocm_attn.step.external_step import ONE_EACH, BoolCells, ExternalStep
+from rocm_attn.step.external_step import ONE_EACH, BoolCells, DeviceSpans, ExternalStep
 from tests.amd.random_calls.calls import REFUSED, in_another_thread
 from tests.amd.random_calls.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
 from tests.amd.random_calls.finding import Finding
@@ -120,6 +120,28 @@ def masked(scene: EngineScene) -> None:
         wrong(scene, "a mask with too few cells", seqs, step, keeps=True)
     else:
         right(scene, "a masked step", seqs, run(scene, "a masked step", seqs, step))
+
+
+def spanned(scene: EngineScene) -> None:
+    """New tokens in blocks, whose tokens see each other."""
+    seqs = scene.seqs()
+    if not seqs:
+        return
+    spans, block = [], scene.rng.randrange(1, 5)
+    for number, seq in enumerate(seqs):
+        count = len(seq.ids)
+        ends = np.minimum(seq.begin + (np.arange(count)[:, None] // block + 1) * block, seq.end)
+        seq.shows = np.arange(seq.end) < ends
+        spans += [[number, at, min(at + block, seq.end)] for at in range(seq.begin, seq.end, block)]
+    step = scene.step(seqs)
+    step = ExternalStep(
+        **{name: getattr(step, name) for name in ("num_seqs", "padded_seqs", "padded_tokens", "kv_len", "q", "rows")},
+        min_q_len=step.min_q_len,
+        max_q_len=step.max_q_len,
+        max_kv_len=step.max_kv_len,
+        mask=DeviceSpans(torch.tensor(spans, dtype=torch.int32, device=scene.device)),
+    )
+    right(scene, "a step with spans", seqs, run(scene, "a step with spans", seqs, step))
 
 
 # Wrong steps

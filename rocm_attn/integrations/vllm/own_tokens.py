@@ -1,0 +1,132 @@
+"""OwnTokens: attention of a step's new tokens among themselves, over their K and V alone. It imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.external import Bounds, ExternalAttention, LayerSource
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, StepOfGroup
+from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape
+from rocm_attn.machine.devices import with_index
+from rocm_attn.paging.adopted import CsrSource
+from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.step.external_step import Boundaries, ExternalStep
+
+
+class OwnTokens:
+    """Layers whose new tokens see each other, in memory of this object: each token is a page.
+
+    Layers take turns: store() fills the rows, and attend() of the same layer reads them.
+    Raises Unsupported if no kernel serves a layer.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, GroupLayer], sizes: GroupSizes, device: torch.device, options: GroupOptions
+    ) -> None:
+        self._layers, device = dict(layers), with_index(device)
+        self._index = {name: index for index, name in enumerate(layers)}
+        self._seen: dict[str, tuple[int, int]] = {}
+        with torch.inference_mode(False):
+            self._indptr = torch.zeros(sizes.num_seqs + 1, dtype=torch.int32, device=device)
+            self.attention = ExternalAttention(
+                [LayerSource(_of_own(each.problem)) for each in layers.values()],
+                CsrSource(self._indptr, torch.arange(sizes.num_tokens, dtype=torch.int32, device=device)),
+                device=device,
+                bounds=Bounds(
+                    num_seqs=sizes.num_seqs,
+                    num_tokens=sizes.num_tokens,
+                    kv_len=sizes.num_tokens,
+                    num_pages=sizes.num_tokens,
+                ),
+                options=replace(options.external, short_kv=False),
+                agree=options.agree,
+            )
+            self._rows = {
+                problem: tuple(
+                    torch.zeros(sizes.num_tokens, 1, problem.num_kv_heads, dim, dtype=problem.dtype, device=device)
+                    for dim in (problem.head_dim, problem.v_head_dim)
+                )
+                for problem in {each.problem for each in layers.values()}
+            }
+            for name, each in layers.items():
+                k, v = self._rows[each.problem]
+                self.attention.pages.bind(self._index[name], k, v)
+
+    def begin(self, common: CommonMetadata) -> StepOfGroup:
+        """Begins and fills a step over new tokens. Raises the errors of ExternalAttention."""
+        shape, seqs = ReplayShape.of(common), common.num_reqs
+        starts = common.query_start_loc[: seqs + 1]
+        self.attention.take_over()
+        for name, each in self._layers.items():
+            has_weights = each.problem.has_sinks or each.problem.has_alibi_slopes
+            seen = None if each.loads is None else each.loads.seen()
+            if has_weights and (seen is None or seen != self._seen.get(name)):
+                self.attention.set_head_weights(self._index[name], each.weights())
+                if seen is not None:
+                    self._seen[name] = seen
+        self._indptr[: seqs + 1] = starts
+        self._indptr[seqs + 1 :] = starts[-1]
+        self.attention.begin(
+            ExternalStep(
+                num_seqs=seqs,
+                padded_seqs=shape.num_seqs,
+                padded_tokens=shape.num_tokens,
+                kv_len=starts[1:] - starts[:-1],
+                q=Boundaries(starts),
+                rows=None,
+                min_q_len=1,
+                max_q_len=shape.max_q_len,
+                max_kv_len=shape.max_q_len,
+            )
+        )
+        self.attention.fill()
+        return StepOfGroup(self.attention.step_number, shape.num_tokens, None)
+
+    def store(self, name: str, num_tokens: int, k: Tensor, v: Tensor) -> None:
+        """Copies K and V of a step's tokens to the rows. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
+        for rows, new in zip(self._rows[self._layers[name].problem], (k, v), strict=True):
+            rows[:num_tokens] = new[:num_tokens].unsqueeze(1)
+
+    def attend(self, name: str, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Computes attention over the rows. q, out, lse: of the step's tokens, see KVGroup.attend"""
+        self.attention.layers.attend(self._index[name], q, out, lse)
+
+
+class EncoderGroup:
+    """Like KVGroup, but for encoders: all tokens of a prompt are in one step and see each other, and none is kept.
+
+    Raises Unsupported if no kernel serves a layer.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, GroupLayer], sizes: GroupSizes, device: torch.device, options: GroupOptions
+    ) -> None:
+        self._own = OwnTokens(layers, sizes, device, options)
+        options.said(self._own.attention.kernels().selections)
+
+    @property
+    def attention(self) -> ExternalAttention:
+        """The attention that runs the steps."""
+        return self._own.attention
+
+    def begin(self, common: CommonMetadata) -> StepOfGroup:
+        """Begins and fills a step. Raises the errors of ExternalAttention."""
+        return self._own.begin(common)
+
+    def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keeps K and V of the step's tokens for attend() of the same layer. The layer has no KV cache."""
+        self._own.store(name, step.num_tokens, k, v)
+
+    def attend(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
+        """See KVGroup.attend. Call store() of the same layer before."""
+        tokens = slice(step.num_tokens)
+        self._own.attend(name, q[tokens], out[tokens])
+
+
+def _of_own(problem: Problem) -> Problem:
+    """Returns the problem of a step's new tokens: each is a page of its own, in the model's dtype."""
+    return replace(problem, page_size=1, kv_encoding=KVEncoding.LIKE_Q, kv_scales=Scales.NONE)

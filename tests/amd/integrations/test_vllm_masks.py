@@ -1,0 +1,182 @@
+"""The masks of layers and steps, as our backend classes read them from vLLM's, with stand-ins for these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.problem import Scales
+from tests.amd.integrations.vllm_stand_in import (
+    BLOCK,
+    DIM,
+    HEADS,
+    Config,
+    EncoderSpec,
+    chunked_builder,
+    cross_builder,
+    cross_impl,
+    gqa_layer,
+    installed,
+    spec,
+    step,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def ours() -> Iterator[Any]:
+    """Yields our module of backend classes next to a supported release of vLLM."""
+    with installed() as found:
+        yield found["backend"]
+
+
+def test_a_step_of_layers_with_chunks_stays_whole_and_may_be_captured(ours: Any) -> None:
+    layer = gqa_layer(ours.RocmAttnImpl, attention_chunk_size=16)
+    builder = chunked_builder(ours.RocmAttnBuilder)
+    made = builder(spec(), ["layer"], Config({"layer": layer}), CPU)
+    metadata = made.build(0, step())
+    (problem,) = made.group.attention.kernels().problems
+    assert problem.chunk == 16
+    assert metadata.step.num_tokens == 1
+    assert builder.get_cudagraph_support(made.vllm_config, spec()) == ours.AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(("keeps_window", "window"), [(False, 8), (True, 8), (False, None)])
+def test_a_layer_with_images_is_served_and_says_whether_they_override_its_window(
+    keeps_window: bool, window: int | None, ours: Any
+) -> None:
+    """vLLM's own backends do the same: (causal and in the window) or in the image; in Gemma 4 in the window alone."""
+    assert ours.RocmAttnBackend.supports_mm_prefix()
+    terms: dict[str, Any] = {
+        "use_mm_prefix": True,
+        "mm_prefix_clamp_sliding_window": keeps_window,
+        "sliding_window": window,
+    }
+    problem = problem_of(ours, gqa_layer(ours.RocmAttnImpl, **terms))
+    assert problem.custom_mask
+    assert problem.spans_pass_window is (window is not None and not keeps_window)
+    assert not problem_of(ours, gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False)).custom_mask
+
+
+def test_a_model_of_several_parts_says_of_images_what_its_layers_of_text_do_not(ours: Any) -> None:
+    """A part's layers are made with a config of that part alone. Heads that draft blocks see no images."""
+    for is_open in (False, True):
+        layer = gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False, sliding_window=8)
+        layer.impl.is_open = is_open
+        made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, has_images=True), CPU)
+        made.build(0, step())
+        (problem,) = made.group.attention.kernels().problems
+        assert problem.custom_mask
+        assert problem.spans_pass_window is not is_open
+
+
+def test_cross_attention_is_refused_where_ranks_share_contexts(ours: Any) -> None:
+    layer = gqa_layer(ours.RocmAttnImpl, attn_type="encoder_decoder")
+    with pytest.raises(Unsupported, match="decode_context_parallel_size is 2; rocm_attn serves 1 in vLLM"):
+        ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, {"decode_context_parallel_size": 2}), CPU)
+
+
+def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
+    plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
+    halves = {"use_ubatching": 1}
+    assert ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": plain}, halves), CPU).group
+    with pytest.raises(Unsupported, match="vLLM does not say which in micro-batches"):
+        ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
+
+
+def problem_of(ours: Any, layer: Any) -> Any:
+    """Returns the problem of a layer that is alone in its group."""
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
+    made.build(0, step())
+    (problem,) = made.group.attention.kernels().problems
+    return problem
+
+
+@pytest.mark.parametrize("declared", ["by the model", "by the cache"])
+def test_layers_whose_steps_may_be_not_causal_are_served(
+    declared: str, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that drafts blocks, and a prefix-LM. vLLM's proposer of blocks asks for metadata that says so."""
+    assert ours.RocmAttnBackend.supports_non_causal()
+    of_cache = spec()
+    if declared == "by the model":
+        monkeypatch.setattr(Config, "attention_config", SimpleNamespace(use_non_causal=True))
+        monkeypatch.setattr(ours, "get_current_vllm_config", lambda: Config({}))
+    else:
+        of_cache.non_causal = True
+    layer = gqa_layer(ours.RocmAttnImpl)
+    made = ours.RocmAttnBuilder(of_cache, ["layer"], Config({"layer": layer}), CPU)
+    common = step()
+    common.causal = False
+    assert made.build(0, common).causal is False
+    (problem,) = made.group.attention.kernels().problems
+    assert problem.custom_mask
+    assert not problem.spans_pass_window
+
+
+@pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])
+def test_heads_have_scales_of_their_own_if_vllm_has_loaded_such(scale: Any, shared: Scales, ours: Any) -> None:
+    assert ours.RocmAttnBackend.supports_per_head_quant_scales()
+    terms: dict[str, Any] = {"kv_cache_dtype": "fp8", "_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(scale)}
+    assert problem_of(ours, gqa_layer(ours.RocmAttnImpl, 2, **terms)).kv_scales is shared
+
+
+def test_k_and_v_of_tokens_outside_of_steps_are_stored_in_their_slots(ours: Any) -> None:
+    """A head that drafts blocks makes them of the model's hidden states; a slot of -1 is of a rejected token."""
+    layer = gqa_layer(ours.RocmAttnImpl)
+    k, v, slots = torch.full((3, 1, DIM), 2.0), torch.full((3, 1, DIM), 3.0), torch.tensor([BLOCK + 1, -1, 2 * BLOCK])
+    given = (layer, k, v, layer.kv_cache, slots)
+    with pytest.raises(WrongState, match="vLLM stores K and V of layer before it has a builder of its own"):
+        layer.impl.do_kv_cache_update(*given)
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
+    made.build(0, step())
+    layer.impl.do_kv_cache_update(*given)
+    rows = layer.kv_cache[:, 0]
+    for block, at in ((1, 1), (2, 0)):
+        assert rows[block, at].tolist() == [2.0] * DIM + [3.0] * DIM
+        rows[block, at] = 0
+    assert not rows.any()
+
+
+def test_encoders_are_served_without_a_cache_and_not_captured(ours: Any) -> None:
+    assert ours.RocmAttnBackend.supports_attn_type("encoder_only")
+    layer = gqa_layer(ours.RocmAttnImpl, attn_type="encoder_only")
+    layer.kv_cache = torch.empty(0)
+    made = ours.RocmAttnBuilder(EncoderSpec(), ["layer"], Config({"layer": layer}), CPU)
+    assert made.get_cudagraph_support(made.vllm_config, EncoderSpec()) == ours.AttentionCGSupport.NEVER
+    with pytest.raises(WrongState, match="vLLM captures steps of encoders, which the backend does not declare"):
+        made.build_for_cudagraph_capture(step())
+    common = step()
+    common.query_start_loc, common.num_actual_tokens, common.max_query_len = torch.tensor([0, 2]), 2, 2
+    metadata = made.build(0, common)
+    q, kv, out = (
+        torch.zeros(2, HEADS, DIM),
+        torch.tensor([[[1.0]], [[3.0]]]).expand(2, 1, DIM),
+        torch.zeros(2, HEADS, DIM),
+    )
+    layer.impl.forward(layer, q, kv, kv, layer.kv_cache, metadata, out)
+    assert (out == 2).all()  # both tokens weigh both values alike
+
+
+def test_cross_attention_stores_an_encoders_rows_once_and_sees_all_of_them(ours: Any) -> None:
+    """vLLM derives a builder and an implementation, which put an encoder's lengths and slots in place of a step's."""
+    assert ours.RocmAttnBackend.supports_attn_type("encoder_decoder")
+    layer = gqa_layer(cross_impl(ours.RocmAttnImpl), attn_type="encoder_decoder")
+    made = cross_builder(ours.RocmAttnBuilder)(spec(), ["layer"], Config({"layer": layer}), CPU)
+    encoded = torch.arange(1.0, 21.0).view(20, 1, 1).expand(20, 1, DIM)
+    q, out = torch.zeros(1, HEADS, DIM), torch.zeros(1, HEADS, DIM)
+    for rows in (encoded, None):
+        common = step()
+        common.block_table_tensor[0, 1] = 4
+        common.encoder_seq_lens, is_new = torch.tensor([20], dtype=torch.int32), rows is not None
+        common.encoder_slots = torch.tensor([*range(BLOCK, 2 * BLOCK), *range(4 * BLOCK, 4 * BLOCK + 4)][: 20 * is_new])
+        metadata = made.build(0, common)
+        layer.impl.forward(layer, q, rows, rows, layer.kv_cache, metadata, out)
+        assert torch.allclose(out, torch.tensor(10.5))
+        out.zero_()

@@ -83,8 +83,8 @@ ENGINE_VERBS: dict[str, Verb] = {
     for verb in (
         engine_step_verbs.decode, engine_step_verbs.extend, engine_step_verbs.compiled_step,
         engine_step_verbs.rows_worked, engine_step_verbs.masked,
-    engine_step_verbs.spanned, engine_step_verbs.spoiled,
-        engine_step_verbs.wrong_slots, engine_step_verbs.begin, engine_step_verbs.fill, engine_step_verbs.store,
+        engine_step_verbs.spanned, engine_step_verbs.spoiled, engine_step_verbs.wrong_slots,
+        engine_step_verbs.begin, engine_step_verbs.fill, engine_step_verbs.store,
         engine_step_verbs.attend, engine_step_verbs.of_a_thread, engine_step_verbs.seal, engine_step_verbs.capture,
         engine_step_verbs.replay, engine_step_verbs.recorded_fill, engine_table_verbs.use, engine_table_verbs.write,
         engine_table_verbs.bind, engine_table_verbs.bind_wrong, engine_table_verbs.admit, engine_table_verbs.release,

@@ -50,12 +50,14 @@ class Operation:
     def is_before(self, later: Operation) -> bool:
         """True if it is complete before a later one begins, in every order of waves and programs.
 
-        Waves of a program share an L1, which serves them in the order of issue: a barrier is enough.
+        Waves of a program share an L1, which serves them in the order of issue: there a barrier is enough, without a
+        wait. Another program sees a store only if it was complete before the barrier behind which another wave
+        releases it (llvm/llvm-project#160501).
         """
         if self.wave is later.wave:
             return True
-        known = later.clock.get(self.wave, 0)
-        return known > (self.segment if self.wave.program == later.wave.program else self.done)
+        share_a_cache = self.wave.program == later.wave.program and self.queue is later.queue is Queue.VECTOR_MEMORY
+        return later.clock.get(self.wave, 0) > (self.segment if share_a_cache else self.done)
 
 
 @dataclass(slots=True, eq=False)

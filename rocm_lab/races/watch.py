@@ -5,7 +5,8 @@
     assert not watch.races
 
 In LDS two waves race if both access a byte between the same two barriers and one of them stores to it. An access is in
-all intervals from its issue to the wait that proves it complete: a load into LDS that is still in flight at a barrier
+all intervals from its issue to the wait that proves it complete, since LDS has several queues and waves of different
+SIMDs may overtake each other (LLVM's memory model of gfx942). So a load into LDS that is still in flight at a barrier
 races with the accesses after it, also with those of its own wave. In global memory two waves, of one program or of two,
 race if they access a byte, one of them stores to it, and neither is before the other by barriers, releases and acquires
 (clocks.py). Atomics do not race with each other. Two stores of the same value are no race: copies of a tensor's element
@@ -134,7 +135,8 @@ class RaceWatch(Watch):
         self._memory, self._lds = _Touches(), _Touches()
         self._waves: list[TimedWave] = []
         self._words: dict[int, Clock] = {}
-        self._is_last = True
+        self._num_ready = 0
+        self._stuck: set[int] = set()
 
     def begin(self, kernel: SimulatedKernel, launch: Launch, allocations: list[Allocation]) -> Memory:
         self._assembly: Assembly = kernel.assembly
@@ -153,8 +155,8 @@ class RaceWatch(Watch):
         return _WatchedLds(launch.lds_bytes, launch.poison, self._lds)
 
     def turn(self, ready: Sequence[Wave]) -> Turn:
-        self._is_last = len(ready) == 1
-        if self._is_last:
+        self._num_ready = len(ready)
+        if self._num_ready == 1:
             return Turn(ready[0], TO_THE_BARRIER)
         return Turn(self._random.choice(ready), self._random.randint(1, _LONGEST_TURN))
 
@@ -205,6 +207,7 @@ class RaceWatch(Watch):
             wave.invalidate()
 
     def _end_wave(self, core: Core, step: Step) -> int | None:
+        self._time += 1
         self._waves[core.wave_number].end(self._time)
         return step()
 
@@ -218,12 +221,14 @@ class RaceWatch(Watch):
         try:
             step()
         except NeverWritten:
-            if self._is_last:
+            self._stuck.add(core.wave_number)
+            if len(self._stuck) >= self._num_ready:
                 raise
-            # Another wave that has not met this one yet may write it: a race, which is seen when it has.
+            # Another wave that has not come to the barrier may write it: a race, which is seen when it has.
             for touches in (self._memory, self._lds):
                 touches.forget()
             return index
+        self._stuck.clear()
         words: list[Clock] = []
         if is_atomic:
             addresses = {address for touch in self._memory.now for address in touch.where.tolist()}

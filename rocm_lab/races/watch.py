@@ -60,17 +60,19 @@ class Party:
 class Race:
     """Two accesses to a byte that are in no order, as they happened in this run.
 
-    place: the byte, as in "LDS byte 64" or "out, byte 128"
+    memory: "LDS", or the launch's name of a tensor
+    byte:   in it
     """
 
     kernel: str
-    place: str
+    memory: str
+    byte: int
     first: Party
     second: Party
 
     def line(self) -> str:
         """One line for people."""
-        return f"{self.kernel}, {self.place}: {self.first}; {self.second}"
+        return f"{self.kernel}, {self.memory}, byte {self.byte}: {self.first}; {self.second}"
 
 
 class _WatchedMemory(Memory):
@@ -186,14 +188,15 @@ class RaceWatch(Watch):
             # A wave's own operations of one queue are in order.
             is_in_order = first.queue is second.queue or first.until <= second.time
             if first.wave is not second.wave or not is_in_order:
-                self._note(pair, f"LDS byte {pair.address}")
+                self._note(pair, "LDS", pair.address)
 
     def end(self) -> None:
         self._settle_lds()
         for pair in pairs_of(self._memory.all):
             first, second = pair.first.operation, pair.second.operation
             if not (first.is_before(second) or (first.is_atomic and second.is_atomic)):
-                self._note(pair, self._named(pair.address))
+                allocation = self._allocation_at(pair.address)
+                self._note(pair, allocation.name, pair.address - allocation.address)
 
     def _wait(self, core: Core, wait: Wait) -> None:
         self._time += 1
@@ -236,20 +239,17 @@ class RaceWatch(Watch):
         wave.issue(operation, words)
         return None
 
-    def _note(self, pair: Pair, place: str) -> None:
+    def _note(self, pair: Pair, memory: str, byte: int) -> None:
         first, second = pair.first, pair.second
         key = self._assembly.name, first.operation.index, second.operation.index
         if key not in self._found:
             self._found.add(key)
-            self.races.append(Race(self._assembly.name, place, self._party(first), self._party(second)))
+            self.races.append(Race(self._assembly.name, memory, byte, self._party(first), self._party(second)))
 
     def _party(self, touch: Touch) -> Party:
         operation = touch.operation
         text = self._assembly.instructions[operation.index].text
         return Party(operation.index, text, operation.wave.number, operation.wave.program, touch.is_store)
 
-    def _named(self, address: int) -> str:
-        for allocation in self._allocations:
-            if 0 <= address - allocation.address < allocation.num_bytes:
-                return f"{allocation.name}, byte {address - allocation.address}"
-        raise AssertionError(f"{address} lies in no allocation")
+    def _allocation_at(self, address: int) -> Allocation:
+        return next(each for each in self._allocations if 0 <= address - each.address < each.num_bytes)

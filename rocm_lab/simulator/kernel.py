@@ -87,6 +87,10 @@ class SimulatedKernel:
                 launch.watch.end()
         return executed
 
+    def was_reached(self, index: int) -> bool:
+        """True if a launch has executed an instruction."""
+        return self._plain[index] is not None
+
     def _first_scalars(self, launch: Launch, pointers: dict[str, int], program: Program) -> list[int]:
         """The scalar registers that a wave starts with."""
         entries = self.assembly.descriptor

@@ -159,12 +159,12 @@ def test_a_race_names_the_byte_both_instructions_and_both_waves() -> None:
     assert (race.kernel, writer.text, reader.text) == ("snippet", "ds_write_b32 v1, v0", "ds_read_b32 v3, v2")
     assert (writer.index, reader.index) == (6, 8)
     assert {writer.wave, reader.wave} == {0, 1}
-    assert race.place == f"LDS byte {256 * writer.wave}"
+    assert (race.memory, race.byte) == ("LDS", 256 * writer.wave)
     code = CODES["memory: a row of each program"]
     (race,) = races_of(code.without(code.needed[0]), 2, 0)
     assert {race.first.program, race.second.program} == {(0, 0, 0), (1, 0, 0)}
-    assert race.place == f"memory, byte {256 * race.first.wave}"
-    assert race.line().startswith(f"snippet, {race.place}: wave ")
+    assert (race.memory, race.byte) == ("memory", 256 * race.first.wave)
+    assert race.line().startswith(f"snippet, memory, byte {race.byte}: wave ")
 
 
 def test_orders_of_programs_and_turns_of_waves_follow_from_the_seed() -> None:

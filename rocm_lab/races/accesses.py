@@ -43,47 +43,60 @@ class Pair(NamedTuple):
     address: int
 
 
+class _Rows(NamedTuple):
+    """Units of bytes that are accessed, one a row: the address, the number of the touch, and what is stored."""
+
+    address: Array
+    number: Array
+    value: Array
+
+
 def pairs_of(touches: Sequence[Touch]) -> Iterator[Pair]:
-    """The pairs to be compared, each pair of operations once; not two stores of the same value."""
-    stores = [number for number, touch in enumerate(touches) if touch.is_store]
-    if not stores:
+    """The pairs to be compared, each pair of touches once; not two stores of the same value."""
+    if not any(touch.is_store for touch in touches):
         return
-    # The largest power of 2 that all places and sizes are multiples of, and at most 4.
-    low_bits = 4
-    for touch in touches:
-        low_bits |= touch.size | int(np.bitwise_or.reduce(touch.where))
-    unit = low_bits & -low_bits
-    is_stored = np.unique(np.concatenate([_places(touches[number], unit) for number in stores]))
-    places, numbers, values = [], [], []
-    for number, touch in enumerate(touches):
-        place = _places(touch, unit)
-        value = touch.values.view(f"<u{unit}").ravel() if touch.is_store else np.zeros(len(place), f"<u{unit}")
-        if not touch.is_store:
-            at = np.searchsorted(is_stored, place).clip(max=len(is_stored) - 1)
-            place = np.unique(place[is_stored[at] == place])
-            value = value[: len(place)]
-        places.append(place)
-        values.append(value)
-        numbers.append(np.full(len(place), number))
-    place, number, value = (np.concatenate(each) for each in (places, numbers, values))
-    time = np.array([touch.operation.time for touch in touches])
-    stores_too = np.array([touch.is_store for touch in touches])
-    order = np.lexsort((stores_too[number], time[number], place))
-    place, number, value = place[order], number[order], value[order]
-    is_store = stores_too[number]
-    row = np.arange(len(place))
-    last = np.concatenate([[-1], np.maximum.accumulate(np.where(is_store, row, -1))[:-1]])
-    following = np.minimum.accumulate(np.where(is_store, row, len(row))[::-1])[::-1]
-    of_loads = row[~is_store & (following < len(row))]
-    first = np.concatenate([last[last >= 0], of_loads])
-    second = np.concatenate([row[last >= 0], following[of_loads]])
-    differs = ~(is_store[first] & is_store[second] & (value[first] == value[second]))
-    kept = (place[first] == place[second]) & (number[first] != number[second]) & differs
+    rows = _rows(touches)
+    of_stores = np.array([touch.is_store for touch in touches])
+    times = np.array([touch.operation.time for touch in touches])
+    # An atomic loads before it stores.
+    order = np.lexsort((of_stores[rows.number], times[rows.number], rows.address))
+    address, number, value = (each[order] for each in rows)
+    is_store = of_stores[number]
+    row = np.arange(len(address))
+    before = np.concatenate([[-1], np.maximum.accumulate(np.where(is_store, row, -1))[:-1]])
+    after = np.minimum.accumulate(np.where(is_store, row, len(row))[::-1])[::-1]
+    loads = row[~is_store & (after < len(row))]
+    first = np.concatenate([before[before >= 0], loads])
+    second = np.concatenate([row[before >= 0], after[loads]])
+    stores_the_same = is_store[first] & is_store[second] & (value[first] == value[second])
+    kept = (address[first] == address[second]) & (number[first] != number[second]) & ~stores_the_same
     first, second = first[kept], second[kept]
-    _, at = np.unique(number[first] * len(touches) + number[second], return_index=True)
-    for a, b in zip(first[at].tolist(), second[at].tolist(), strict=True):
-        yield Pair(touches[number[a]], touches[number[b]], int(place[a]))
+    _, once = np.unique(number[first] * len(touches) + number[second], return_index=True)
+    for a, b in zip(first[once].tolist(), second[once].tolist(), strict=True):
+        yield Pair(touches[number[a]], touches[number[b]], int(address[a]))
 
 
-def _places(touch: Touch, unit: int) -> Array:
+def _rows(touches: Sequence[Touch]) -> _Rows:
+    """All that is stored, and what is loaded of the same places."""
+    # The largest power of 2, at most 4, that all addresses and sizes are multiples of.
+    bits = 4
+    for touch in touches:
+        bits |= touch.size | int(np.bitwise_or.reduce(touch.where))
+    unit = bits & -bits
+    addresses = [_addresses(touch, unit) for touch in touches]
+    stored = np.unique(np.concatenate([each for each, touch in zip(addresses, touches, strict=True) if touch.is_store]))
+    values = []
+    for number, touch in enumerate(touches):
+        if touch.is_store:
+            values.append(touch.values.view(f"<u{unit}").ravel())
+        else:
+            loaded = addresses[number]
+            at = np.searchsorted(stored, loaded).clip(max=len(stored) - 1)
+            addresses[number] = np.unique(loaded[stored[at] == loaded])
+            values.append(np.zeros(len(addresses[number]), f"<u{unit}"))
+    counts = [len(each) for each in addresses]
+    return _Rows(np.concatenate(addresses), np.repeat(np.arange(len(touches)), counts), np.concatenate(values))
+
+
+def _addresses(touch: Touch, unit: int) -> Array:
     return (touch.where[:, None] + np.arange(0, touch.size, unit)).ravel()

@@ -85,14 +85,14 @@ class TimedWave:
     def __str__(self) -> str:
         return f"wave {self.number} of program {self.program}"
 
-    def issue(self, operation: Operation, words: list[Clock]) -> None:
-        """Puts an operation in flight; words: the clocks of the words that an atomic one accesses."""
-        if operation.is_atomic:
-            for word in words:
-                operation.acquires = joined(operation.acquires, word)
-                word.update(joined(word, self.published))
-            if self.published.get(self) == self.segment:  # it is the release, and whoever acquires it comes after it
-                operation.done = self.segment - 1
+    def issue(self, operation: Operation, loaded: list[Clock], stored: list[Clock]) -> None:
+        """Puts an operation in flight; loaded, stored: the clocks of the words that it accesses, if it is atomic."""
+        for word in loaded:
+            operation.acquires = joined(operation.acquires, word)
+        for word in stored:
+            word.update(joined(word, self.published))
+        if stored and self.published.get(self) == self.segment:  # a release: whoever acquires it comes after it
+            operation.done = self.segment - 1
         queue = operation.queue
         self.flights[queue].append(operation)
         self._complete(queue, CAPACITY[queue] or NEVER, operation.time)

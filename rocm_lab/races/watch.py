@@ -232,12 +232,14 @@ class RaceWatch(Watch):
                 touches.forget()
             return index
         self._stuck.clear()
-        words: list[Clock] = []
-        if is_atomic:
-            addresses = {address for touch in self._memory.now for address in touch.where.tolist()}
-            words = [self._words.setdefault(address, {}) for address in addresses]
-        wave.issue(operation, words)
+        wave.issue(operation, self._clocks(is_atomic, is_store=False), self._clocks(is_atomic, is_store=True))
         return None
+
+    def _clocks(self, is_atomic: bool, *, is_store: bool) -> list[Clock]:
+        """The clocks of the words that the last operation loads or stores, if it is atomic."""
+        touches = [touch for touch in self._memory.now if is_atomic and touch.is_store == is_store]
+        addresses = {address for touch in touches for address in touch.where.tolist()}
+        return [self._words.setdefault(address, {}) for address in addresses]
 
     def _note(self, pair: Pair, memory: str, byte: int) -> None:
         first, second = pair.first, pair.second

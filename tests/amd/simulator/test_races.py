@@ -11,11 +11,13 @@ import torch
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_lab.races.clocks import Clock, Operation, TimedWave
 from rocm_lab.races.watch import Race, RaceWatch
 from rocm_lab.simulator.faults import NeverWritten
 from rocm_lab.simulator.kernel import Launch
 from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated, watched
 from rocm_lab.simulator.snippet import allocation
+from rocm_lab.waits.counters import Queue, Wait
 from tests.amd.simulator.check_cases import run_check
 from tests.amd.simulator.kernel_cases import BF16, linear_pools, run_store
 from tests.amd.simulator.test_launches import simulated_kernel
@@ -150,6 +152,22 @@ def test_a_release_for_the_waves_of_a_program_is_none_for_other_programs() -> No
     """Without sc1 the caches between programs are left as they are."""
     for control in ("buffer_wbl2", "buffer_inv"):
         assert races_of(Code(_COUNTED.replace(f"{control} sc1", control), programs=3).without(), 3, 0)
+
+
+def test_only_a_store_publishes_and_only_after_the_wait_for_the_write_back() -> None:
+    wave, word = TimedWave((0, 0, 0), 0), Clock()
+
+    def atomic(time: int) -> Operation:
+        return Operation(wave, 0, Queue.VECTOR_MEMORY, True, time, wave.segment, wave.clock)
+
+    wave.write_back()
+    wave.issue(atomic(1), [], [word])
+    assert word == {}
+    wave.wait(Wait(vm=0), time=2)
+    wave.issue(atomic(3), [word], [])
+    assert word == {}
+    wave.issue(atomic(4), [word], [word])
+    assert word == {wave: 1}
 
 
 def test_a_race_names_the_byte_both_instructions_and_both_waves() -> None:

@@ -77,6 +77,8 @@ def _state_places_kernel(
     tl.store(target + seq, tl.where(found, write, 0), mask=padded)
     tl.store(pending + seq, tl.where(found & ~begins, start - first_read, 0), mask=padded)
     header = headers + write.to(tl.int64) * _WORDS
+    # On AMD two waves hold each sequence. Both must have read its headers before one of them writes.
+    tl.debug_barrier()
     tl.store(header, tag, mask=found)
     tl.store(header + 1, start, mask=found)
     tl.store(header + 2, tl.where(new <= kept, start, end), mask=found)

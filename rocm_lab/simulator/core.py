@@ -24,9 +24,12 @@ NUM_VECTOR, NUM_SCALAR = 512, 128
 POISON = 0x7FFFFFFF
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Wave:
-    """A wave that is not running: its number in the program and a copy of everything that an instruction can change."""
+    """A wave that is not running: its number in the program and a copy of everything that an instruction can change.
+
+    steps: instructions of turns that ended before a barrier
+    """
 
     number: int
     vector: Array
@@ -34,6 +37,7 @@ class Wave:
     scratch: Array
     scc: int = 0
     pc: int = 0
+    steps: int = 0
 
 
 class Core:

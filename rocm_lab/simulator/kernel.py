@@ -1,4 +1,4 @@
-"""Runs a grid of a kernel, program after program, its waves one after the other from barrier to barrier.
+"""Runs a grid of a kernel, program after program, its waves in turns from barrier to barrier (watch.py).
 
 Initial registers: LLVM's "User Guide for AMDGPU Backend", "Initial Kernel Execution State", for architected gfx9.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from rocm_lab.simulator.core import EXEC, LANES, NUM_SCALAR, NUM_VECTOR, POISON,
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.isa.instructions import build_step
 from rocm_lab.simulator.isa.step import AT_BARRIER, Context, Step
-from rocm_lab.simulator.lds import Lds
 from rocm_lab.simulator.memory import Allocation, Memory
+from rocm_lab.simulator.watch import Program, Watch
 
 # More than any kernel of the tests needs; an endless loop is an error, not a hang.
 MAX_STEPS_OF_A_WAVE = 5_000_000
@@ -42,6 +41,7 @@ class Launch:
     arguments:    the kernel arguments as they lie in memory
     allocations:  the memory that the program may access
     poison:       the word that fills registers and LDS beforehand
+    watch:        orders programs and waves, and may note what they do
     """
 
     grid: tuple[int, int, int]
@@ -50,6 +50,7 @@ class Launch:
     arguments: bytes
     allocations: Sequence[Allocation]
     poison: int = POISON
+    watch: Watch = field(default_factory=Watch)
 
 
 class SimulatedKernel:
@@ -59,7 +60,8 @@ class SimulatedKernel:
         self.assembly = assembly
         self._core = Core(Memory([]))
         self._context = Context(self._core, assembly, arch)
-        self._steps: list[Step | None] = [None] * len(assembly.instructions)
+        self._plain: list[Step | None] = [None] * len(assembly.instructions)
+        self._steps = [*self._plain]
 
     def run(self, launch: Launch) -> int:
         """Runs every program; returns the instructions executed. Raises SimulationFault and UnknownInstruction."""
@@ -69,19 +71,27 @@ class SimulatedKernel:
             Allocation("the kernel arguments", arguments.ctypes.data, arguments.nbytes, is_writable=False),
             Allocation("the dispatch packet", packet.ctypes.data, packet.nbytes, is_writable=False),
         ]
-        self._core.memory = Memory([*launch.allocations, *own])
+        self._core.memory = launch.watch.begin(self, launch, [*launch.allocations, *own])
+        self._steps = [None] * len(self._plain)
         pointers = {
             "user_sgpr_kernarg_segment_ptr": arguments.ctypes.data,
             "user_sgpr_dispatch_ptr": packet.ctypes.data,
         }
         executed = 0
         with np.errstate(all="ignore"):
-            for z, y, x in product(*(range(size) for size in reversed(launch.grid))):
-                first_scalars = self._first_scalars(launch, pointers, (x, y, z))
-                executed += self._run_program(launch, first_scalars, (x, y, z))
+            try:
+                for program in launch.watch.programs(launch.grid):
+                    first_scalars = self._first_scalars(launch, pointers, program)
+                    executed += self._run_program(launch, first_scalars, program)
+            finally:
+                launch.watch.end()
         return executed
 
-    def _first_scalars(self, launch: Launch, pointers: dict[str, int], program: tuple[int, int, int]) -> list[int]:
+    def was_reached(self, index: int) -> bool:
+        """True if a launch has executed an instruction."""
+        return self._plain[index] is not None
+
+    def _first_scalars(self, launch: Launch, pointers: dict[str, int], program: Program) -> list[int]:
         """The scalar registers that a wave starts with."""
         entries = self.assembly.descriptor
         words: list[int] = []
@@ -98,19 +108,19 @@ class SimulatedKernel:
         ids = zip("xyz", program, strict=True)
         return words + [index for axis, index in ids if entries[f"system_sgpr_workgroup_id_{axis}"]]
 
-    def _run_program(self, launch: Launch, first_scalars: list[int], program: tuple[int, int, int]) -> int:
+    def _run_program(self, launch: Launch, first_scalars: list[int], program: Program) -> int:
         core = self._core
-        core.lds = Lds(launch.lds_bytes, launch.poison)
+        core.lds = launch.watch.begin_program(program, launch)
         scratch_words = self.assembly.descriptor["private_segment_fixed_size"] // 4
-        waves = [_new_wave(number, first_scalars, scratch_words, launch.poison) for number in range(launch.num_waves)]
+        running = [_new_wave(number, first_scalars, scratch_words, launch.poison) for number in range(launch.num_waves)]
         executed = 0
-        running = waves
         while running:
-            waiting = []
-            for wave in running:
+            ready, waiting = [*running], []
+            while ready:
+                wave, most = launch.watch.turn(ready)
                 core.resume(wave)
                 try:
-                    stopped, steps = self._run_wave(wave)
+                    stopped, steps = self._run_wave(wave, most, launch.watch)
                 except (SimulationFault, UnknownInstruction) as fault:
                     text = self.assembly.instructions[wave.pc].text
                     raise type(fault)(
@@ -118,22 +128,29 @@ class SimulatedKernel:
                     ) from None
                 executed += steps
                 core.suspend(wave)
+                if stopped is not None:
+                    ready.remove(wave)
                 if stopped == AT_BARRIER:
                     waiting.append(wave)
             if waiting and len(waiting) < len(running):
                 raise SimulationFault(f"{self.assembly.name}, program {program}: a wave ended, others wait for it")
             core.lds.barrier()
-            running = waiting
+            launch.watch.meet()
+            running = sorted(waiting, key=lambda wave: wave.number)
         return executed
 
-    def _run_wave(self, wave: Wave) -> tuple[int, int]:
-        """Runs to the next barrier or the end; returns which of them, and the instructions executed."""
+    def _run_wave(self, wave: Wave, most: int, watch: Watch) -> tuple[int | None, int]:
+        """Runs to the next barrier or the end, or some instructions.
+
+        Returns which of the two, or None, and the instructions executed.
+        """
         steps, pc = self._steps, wave.pc
-        for executed in range(1, MAX_STEPS_OF_A_WAVE):
+        most = min(most, MAX_STEPS_OF_A_WAVE)
+        for executed in range(1, most + 1):
             step = steps[pc]
             wave.pc = pc
             if step is None:
-                step = steps[pc] = build_step(self._context, self.assembly.instructions[pc])
+                step = steps[pc] = watch.step(self._core, pc, self._build(pc))
             target = step()
             if target is None:
                 pc += 1
@@ -142,7 +159,18 @@ class SimulatedKernel:
             else:
                 wave.pc = pc + 1
                 return target, executed
-        raise SimulationFault(f"no end after {MAX_STEPS_OF_A_WAVE} instructions")
+        wave.pc = pc
+        wave.steps += most
+        if wave.steps >= MAX_STEPS_OF_A_WAVE:
+            raise SimulationFault(f"no end after {wave.steps} instructions")
+        return None, most
+
+    def _build(self, index: int) -> Step:
+        """The plain function that executes an instruction, which is built once."""
+        step = self._plain[index]
+        if step is None:
+            step = self._plain[index] = build_step(self._context, self.assembly.instructions[index])
+        return step
 
 
 def _new_wave(number: int, first_scalars: list[int], scratch_words: int, poison: int) -> Wave:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -28,6 +28,7 @@ from rocm_lab.simulator.assembly import Argument, parse_assembly
 from rocm_lab.simulator.core import LANES, POISON
 from rocm_lab.simulator.kernel import Launch, SimulatedKernel
 from rocm_lab.simulator.memory import Allocation
+from rocm_lab.simulator.watch import Watch
 
 ARCHS = ("gfx942", "gfx950")
 
@@ -135,6 +136,20 @@ def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
         _active.pop()
 
 
+_Watch = TypeVar("_Watch", bound=Watch)
+
+
+@contextmanager
+def watched(watch: _Watch) -> Iterator[_Watch]:
+    """While active, simulated launches of this process take turns as this watch says, and it sees all they do."""
+    _watches.append(watch)
+    try:
+        yield watch
+    finally:
+        _watches.pop()
+
+
+_watches: list[Watch] = [Watch()]
 _active: list[_Active] = []
 # By Triton's hash of a kernel, which holds the target: the assembly, and the code object's sha256.
 _assembly: dict[str, tuple[str, str]] = {}
@@ -201,6 +216,7 @@ def execute(
             arguments=_pack(kernel.assembly.arguments, passed, _hidden(grid, code.num_waves)),
             allocations=[_storage(name, value) for name, (_, value) in passed.items() if isinstance(value, Tensor)],
             poison=poison,
+            watch=_watches[-1],
         )
     )
 

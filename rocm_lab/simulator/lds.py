@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rocm_lab.simulator.arrays import Array
-from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.faults import NeverWritten, SimulationFault
 
 
 class Lds:
@@ -32,7 +32,20 @@ class Lds:
         """uint8 [lanes, size] from int64 [lanes] byte offsets. Raises SimulationFault."""
         self._check_bounds(offsets, size, "reads")
         if not _items(self._written, size)[offsets].view(np.uint8).all():
-            raise SimulationFault(f"reads LDS that was never written, {self._where(self._written == 0, offsets, size)}")
+            raise NeverWritten(f"reads LDS that was never written, {self._where(self._written == 0, offsets, size)}")
+        self._note_load(offsets, size, wave)
+        return _items(self._bytes, size)[offsets].view(np.uint8).reshape(-1, size)
+
+    def store(self, offsets: Array, values: Array, wave: int) -> None:
+        """Store uint8 [lanes, size]. Raises SimulationFault."""
+        size = values.shape[1]
+        self._check_bounds(offsets, size, "writes")
+        self._note_store(offsets, values, wave)
+        _items(self._bytes, size)[offsets] = values.view(f"V{size}")[:, 0]
+        _items(self._written, size)[offsets] = np.void(b"\1" * size)
+
+    def _note_load(self, offsets: Array, size: int, wave: int) -> None:
+        """Notes a load within bounds. Raises SimulationFault if it races."""
         mine = np.uint16(1 << wave)
         if (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).any():
             others = (self._writers & ~mine) != 0
@@ -41,12 +54,10 @@ class Lds:
                 f"{self._where(others, offsets, size)}"
             )
         self._mark(self._readers, offsets, size, mine)
-        return _items(self._bytes, size)[offsets].view(np.uint8).reshape(-1, size)
 
-    def store(self, offsets: Array, values: Array, wave: int) -> None:
-        """Store uint8 [lanes, size]. Raises SimulationFault."""
+    def _note_store(self, offsets: Array, values: Array, wave: int) -> None:
+        """Notes a store within bounds, before it is done. Raises SimulationFault if it races."""
         size = values.shape[1]
-        self._check_bounds(offsets, size, "writes")
         mine = np.uint16(1 << wave)
         if (_items(self._readers, size)[offsets].view(np.uint16) & ~mine).any():
             others = (self._readers & ~mine) != 0
@@ -58,8 +69,6 @@ class Lds:
         others_wrote = (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).reshape(-1, size) != 0
         if (changes & others_wrote).any():
             raise SimulationFault(f"wave {wave} overwrites what another wave writes without a barrier between them")
-        _items(self._bytes, size)[offsets] = values.view(f"V{size}")[:, 0]
-        _items(self._written, size)[offsets] = np.void(b"\1" * size)
         self._mark(self._writers, offsets, size, mine)
 
     def _check_bounds(self, offsets: Array, size: int, verb: str) -> None:

@@ -65,14 +65,13 @@ class Effects:
     stores: bool = False
 
 
-# Instructions that the simulator does not execute: vector instructions with one destination, scalar ones that write a
-# bit of theirs, and cache controls, of which it is not said whether they count in vmcnt. Not to count them proves less.
+# Instructions that the simulator does not execute: vector instructions with one destination, and scalar ones that write
+# a bit of theirs. Of cache controls it is not said whether they count in vmcnt. Not to count them proves less.
 _VECTOR_TOO = re.compile(
-    r"v_cmpx_\w+_[fiu](?:16|32|64)|v_accvgpr_(?:read|write|mov)_b32|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
+    r"v_cmpx_\w+_[fiu](?:16|32|64)|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
     r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt|fmac|div_scale|div_fmas|div_fixup)_f64"
 )
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
-_CACHE_CONTROLS = ("buffer_wbl2", "buffer_inv")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")
 _READ_EXEC = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")
 # The low or the high half of the destination stays.
@@ -82,7 +81,7 @@ _KEEP_A_HALF = ("v_fma_mixlo_f16", "v_fma_mixhi_f16", "v_cvt_pk_fp8_f32", "v_cvt
 def effects_of(instruction: Instruction) -> Effects:
     """The effects of an instruction. Raises UnknownInstruction."""
     name = instruction.name
-    if name in control.BUILDERS or name in _CACHE_CONTROLS:
+    if name in control.BUILDERS:
         return _control(instruction)
     if name in scalar.BUILDERS or name in _SET_A_BIT:
         return _scalar(instruction)

@@ -12,34 +12,23 @@ s_and_saveexec kept of it comes back.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
 
 from rocm_lab.simulator.assembly import Instruction
 from rocm_lab.simulator.core import EXEC, LANES, M0, NUM_VECTOR
 from rocm_lab.simulator.isa.global_memory import access_size
 from rocm_lab.simulator.isa.local_memory import reach_of
 from rocm_lab.simulator.operands import register
+from rocm_lab.waits.bounds import ANYTHING, LARGEST, Bounds, exactly, hull, result_of, within
 from rocm_lab.waits.counters import wait_of
 from rocm_lab.waits.effects import Effects, Unit
 from rocm_lab.waits.graph import Block, Graph
 
-_LARGEST = (1 << 32) - 1
 # A register with more values at the start of a block is given up there, and so are the paths if they are more.
 _MOST_VALUES, _MOST_PATHS = 6, 24
 
 
-class Bounds(NamedTuple):
-    """The least and the largest value, both included."""
-
-    low: int
-    high: int
-
-
-ANYTHING = Bounds(0, _LARGEST)
-_NOTHING = Bounds(0, 0)
 # In place of bounds: all lanes.
 _WHOLE = Bounds(-1, -1)
 _EXEC = NUM_VECTOR + EXEC
@@ -50,79 +39,6 @@ _ARRIVED, _SHOWN = Bounds(1, 1), Bounds(2, 2)
 Values = dict[int, Bounds]
 
 
-def _within(low: int, high: int) -> Bounds:
-    return Bounds(low, high) if 0 <= low <= high <= _LARGEST else ANYTHING
-
-
-def _add(*terms: Bounds) -> Bounds:
-    return _within(sum(term.low for term in terms), sum(term.high for term in terms))
-
-
-def _multiply(a: Bounds, b: Bounds) -> Bounds:
-    return _within(a.low * b.low, a.high * b.high)
-
-
-def _shift(a: Bounds, by: Bounds) -> Bounds:
-    return _within(a.low << (by.low & 31), a.high << (by.low & 31)) if by.low == by.high else ANYTHING
-
-
-def _shift_down(a: Bounds, by: Bounds) -> Bounds:
-    return Bounds(a.low >> (by.low & 31), a.high >> (by.low & 31)) if by.low == by.high else Bounds(0, a.high)
-
-
-def _and(a: Bounds, b: Bounds) -> Bounds:
-    if a.low == a.high and b.low == b.high:
-        return Bounds(a.low & b.low, a.low & b.low)
-    return Bounds(0, min(a.high, b.high))
-
-
-def _or(*terms: Bounds) -> Bounds:
-    if all(term.low == term.high for term in terms):
-        exact = reduce(operator.or_, (term.low for term in terms))
-        return Bounds(exact, exact)
-    bits = max(term.high for term in terms).bit_length()
-    return Bounds(max(term.low for term in terms), (1 << bits) - 1)
-
-
-def _xor(a: Bounds, b: Bounds) -> Bounds:
-    if a.low == a.high and b.low == b.high:
-        return Bounds(a.low ^ b.low, a.low ^ b.low)
-    return Bounds(0, _or(a, b).high)
-
-
-def _field(a: Bounds, where: Bounds) -> Bounds:
-    return _field_of_width(a, _NOTHING, Bounds(where.low >> 16 & 127, where.high >> 16 & 127))
-
-
-def _field_of_width(a: Bounds, offset: Bounds, width: Bounds) -> Bounds:
-    return Bounds(0, (1 << width.low) - 1) if width.low == width.high and width.low < 32 else ANYTHING
-
-
-_OPS: dict[str, Callable[..., Bounds]] = {
-    **dict.fromkeys(("s_mov_b32", "v_mov_b32"), lambda a: a),
-    "s_movk_i32": lambda a: a if a.high < 1 << 15 else ANYTHING,
-    **dict.fromkeys(("s_add_i32", "s_add_u32", "v_add_u32", "v_add3_u32"), _add),
-    **dict.fromkeys(("s_mul_i32", "v_mul_lo_u32", "v_mul_u32_u24"), _multiply),
-    "s_lshl_b32": _shift,
-    "s_lshr_b32": _shift_down,
-    "v_lshlrev_b32": lambda by, a: _shift(a, by),
-    "v_lshrrev_b32": lambda by, a: _shift_down(a, by),
-    **dict.fromkeys(("s_and_b32", "v_and_b32"), _and),
-    **dict.fromkeys(("s_or_b32", "v_or_b32", "v_or3_b32"), _or),
-    **dict.fromkeys(("s_xor_b32", "v_xor_b32"), _xor),
-    "s_bfe_u32": _field,
-    "v_bfe_u32": _field_of_width,
-    "v_and_or_b32": lambda a, b, c: _or(_and(a, b), c),
-    "v_lshl_or_b32": lambda a, by, c: _or(_shift(a, by), c),
-    "v_lshl_add_u32": lambda a, by, c: _add(_shift(a, by), c),
-    "v_add_lshl_u32": lambda a, b, by: _shift(_add(a, b), by),
-    **{
-        f"s_lshl{shift}_add_u32": (lambda by: lambda a, b: _add(_shift(a, by), b))(Bounds(shift, shift))
-        for shift in (1, 2, 3, 4)
-    },
-    "s_cselect_b32": lambda a, b: _hull(a, b),
-    "v_cndmask_b32": lambda a, b, mask: _hull(a, b),
-}
 # They leave SCC, which a comparison has set, as it is.
 _KEEP_SCC = ("s_mov_b32", "s_mov_b64", "s_movk_i32", "s_mul_i32", "s_cselect_b32", "s_cselect_b64")
 
@@ -165,7 +81,7 @@ class Places:
                     if len(stable) > _MOST_PATHS:
                         stable = [_hull_of_all(stable)]
                         for name in {*kept} - {*stable[0]}:
-                            counted[name] = {Bounds(number, number) for number in range(_MOST_VALUES + 1)}
+                            counted[name] = {exactly(number) for number in range(_MOST_VALUES + 1)}
                     fresh = [path for n, path in enumerate(stable) if path not in stable[:n]]
                     waiting += [(follower, path) for path in fresh if path not in paths]
                     paths[:] = fresh
@@ -200,10 +116,10 @@ class Places:
         """
         start = values.get(NUM_VECTOR + M0, ANYTHING)
         offset = self._instructions[index].number("offset")
-        place = Bounds(start.low + offset, start.high + offset + LANES * access_size(self._instructions[index]))
+        place = within(start.low + offset, start.high + offset + LANES * access_size(self._instructions[index]))
         name = _PLACE + index
         if name in values and values.get(name + _SETTLED) != self._settled:
-            place = _hull(place, values[name])
+            place = hull(place, values[name])
         values[name] = place
         values.pop(name + _SETTLED, None)
 
@@ -215,13 +131,10 @@ class Places:
                 self._meetings.add((index, name - _PLACE))
 
     def _result(self, instruction: Instruction, values: Values, compared: Instruction | None) -> Bounds:
-        compute = _OPS.get(instruction.name)
-        if compute is None or instruction.encoding in ("dpp", "sdwa") or instruction.modifiers:
-            return ANYTHING
         sources = [_value(token, values) for token in instruction.operands[1:]]
         if instruction.name == "s_cselect_b32" and compared is not None:
             return _chosen(compared, instruction.operands[1], sources[0], sources[1], values)
-        return compute(*sources)
+        return result_of(instruction, sources)
 
     def _write(self, instruction: Instruction, effects: Effects, found: Bounds, values: Values) -> None:
         """Gives what an instruction writes its new bounds."""
@@ -246,7 +159,7 @@ class Places:
                 values[name] = bounds
         if effects.writes >> _EXEC & 1 and not _narrows(instruction):
             for name in [name for name in values if _INACTIVE <= name < _PLACE]:
-                bounds = _hull(values.pop(name), values.get(name - _INACTIVE, ANYTHING))
+                bounds = hull(values.pop(name), values.get(name - _INACTIVE, ANYTHING))
                 values[name - _INACTIVE] = bounds
         if "_saveexec_" in instruction.name and is_whole:
             kept = register(instruction.operands[0])
@@ -259,22 +172,22 @@ def _value(token: str, values: Values) -> Bounds:
     if found is not None:
         index = found.index + (0 if found.is_vector else NUM_VECTOR)
         return values.get(index, ANYTHING) if found.count == 1 and values.get(index) != _WHOLE else ANYTHING
-    number = int(token, 0) & _LARGEST if token.lstrip("-")[:1].isdigit() and "." not in token else None
-    return ANYTHING if number is None else Bounds(number, number)
+    number = int(token, 0) & LARGEST if token.lstrip("-")[:1].isdigit() and "." not in token else None
+    return ANYTHING if number is None else exactly(number)
 
 
 def _chosen(compared: Instruction, token: str, if_true: Bounds, if_false: Bounds, values: Values) -> Bounds:
     """The bounds of a choice by a comparison of numbers that are not negative; "less than" is enough here."""
     a, b = (_value(each, values) for each in compared.operands)
     if not compared.name.startswith("s_cmp_lt_") or max(a.high, b.high) >= 1 << 31:
-        return _hull(if_true, if_false)
+        return hull(if_true, if_false)
     if a.high < b.low:
         return if_true
     if a.low >= b.high:
         return if_false
     if compared.operands[0] == token:
-        if_true = Bounds(if_true.low, min(if_true.high, b.high - 1))
-    return _hull(if_true, if_false)
+        if_true = within(if_true.low, min(if_true.high, b.high - 1), if_true.ones)
+    return hull(if_true, if_false)
 
 
 def _names_any(compared: Instruction, written: int) -> bool:
@@ -299,10 +212,6 @@ def _stable(values: Values, counted: Mapping[int, set[Bounds]]) -> Values:
     return stable
 
 
-def _hull(a: Bounds, b: Bounds) -> Bounds:
-    return Bounds(min(a.low, b.low), max(a.high, b.high))
-
-
 def _hull_of_all(paths: Sequence[Values]) -> Values:
     """Bounds that hold on every path; loads into LDS, and inactive lanes, of any path are those of all."""
     joined: Values = {}
@@ -311,5 +220,5 @@ def _hull_of_all(paths: Sequence[Values]) -> Values:
         if len(found) < len(paths) and not _INACTIVE <= name < _SETTLED:
             continue
         if len({*found}) == 1 or (name < _SETTLED and _WHOLE not in found):
-            joined[name] = Bounds(min(each.low for each in found), max(each.high for each in found))
+            joined[name] = found[0] if len({*found}) == 1 else reduce(hull, found)
     return joined

@@ -1,6 +1,7 @@
 """Branches, barriers, the end, and waits; ISA chapter 4 "Program Flow Control" and 12.5 "SOPP Instructions".
 
-Waits change nothing here: every instruction is complete before the next one starts.
+Waits change nothing here: every instruction is complete before the next one starts. Nor do the write back and the
+invalidation of caches, of which there are none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _CONDITIONS: dict[str, Callable[[Core], bool]] = {
     "s_cbranch_execz": lambda core: not core.any_active,
     "s_cbranch_execnz": lambda core: core.any_active,
 }
+
+
+CACHE_CONTROLS = ("buffer_wbl2", "buffer_inv")
 
 
 def _branch(context: Context, instruction: Instruction) -> Step:
@@ -47,7 +51,7 @@ def _always(next_index: int | None) -> Builder:
 
 BUILDERS: dict[str, Builder] = {
     **dict.fromkeys(_CONDITIONS, _branch),
-    **dict.fromkeys(("s_nop", "s_waitcnt", "s_setprio", "s_sleep"), _always(None)),
+    **dict.fromkeys(("s_nop", "s_waitcnt", "s_setprio", "s_sleep", *CACHE_CONTROLS), _always(None)),
     "s_setreg_imm32_b32": _set_mode,
     "s_barrier": _always(AT_BARRIER),
     "s_endpgm": _always(AT_END),

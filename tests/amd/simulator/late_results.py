@@ -99,7 +99,7 @@ class LateKernel(SimulatedKernel):
         super().__init__(assembly, arch)
         self._arch = arch
         self._flights: dict[int, _Flights] = {}
-        self._steps = [self._late(instruction) for instruction in assembly.instructions]
+        self._plain = [self._late(instruction) for instruction in assembly.instructions]
 
     def _late(self, instruction: Instruction) -> Step:
         built: list[Step] = []

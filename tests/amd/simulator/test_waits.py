@@ -352,6 +352,13 @@ LOADS_INTO_LDS = {
     "a place that is not known": (
         "s_mov_b32 m0, s4\ns_nop 0\nbuffer_load_dword v0, s[0:3], 0 offen lds\ns_barrier\n"
         "ds_read_b32 v1, v2 offset:1024", Word.NOT_CHECKED),
+    "the last word of what a lane's number and a table of bits can name": (
+        "v_and_b32_e32 v1, 3, v0\nv_lshlrev_b32_e32 v2, 6, v1\nv_and_b32_e32 v3, 48, v0\n"
+        f"v_bitop3_b32 v2, v2, v3, 12 bitop3:0x36\n{_INTO_LDS} offset:256\ns_barrier\nds_read_b32 v1, v2", Word.PROVED),
+    "a byte more": (
+        "v_and_b32_e32 v1, 3, v0\nv_lshlrev_b32_e32 v2, 6, v1\nv_and_b32_e32 v3, 48, v0\n"
+        f"v_bitop3_b32 v2, v2, v3, 12 bitop3:0x36\n{_INTO_LDS} offset:256\ns_barrier\nds_read_b32 v1, v2 offset:1",
+        Word.NOT_CHECKED),
     "of one wave, which needs no barrier": (f"{_INTO_LDS}\ns_waitcnt vmcnt(0)\nds_read_b32 v1, v2", Word.PROVED),
     "of one wave, not waited for": (f"{_INTO_LDS}\nds_read_b32 v1, v2", Word.NOT_CHECKED),
     "an address of the lanes that are active": (

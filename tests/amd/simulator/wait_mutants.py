@@ -22,14 +22,15 @@ def mutants_of(assembly: Assembly) -> Iterator[Mutant]:
     for index, instruction in enumerate(assembly.instructions):
         if instruction.name not in ("s_waitcnt", "s_nop"):
             continue
-        yield Mutant(f"{index}: {instruction.text!r} removed", _without(assembly, index))
+        yield Mutant(f"{index}: {instruction.text!r} removed", without(assembly, index))
         for weaker in _weaker(instruction.text):
             lines = list(assembly.instructions)
             lines[index] = parse_instruction(weaker)
             yield Mutant(f"{index}: {weaker!r}", replace(assembly, instructions=tuple(lines)))
 
 
-def _without(assembly: Assembly, index: int) -> Assembly:
+def without(assembly: Assembly, index: int) -> Assembly:
+    """The kernel without an instruction."""
     instructions = (*assembly.instructions[:index], *assembly.instructions[index + 1 :])
     labels = {name: place - (place > index) for name, place in assembly.labels.items()}
     return replace(assembly, instructions=instructions, labels=labels)

@@ -1,0 +1,161 @@
+"""Watches every kernel for races, removes its barriers, and writes the result into a document.
+
+    python -m tests.amd.simulator.race_record docs/races.md
+
+The document has a table between two marks, which is written anew. Exits with 1, and leaves the document as it is, if
+there is a race that is not in TOLERATED, or a barrier whose removal is a race that is not found.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rocm_lab.races.watch import Race, RaceWatch
+from rocm_lab.simulator import launcher
+from rocm_lab.simulator.launcher import watched
+from tests.amd.simulator.barrier_mutants import Barrier, Removed, reached_barriers, removed_barriers
+from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.kernel_cases import GRID, QUICK
+
+BEGIN, END = "<!-- races -->\n", "<!-- end of races -->\n"
+_HEAD = """\
+| kernel | cases | races | barriers removed | races found | not needed |
+|---|---|---|---|---|---|
+"""
+
+# Accesses to a kernel's tensors that are in no order, and why every order is right.
+TOLERATED = {
+    ("_watch_pages_kernel", "rows"): "a row has the words of two steps, and those that this step writes are not used",
+    ("_watch_pages_kernel", "entries"): "a page that this step writes is reported now or in the row's next step",
+    ("_watch_pages_kernel", "pages"): "a page that this step writes is reported now or in the row's next step",
+    (
+        "_next_step_kernel",
+        "counts",
+    ): "an error of another sequence is reported by that one too, and again by the next step",
+}
+
+# A case for each kernel with barriers that are reached.
+CASES_OF_BARRIERS = {
+    "_accept_sampled_kernel": "gfx950-speculative/accept_sampled",
+    "_add_norm_kernel": "gfx950-model-float16",
+    "_check_pages_kernel": "gfx942-metadata/check_pages",
+    "_chunk_rows_kernel": "gfx950-states-channels",
+    "_chunk_walk_kernel": "gfx950-states-channels",
+    "_cut_rows_kernel": "gfx950-sampling/cut_rows",
+    "_decode_kernel": "gfx950-8x2-128x128-bfloat16-E4M3FN_HEAD-page16-below",
+    "_device_inputs_kernel": "gfx950-metadata/device_inputs",
+    "_expert_product_kernel": "gfx942-experts-float16-1",
+    "_extend_kernel": "gfx950-6x2-80x48-float16-page5-below",
+    "_fill_kernel": "gfx950-metadata/fill_roles",
+    "_fold_rows_kernel": "gfx942-sparse-rows",
+    "_index_scores_kernel": "gfx950-sparse-coded_tokens",
+    "_latent_decode_kernel": "gfx942-latent-above",
+    "_latent_extend_kernel": "gfx942-latent-above",
+    "_latent_segment_decode_kernel": "gfx942-latent-segments",
+    "_latent_segment_extend_kernel": "gfx942-latent-segments",
+    "_likeliest_kernel": "gfx942-sampling/likeliest",
+    "_list_kernel": "gfx950-6x2-80x48-float16-page5-below",
+    "_merge_kernel": "gfx950-merge-1x20",
+    "_move_paths_kernel": "gfx942-speculative/move_paths",
+    "_next_step_kernel": "gfx950-speculative/next_step",
+    "_pack_mask_kernel": "gfx950-metadata/pack_mask",
+    "_pick_rows_kernel": "gfx942-sampling/order",
+    "_place_mask_kernel": "gfx942-metadata/place_mask",
+    "_place_spans_kernel": "gfx950-metadata/place_spans",
+    "_place_trees_kernel": "gfx942-metadata/place_trees",
+    "_plain_decode_kernel": "gfx950-plain_decode",
+    "_publish_engine_kernel": "gfx942-metadata/publish_engine",
+    "_publish_kernel": "gfx950-metadata/publish",
+    "_row_product_kernel": "gfx950-model-float16",
+    "_schedule_kernel": "gfx942-merge-1x20",
+    "_segment_decode_kernel": "gfx942-segments-capped",
+    "_segment_extend_kernel": "gfx942-segments-capped",
+    "_selected_attention_kernel": "gfx942-sparse-split",
+    "_share_kernel": "gfx950-shared_rows-4x2-128x128-bfloat16-page16",
+    "_state_places_kernel": "gfx950-states/places",
+    "_store_kernel": "gfx942-store-bfloat16-below",
+    "_take_inputs_kernel": "gfx950-metadata/take_inputs",
+    "_token_steps_kernel": "gfx950-states-channels",
+}
+_CASES = {str(case): case for case in GRID}
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The kernels of a case's run, those of this process that have reached a barrier, and the run's races."""
+
+    kernels: frozenset[str]
+    with_barriers: frozenset[str]
+    races: tuple[Race, ...]
+
+    @property
+    def not_tolerated(self) -> list[str]:
+        """The races that are not in TOLERATED, a line each."""
+        return [race.line() for race in self.races if (race.kernel, race.memory) not in TOLERATED]
+
+
+@dataclass(slots=True)
+class _Row:
+    """The counts of one kernel."""
+
+    cases: int = 0
+    races: int = 0
+    barriers: Counter[Barrier] = field(default_factory=Counter)
+
+    def line(self, kernel: str) -> str:
+        found, rest = self.barriers[Barrier.FOUND], self.barriers[Barrier.NOT_NEEDED]
+        return f"| `{kernel}` | {self.cases} | {self.races or 'none'} | {self.barriers.total()} | {found} | {rest} |\n"
+
+
+def watch_case(case: KernelCase, seed: int = 0) -> Watched:
+    """Runs a case under a watch. Raises if a result is wrong, in this order of programs and waves."""
+    with watched(RaceWatch(seed=seed)) as watch:
+        simulation = case.run()
+    reached = {each.assembly.name for each in launcher._simulated.values() if reached_barriers(each)}
+    return Watched(frozenset(simulation.kernels), frozenset(reached), tuple(watch.races))
+
+
+def without_barriers(kernel: str) -> list[Removed]:
+    """Every barrier that the kernel's case reaches, removed."""
+    return list(removed_barriers(_CASES[CASES_OF_BARRIERS[kernel]], kernel))
+
+
+def main(document: Path, num_processes: int) -> int:
+    """Run, print, write; the exit status."""
+    rows: dict[str, _Row] = {}
+    faults: list[str] = []
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+        for case, seen in zip(QUICK, pool.map(watch_case, QUICK), strict=True):
+            faults += seen.not_tolerated
+            faults += [f"{kernel} has no case" for kernel in seen.with_barriers - CASES_OF_BARRIERS.keys()]
+            for kernel in seen.kernels:
+                rows.setdefault(kernel, _Row()).cases += 1
+            for race in seen.races:
+                rows[race.kernel].races += 1
+            print(case, *seen.not_tolerated, sep="\n    ", flush=True)
+        for kernel, removed in zip(CASES_OF_BARRIERS, pool.map(without_barriers, CASES_OF_BARRIERS), strict=True):
+            rows[kernel].barriers.update(each.barrier for each in removed)
+            faults += [f"{kernel}, {each.index}" for each in removed if each.barrier is Barrier.MISSED]
+            print(kernel, rows[kernel].barriers, flush=True)
+    print(*faults, sep="\n")
+    if not faults:
+        document.write_text(with_rows(document.read_text(), [row.line(name) for name, row in sorted(rows.items())]))
+    return int(bool(faults))
+
+
+def with_rows(page: str, lines: Sequence[str]) -> str:
+    """The page with these lines in its table."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    assert found, f"the document has no table between {BEGIN.strip()} and {END.strip()}"
+    return f"{before}{BEGIN}{_HEAD}{''.join(lines)}{END}{after}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), multiprocessing.cpu_count()))

@@ -1,0 +1,63 @@
+"""Bounds of registers, by which loads into LDS are told from reads, hold what the simulator computes."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import reduce
+
+import numpy as np
+import pytest
+
+from rocm_lab.simulator.assembly import parse_instruction
+from rocm_lab.simulator.core import LANES, VCC
+from rocm_lab.simulator.snippet import execute
+from rocm_lab.waits.bounds import ANYTHING, OPS, Bounds, exactly, hull, result_of
+
+_THREE = ("add3", "or3", "bfe", "and_or", "lshl_or", "lshl_add", "add_lshl", "bitop3")
+# Of these the operands are no registers of 32 bits.
+_OTHERS = ("v_cndmask_b32", "s_movk_i32")
+
+
+def drawn(draw: random.Random) -> list[int]:
+    """A value for each lane: multiples of a power of 2, from a number on, in few or in many bits."""
+    mask = (1 << draw.choice((0, 1, 4, 9, 16, 24, 32))) - 1 & -1 << draw.choice((0, 0, 2, 6))
+    first = draw.getrandbits(draw.choice((1, 5, 12, 31)))
+    return [first + (draw.getrandbits(32) & mask) & 0xFFFFFFFF for _ in range(LANES)]
+
+
+def holds(bounds: Bounds, value: int) -> bool:
+    """True if the value is one that the bounds allow."""
+    return bounds.low <= value <= bounds.high and not value & ~bounds.ones
+
+
+@pytest.mark.parametrize("name", [*(name for name in OPS if name not in _OTHERS), "v_bitop3_b32"])
+def test_what_is_computed_lies_within_the_bounds(name: str) -> None:
+    draw = random.Random(name)
+    count = 3 if any(f"v_{each}_" in name for each in _THREE) else 1 if re.search("_(mov|accvgpr)_", name) else 2
+    are_known = 0
+    for _ in range(60):
+        values = [drawn(draw) for _ in range(count)]
+        if draw.random() < 0.5:  # shifts and widths are constants mostly
+            values = [each if draw.random() < 0.5 else [draw.randrange(24)] * LANES for each in values]
+        kind = name[0]
+        table = f" bitop3:{draw.randrange(256):#x}" if "bitop3" in name else ""
+        line = f"{name} {kind}9, {', '.join(f'{kind}{n}' for n in range(count))}{table}"
+        found = result_of(parse_instruction(line), [reduce(hull, map(exactly, each)) for each in values])
+        are_known += found != ANYTHING
+        if kind == "v":
+            core = execute(line, vector={n: np.array(each, np.uint32) for n, each in enumerate(values)})
+            results = core.vector[9].tolist()
+        else:
+            runs = [execute(line, scalar={n: each[lane] for n, each in enumerate(values)}) for lane in range(2)]
+            results = [int(core.scalar[9]) for core in runs]
+        assert all(holds(found, result) for result in results), (line, values, found)
+    assert are_known > 10
+
+
+def test_a_choice_of_lanes_is_either() -> None:
+    line = "v_cndmask_b32_e32 v9, v0, v1, vcc"
+    found = result_of(parse_instruction(line), [exactly(64), exactly(80), ANYTHING])
+    assert found == Bounds(64, 80, 80)
+    results = execute(line, vector={0: 64, 1: 80}, scalar={VCC: 5, VCC + 1: 0}).vector[9]
+    assert all(holds(found, result) for result in results.tolist())

@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 from rocm_attn.errors import BadSetting, RocmAttnError
-from rocm_lab.simulator.launcher import ARCHS, simulated
+from rocm_lab.races.watch import RaceWatch
+from rocm_lab.simulator.launcher import ARCHS, simulated, watched
 from rocm_lab.simulator.report import KernelReport, reports_of
 
 
@@ -80,6 +81,7 @@ def run_script(path: Path, arch: str) -> ScriptRun:
     """Runs a script as the main program, its folder first on the path; what it prints goes to the error stream."""
     error, started = "", time.monotonic()
     with (
+        watched(RaceWatch(seed=0)) as watch,
         simulated(arch) as simulation,
         redirect_stdout(sys.stderr),
         mock.patch.object(sys, "argv", [str(path)]),
@@ -91,4 +93,4 @@ def run_script(path: Path, arch: str) -> ScriptRun:
             error = "" if ended.code in (None, 0) else f"SystemExit: {ended.code}"
         except Exception as caught:  # any exception is the script's result; the other arch still runs
             error = f"{type(caught).__name__}: {str(caught).partition(chr(10))[0]}"
-    return ScriptRun(arch, error, time.monotonic() - started, reports_of(simulation.launches))
+    return ScriptRun(arch, error, time.monotonic() - started, reports_of(simulation.launches, watch.races))

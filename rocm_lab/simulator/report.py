@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from rocm_lab.races.watch import Race
 from rocm_lab.simulator.assembly import Assembly, parse_assembly
 from rocm_lab.simulator.code_figures import CodeFigures
 from rocm_lab.simulator.launcher import Code, SimulatedLaunch
@@ -39,6 +40,7 @@ class KernelReport:
     launches:      that were simulated
     instructions:  executed by all waves of these launches
     findings:      of each check
+    races:         of all variants of the kernel, that these launches showed, a line each
     """
 
     code: Code
@@ -46,12 +48,14 @@ class KernelReport:
     instructions: int
     figures: CodeFigures
     findings: Mapping[str, Finding]
+    races: tuple[str, ...]
 
     @property
     def faults(self) -> list[str]:
-        """A line for each fault of each check."""
+        """A line for each race, and for each fault of each check."""
         faulty = {name: each for name, each in self.findings.items() if each.word is Word.FAULT}
-        return [f"{name}: {line}" for name, each in faulty.items() for line in each.lines]
+        found = [f"{name}: {line}" for name, each in faulty.items() for line in each.lines]
+        return [*found, *(f"race: {line}" for line in self.races)]
 
     def lines(self) -> list[str]:
         """Lines for people."""
@@ -70,9 +74,11 @@ class KernelReport:
                     f"{figures.waves_per_simd} waves a SIMD",
                     f"{spills} spills",
                     *words,
+                    f"{len(self.races)} races",
                 )
             ),
             *(f"  {name}: {line}" for name, each in self.findings.items() for line in each.lines),
+            *(f"  race: {line}" for line in self.races),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -83,18 +89,27 @@ class KernelReport:
             "launches": self.launches,
             "instructions": self.instructions,
             "figures": asdict(self.figures),
-            "checks": {name: each.word.value for name, each in self.findings.items()},
+            "checks": {
+                **{name: each.word.value for name, each in self.findings.items()},
+                "races": str(len(self.races)),
+            },
             "faults": self.faults,
         }
 
 
-def reports_of(launches: Iterable[SimulatedLaunch]) -> list[KernelReport]:
-    """A report for each code that was launched, in order of its first launch."""
+def reports_of(launches: Iterable[SimulatedLaunch], races: Sequence[Race]) -> list[KernelReport]:
+    """A report for each code that was launched, in order of its first launch. races: that a watch saw"""
     by_code: dict[Code, list[SimulatedLaunch]] = {}
     for launch in launches:
         by_code.setdefault(launch.code, []).append(launch)
     return [
-        KernelReport(code, len(each), sum(launch.instructions for launch in each), *_of_code(code))
+        KernelReport(
+            code,
+            len(each),
+            sum(launch.instructions for launch in each),
+            *_of_code(code),
+            tuple(race.line() for race in races if race.kernel == code.kernel),
+        )
         for code, each in by_code.items()
     ]
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from rocm_attn.errors import BadTensor
-from rocm_lab.simulator.launcher import simulated
+from rocm_lab.races.watch import RaceWatch
+from rocm_lab.simulator.launcher import simulated, watched
 from rocm_lab.simulator.report import KernelReport, reports_of
 
 Grid = int | tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
@@ -32,9 +33,9 @@ def simulate(
     by_name = dict(args) if isinstance(args, Mapping) else {}
     in_order = [] if isinstance(args, Mapping) else [_tensor(arg) for arg in args]
     named = {name: _tensor(value) for name, value in {**by_name, **keywords}.items()}
-    with simulated(arch) as simulation:
+    with watched(RaceWatch(seed=0)) as watch, simulated(arch) as simulation:
         kernel[(grid,) if isinstance(grid, int) else grid](*in_order, **named)
-    (report,) = reports_of(simulation.launches)
+    (report,) = reports_of(simulation.launches, watch.races)
     return report
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadTensor
@@ -20,6 +22,12 @@ from rocm_lab.simulator.report import Finding
 from rocm_lab.simulator.simulate import simulate
 from rocm_lab.waits.check import Word
 from tests.amd.offline.small_kernels import _copy_kernel
+
+
+@triton.jit
+def _number_kernel(out_ptr):
+    tl.store(out_ptr, tl.program_id(0))
+
 
 SCRIPT = """\
 import torch
@@ -90,6 +98,13 @@ def test_an_access_outside_of_the_arrays_is_a_fault() -> None:
         simulate(_copy_kernel, 1, [np.zeros(100, np.float32), np.zeros(128, np.float32), 101], BLOCK=128)
 
 
+def test_programs_that_store_to_one_place_race() -> None:
+    out = np.zeros(1, np.int32)
+    assert not simulate(_number_kernel, 1, [out]).faults
+    (line,) = simulate(_number_kernel, 2, [out]).faults
+    assert line.startswith("race: _number_kernel, out_ptr, byte 0: wave 0 of program (")
+
+
 def test_arrays_that_no_kernel_can_write_are_refused() -> None:
     source = np.zeros(100, np.float32)
     source.flags.writeable = False
@@ -115,7 +130,7 @@ def test_a_script_is_run_and_each_kernel_reported(tmp_path: Path, capsys: pytest
     assert main(["simulate", str(script), "--arch", "gfx950"]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert "gfx950 doubled: 1 launch, " in lines[0]
-    assert lines[0].endswith("waits proved")
+    assert lines[0].endswith("waits proved, 0 races")
     assert lines[1].endswith("it ended well")
 
 

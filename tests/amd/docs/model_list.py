@@ -29,6 +29,7 @@ _FP8 = "published in FP8: convert to bfloat16 first"
 
 MODELS = (
     Named("Llama 2, 3, 3.1, 3.2, 3.3 (text)", ("LlamaForCausalLM",)),
+    Named("Llama 4", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")),
     Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small 3", ("MistralForCausalLM",)),
     Named("Mixtral 8x7B, 8x22B", ("MixtralForCausalLM",)),
     Named("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",)),
@@ -49,6 +50,8 @@ MODELS = (
     Named("Qwen3.8-Flash-Next", ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")),
     Named("Gemma 2", ("Gemma2ForCausalLM",)),
     Named("Gemma 3 (text)", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")),
+    Named("EmbeddingGemma", ("Gemma3TextModel",)),
+    Named("PaliGemma, PaliGemma 2", ("PaliGemmaForConditionalGeneration",)),
     Named("Gemma 3n (text)", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")),
     Named("Gemma 4 (text)", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")),
     Named("gpt-oss-20b, gpt-oss-120b", ("GptOssForCausalLM",), "published in MXFP4: convert to bfloat16 first"),
@@ -65,6 +68,12 @@ MODELS = (
     Named("Kimi-K3", ("KimiK3ForConditionalGeneration",)),
     Named("MiniCPM3", ("MiniCPM3ForCausalLM",)),
     Named("MiniMax-M2, M2.5", ("MiniMaxM2ForCausalLM",)),
+    Named("BERT", ("BertModel", "BertForSequenceClassification")),
+    Named("RoBERTa", ("RobertaModel", "RobertaForSequenceClassification")),
+    Named(
+        "XLM-RoBERTa: multilingual-e5, BGE-M3, bge-reranker",
+        ("XLMRobertaModel", "XLMRobertaForSequenceClassification"),
+    ),
     Named("MiniMax-M3 (text)", ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")),
 )
 

@@ -78,7 +78,11 @@ class ModelLayers:
                 f"{type(runner.model).__name__} has no attention layer that can be found before it serves, so its "
                 "geometry is not known; choose another attention backend"
             )
-        refused = [f"layer {each.layer.layer_id}: {why}" for each in found for why in _refusals(each.layer, runner)]
+        refused = [
+            f"layer {each.layer.layer_id}: {why}"
+            for each in found
+            for why in _refusals(each.layer, runner, with_masks=with_masks)
+        ]
         modules = [each.indexer for each in found if each.indexer is not None]
         if modules:
             refused += indexers.refusals(pool, modules, page_size, with_masks=with_masks)
@@ -246,6 +250,7 @@ class ModelLayers:
             page_size=self._page_size,
             scale=layer.scaling,
             window_left=max(layer.sliding_window_size, UNLIMITED_WINDOW),
+            chunk=_chunk(layer, self._runner),
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
             custom_mask=self._with_masks,
@@ -272,7 +277,7 @@ def _found(model: nn.Module, layer_type: type) -> list[ModelLayer]:
 def _signature(layer: RadixAttentionView) -> tuple[object, ...]:
     """Returns the properties that kernels are chosen by."""
     heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
-    return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap
+    return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap, layer.use_irope
 
 
 def _is_tensor(module: nn.Module, name: str) -> bool:
@@ -288,7 +293,12 @@ def _has_pages(layer: RadixAttentionView, runner: Runner) -> bool:
     return layer.tp_k_head_num == 1 and bool(layer.v_head_dim == latent)
 
 
-def _refusals(layer: RadixAttentionView, runner: Runner) -> list[str]:
+def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
+    """Returns the keys of a chunk: a query sees none before its own. 0 if the layer has no chunks."""
+    return runner.attention_chunk_size or 0 if layer.use_irope else 0
+
+
+def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) -> list[str]:
     """Returns the reasons why a layer is not served."""
     kind = getattr(layer.attn_type, "value", layer.attn_type)
     requested = (
@@ -297,7 +307,10 @@ def _refusals(layer: RadixAttentionView, runner: Runner) -> list[str]:
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
         (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),
         (layer.xai_temperature_len > 0, "a temperature that grows with the length"),
-        (layer.use_irope and runner.attention_chunk_size is not None, "attention within chunks of the sequence"),
+        (
+            with_masks and _chunk(layer, runner),
+            "a tree of drafts in a layer with chunks, which count places of tokens,",
+        ),
     )
     return [f"{why} is not served" for is_requested, why in requested if is_requested]
 

@@ -101,6 +101,56 @@ def write_gemma3(folder: Path) -> None:
     write_random(folder, lambda: Gemma3ForCausalLM(config))
 
 
+def write_llama4(folder: Path) -> None:
+    """Writes a small Llama 4 with random weights: chunks of 24 keys in all layers but the fourth.
+
+    SGLang rounds rows that it normalises to bfloat16 on a CPU, and compiles the temperature of long texts; both are
+    left out. Only with images does SGLang reorder the elements that turn, as files of Llama 4 need it.
+    """
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    config = Llama4Config(
+        text_config={
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "intermediate_size_mlp": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "attention_chunk_size": 24,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "interleave_moe_layer_step": 100,
+            "num_local_experts": 2,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 1024,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "dtype": "float32",
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        boi_token_index=3,
+        eoi_token_index=4,
+        image_token_index=5,
+        architectures=["Llama4ForConditionalGeneration"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: Llama4ForConditionalGeneration(config))
+
+
 def write_gemma3_draft(folder: Path) -> None:
     """Writes the small Gemma 3 with slightly different weights, so that some of its drafts agree with the original."""
     from safetensors.torch import load_file
@@ -299,6 +349,7 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
+    "llama4": write_llama4,
     "qwen3_experts": write_qwen3_experts,
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,

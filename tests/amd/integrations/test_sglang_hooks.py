@@ -36,6 +36,8 @@ POOLS: list[Any] = [
     pytest.param({"page_size": 1}, id="page size 1"),
     pytest.param({"windows": (-1, 5)}, id="a window in one pool"),
     pytest.param({"windows": (-1, 5), "with_window_pool": True}, id="a window in its own pool"),
+    pytest.param({"windows": (-1, -1), "chunked": (0,)}, id="chunks in one pool"),
+    pytest.param({"windows": (-1, -1), "chunked": (1,), "with_window_pool": True}, id="chunks in their own pool"),
     pytest.param({"is_latent": True}, id="latent rows"),
     pytest.param({"with_sinks": True}, id="sinks"),
 ]
@@ -567,11 +569,29 @@ def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, de
     engine.hooks.attention.check_device()
 
 
-def test_attention_within_chunks_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False, use_irope=True)
-    engine.runner.attention_chunk_size = 8192
-    with pytest.raises(Unsupported, match="attention within chunks of the sequence is not served"):
-        AttentionHooks(engine.runner, engine.serving)
+def test_trees_of_drafts_in_layers_with_chunks_are_refused(provider: str, device: torch.device) -> None:
+    """In a tree positions are depths, and chunks count places."""
+    with pytest.raises(Unsupported, match="layer 0: a tree of drafts in a layer with chunks.* is not served"):
+        Engine(provider, device, chunked=(0,), with_trees=True)
+
+
+def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str, device: torch.device) -> None:
+    """Without its chunks a layer's rows differ from the oracle's; a layer that lost them matches no kernel."""
+    engine = Engine(provider, device, windows=(-1, -1), chunked=(0,))
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [13])
+    engine.chunked = frozenset()
+    with pytest.raises(AssertionError, match="layer 0"):
+        engine.run(Mode.DECODE, [one], [1])
+    engine.layers[0].use_irope = False
+    engine.hooks.init_forward_metadata(engine.batch(Mode.DECODE, [one], [1]))
+    other = RadixAttention(0, use_irope=False)
+    with pytest.raises(WrongState, match="layer 0 differs from every layer that the model had"):
+        engine.hooks.forward_decode(
+            *(engine.random_rows(1, heads, DIM) for heads in (4, 2, 2)),
+            other,
+            SimpleNamespace(forward_mode=Mode.DECODE),
+        )
 
 
 def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelection, Indexer, KVEncoding, Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
+_DECODER, _ENCODER = "decoder", "encoder_only"
 # Names in models of SGLang for the logits that their heads add to the softmax denominator.
 _SINK_NAMES = ("sinks", "attention_sink_bias")
 
@@ -61,13 +62,21 @@ class ModelLayers:
 
     page_size:  for tables and pages: the pool's, or 1, which works for every pool of tokens
     with_masks: whether steps may bring a tree of drafts
+    whole_prompts: whether a prompt's tokens are all new in one step
     index_encoding: of index keys in SGLang's pages
 
     Raises Unsupported with every reason if a layer is not served.
     """
 
     def __init__(
-        self, runner: Runner, layer_type: type, *, page_size: int, with_masks: bool, index_encoding: KVEncoding
+        self,
+        runner: Runner,
+        layer_type: type,
+        *,
+        page_size: int,
+        with_masks: bool,
+        whole_prompts: bool,
+        index_encoding: KVEncoding,
     ) -> None:
         self._runner, self._page_size, self._with_masks = runner, page_size, with_masks
         self._index_encoding = index_encoding
@@ -83,6 +92,11 @@ class ModelLayers:
             for each in found
             for why in _refusals(each.layer, runner, with_masks=with_masks)
         ]
+        if not whole_prompts and not all(map(_is_causal, found)):
+            refused.append(
+                "tokens of an encoder see later ones, and a prompt may come in parts; use --chunked-prefill-size -1 "
+                "and --disable-radix-cache"
+            )
         modules = [each.indexer for each in found if each.indexer is not None]
         if modules:
             refused += indexers.refusals(pool, modules, page_size, with_masks=with_masks)
@@ -251,6 +265,7 @@ class ModelLayers:
             scale=layer.scaling,
             window_left=max(layer.sliding_window_size, UNLIMITED_WINDOW),
             chunk=_chunk(layer, self._runner),
+            causal=_is_causal(found),
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
             custom_mask=self._with_masks,
@@ -277,7 +292,15 @@ def _found(model: nn.Module, layer_type: type) -> list[ModelLayer]:
 def _signature(layer: RadixAttentionView) -> tuple[object, ...]:
     """Returns the properties that kernels are chosen by."""
     heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
-    return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap, layer.use_irope
+    return (
+        layer.layer_id,
+        *heads,
+        layer.scaling,
+        layer.sliding_window_size,
+        layer.logit_cap,
+        layer.use_irope,
+        _kind(layer),
+    )
 
 
 def _is_tensor(module: nn.Module, name: str) -> bool:
@@ -293,6 +316,16 @@ def _has_pages(layer: RadixAttentionView, runner: Runner) -> bool:
     return layer.tp_k_head_num == 1 and bool(layer.v_head_dim == latent)
 
 
+def _kind(layer: RadixAttentionView) -> str:
+    """Returns the value of AttentionType."""
+    return str(getattr(layer.attn_type, "value", layer.attn_type))
+
+
+def _is_causal(found: ModelLayer) -> bool:
+    """True unless every token of a step sees all of its sequence: in an encoder, and in a draft model of blocks."""
+    return _kind(found.layer) != _ENCODER
+
+
 def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
     """Returns the keys of a chunk: a query sees none before its own. 0 if the layer has no chunks."""
     return runner.attention_chunk_size or 0 if layer.use_irope else 0
@@ -300,10 +333,11 @@ def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
 
 def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) -> list[str]:
     """Returns the reasons why a layer is not served."""
-    kind = getattr(layer.attn_type, "value", layer.attn_type)
+    kind = _kind(layer)
     requested = (
         (layer.is_cross_attention, "cross attention over an encoder's keys"),
-        (kind != "decoder", f"attention of the kind {kind!r}; only a decoder's is served"),
+        (kind not in (_DECODER, _ENCODER), f"attention of the kind {kind!r}"),
+        (kind == _ENCODER and layer.sliding_window_size >= 0, "a window to both sides of a token"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
         (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),
         (layer.xai_temperature_len > 0, "a temperature that grows with the length"),

@@ -49,6 +49,7 @@ class Serving:
     provider:      of kernels
     deterministic: whether a request's text must not depend on its batch
     with_trees:    whether verified drafts are trees
+    whole_prompts: whether a prompt's tokens are all new in one step: none are cached, and no prompt comes in parts
     draft_tokens:  verified per sequence and step, the sequence's last token included; 0: drafts are not verified
     index_encoding: of index keys in SGLang's pages
     agree:         how tensor-parallel ranks agree on kernels
@@ -62,6 +63,7 @@ class Serving:
     provider: str = "auto"
     deterministic: bool = False
     with_trees: bool = False
+    whole_prompts: bool = False
     draft_tokens: int = 0
     index_encoding: KVEncoding = KVEncoding.E4M3FN
     agree: Agree = alone
@@ -100,6 +102,7 @@ class AttentionHooks:
             serving.layer_type,
             page_size=runner.page_size if page_size is None else page_size,
             with_masks=serving.with_trees,
+            whole_prompts=serving.whole_prompts,
             index_encoding=serving.index_encoding,
         )
         self._cells: Tensor | None = None

@@ -151,6 +151,25 @@ def write_llama4(folder: Path) -> None:
     write_random(folder, lambda: Llama4ForConditionalGeneration(config))
 
 
+def write_bert(folder: Path) -> None:
+    """Writes a small BERT with random weights."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        position_embedding_type="absolute",
+        pad_token_id=0,
+        architectures=["BertModel"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: BertModel(config, add_pooling_layer=False))
+
+
 def write_gemma3_draft(folder: Path) -> None:
     """Writes the small Gemma 3 with slightly different weights, so that some of its drafts agree with the original."""
     from safetensors.torch import load_file
@@ -350,6 +369,7 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
     "llama4": write_llama4,
+    "bert": write_bert,
     "qwen3_experts": write_qwen3_experts,
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,

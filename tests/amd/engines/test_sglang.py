@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -276,10 +277,23 @@ def test_sparse_attention_gives_the_tokens_of_transformers_with_keys_of_eight_bi
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("one_pool", [False, True])
-def test_chunks_of_llama_4_give_the_tokens_of_transformers(
-    one_pool: bool, sglang: SglangVenv, tmp_path: Path
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_encoder_gives_the_embeddings_of_sglangs_own_backend(
+    page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
+    whole: dict[str, Any] = {"is_embedding": True, "chunked_prefill_size": -1, "disable_radix_cache": True}
+    requested = replace(run(sglang, "bert", 0, page_size=page_size, **whole), embeds=True)
+    (stock,) = sglang.stock([requested], tmp_path)
+    (ours,) = sglang.ours([requested], tmp_path)
+    assert [len(rows) for rows in ours.rows] == [len(prompts) for prompts in requested.rounds]
+    rows, expected = (torch.tensor([row for of in answer.rows for row in of]) for answer in (ours, stock))
+    assert len(rows.unique(dim=0)) > len(rows) // 2
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("one_pool", [False, True])
+def test_chunks_of_llama_4_give_the_tokens_of_transformers(one_pool: bool, sglang: SglangVenv, tmp_path: Path) -> None:
     """SGLang's own backend for a CPU sees all keys there. Of its own, those for GPUs have chunks."""
     from transformers import Llama4ForConditionalGeneration
 

@@ -158,6 +158,7 @@ class Engine:
     """A model of some layers and its pool, served by AttentionHooks.
 
     windows: of each layer, -1 for none
+    is_encoder: True if tokens see all of their sequence, as in an encoder, or in a draft model of blocks
     chunked: layers that attend within chunks of CHUNK tokens
     dim:     elements of a head, unless rows are latent
     """
@@ -171,6 +172,7 @@ class Engine:
         dim: int = DIM,
         windows: Sequence[int] = (-1,),
         chunked: Sequence[int] = (),
+        is_encoder: bool = False,
         with_window_pool: bool = False,
         is_latent: bool = False,
         kv_dtype: torch.dtype = torch.float32,
@@ -182,7 +184,9 @@ class Engine:
         **given: Any,
     ) -> None:
         self.page_size, self.windows, self.is_latent, self.device = page_size, tuple(windows), is_latent, device
-        self.chunked = frozenset(chunked)
+        self.chunked, self.causal = frozenset(chunked), not is_encoder
+        if is_encoder:
+            given["attn_type"] = SimpleNamespace(value="encoder_only")
         self.random = np.random.default_rng(0)
         num_pages = 1 + (NUM_ROWS - 1) * -(-ROOM // page_size)
         num_slots = num_pages * page_size
@@ -230,6 +234,7 @@ class Engine:
             provider=provider,
             deterministic=deterministic,
             with_trees=with_trees,
+            whole_prompts=is_encoder,
             draft_tokens=draft_tokens,
             agree=alone,
             on_fault=raise_fault,
@@ -367,6 +372,7 @@ class Engine:
                     *self.stored[place, request.row],
                     scale=layer.scaling,
                     window_left=window,
+                    causal=self.causal,
                     shown=cells,
                 )
                 block: Any = self.model.get_submodule(f"block{layer.layer_id}")

@@ -18,28 +18,28 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, wait_for_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
-from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
+from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Reach, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_pool import StatePool
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_layers import ExternalGate, ExternalLayers
 from rocm_attn.step.external_runs import EnginePublisher, ExternalRun, ExternalRuns
-from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep
+from rocm_attn.step.external_step import BoolCells, Causality, DeviceSpans, ExternalStep
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
@@ -119,6 +119,7 @@ class ExternalOptions:
                    unless pages have one token. If not, nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
     causalities:   what steps may say of causality; kernels are chosen for each
+    mask_cells:    whether masks may have cells (BoolCells), for which memory is kept; if not, masks are DeviceSpans
     binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the
                    call, and the caller does not move the pages of captured calls
     watches_pages: whether a page that is written under a row that still names it is a fault: PAGE_TAKEN. It takes 8
@@ -133,6 +134,7 @@ class ExternalOptions:
     zero_tails: bool = False
     short_kv: bool = False
     causalities: Sequence[Causality] = (Causality.OF_LAYERS,)
+    mask_cells: bool = True
     binds_calls: bool = False
     watches_pages: bool = False
     on_fault: FaultPolicy = raise_fault
@@ -198,7 +200,7 @@ class ExternalAttention:
         self.gate = gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
-            {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
+            {space: Reach.of([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
             page_size=problems[0].page_size,
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
@@ -224,7 +226,14 @@ class ExternalAttention:
         selecting = first_core.layers.selecting
         self._selects = bool(selecting.indexed)
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
-        self._runs = ExternalRuns(self.cores, self.tables, self._selections, bounds.num_seqs, bounds.num_tokens)
+        self._runs = ExternalRuns(
+            self.cores,
+            self.tables,
+            self._selections,
+            bounds.num_seqs,
+            bounds.num_tokens,
+            has_cells=options.mask_cells,
+        )
         self.ops: StepOps = first_core.ops
         self._publisher = EnginePublisher(self.ops, self.device, guards.publishing, options.on_fault)
         self._pages_of_spaces = tuple(self.pages.in_every_layer[table.space] for table in self.tables.spaces)
@@ -284,8 +293,9 @@ class ExternalAttention:
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
-        """Plans a step and publishes its lengths: one launch, and one for each table that is copied. Outside of graphs.
+        """Plans a step and publishes its lengths. Outside of graphs.
 
+        It makes one launch, one for each table that is copied, and one for a mask of spans.
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun then.
         """
         gate, tables, publisher = self.gate, self.tables, self._publisher
@@ -296,6 +306,8 @@ class ExternalAttention:
                 slot = publisher.hear()
                 gate.is_filled = False
                 publisher.publish(slot, step, run)
+                if isinstance(step.mask, DeviceSpans):
+                    self.ops.place_spans(step.mask.of_step, run.step.tensors)
                 if tables.gathered_in_begin:
                     self._gather(tables.gathered_in_begin, run)
                     tables.note_copies()
@@ -324,6 +336,8 @@ class ExternalAttention:
                 self._gather(tables.gathered_in_fill, run)
             for table, tensors, num_pages in zip(tables.spaces, spaces, self._pages_of_spaces, strict=True):
                 self.ops.check_pages(tensors, num_pages, page_size=page_size, window_left=table.window_left)
+            if isinstance(mask, BoolCells):
+                run.step.tensors.mask_start.zero_()  # all keys have cells; an earlier step may have had spans
             run.core.fill((run.step,), run.plan)
             if slots is not None:
                 _check_slots(slots)
@@ -333,6 +347,8 @@ class ExternalAttention:
             if isinstance(mask, BoolCells):
                 for tensors, window_left in run.step.windows:
                     self.ops.pack_mask(mask.cells, mask.positions, window_left, tensors)
+                # The ranges that tokens see follow from the windows that have just been written.
+                run.core.build_schedules(run.step, run.plan)
             if self._watches:
                 for tensors, watch in zip(spaces, self._watches, strict=True):
                     self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=page_size)
@@ -387,10 +403,12 @@ class ExternalAttention:
             device=self.device,
             agree=agree,
         )
-        kinds = LayerKinds.of(problems, spaces, selections)
+        kinds, guards = LayerKinds.of(problems, spaces, selections), self.guards.step
+        if not self.options.mask_cells:
+            guards = replace(guards, memory=replace(guards.memory, mask_room=_no_cells))
         self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
         self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
-        return StepCore(kinds, self.tables, self.pages, self.guards.step, StatePool.none(self.device))
+        return StepCore(kinds, self.tables, self.pages, guards, StatePool.none(self.device))
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
         """Copies the entries that a step needs from the engine's tables into those that kernels read."""
@@ -418,10 +436,9 @@ def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: 
         )
 
 
-def _window(problems: Sequence[Problem]) -> int:
-    """Previous keys that a query sees in the layer of a space with the longest window."""
-    windows = [problem.window_left for problem in problems]
-    return ALL_KEYS if UNLIMITED_WINDOW in windows else max(windows)
+def _no_cells(shape: PaddedShape, mask_keys: int) -> int:
+    """The cells of one word, which no token reads."""
+    return 32
 
 
 def _check_slots(slots: Tensor) -> None:

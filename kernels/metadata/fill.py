@@ -22,8 +22,8 @@ Tokens at or past num_tokens receive position 0 and slot 0. Tokens at or past q_
 receive the last one of S and row 0. Entries after the last page, in page_list and block_table
 alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
 lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
-sets TOKEN_WITHOUT_PAGE in the error word, and one whose window begins there sets WINDOW_WITHOUT_PAGE. Where page 0 is a
-real page (TableTerms), slots of pads and of tokens without a page are -1.
+sets TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where
+page 0 is a real page (TableTerms), slots of pads and of tokens without a page are -1.
 
 A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
 pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.
@@ -74,6 +74,7 @@ _INT32_BYTES = 2**31
         "num_seqs_padded",
         "num_tokens_padded",
         "window_left",
+        "chunk",
         "token_shares",
         "list_shares",
         "row_shares",
@@ -112,6 +113,7 @@ def _fill_kernel(
     num_seqs_padded,
     num_tokens_padded,
     window_left,
+    chunk,
     token_shares,
     list_shares,
     row_shares,
@@ -139,7 +141,7 @@ def _fill_kernel(
             write_groups(block, seqs, groups, PAGE_SIZE)
     elif list_share < 0:
         tokens = TokenRoles(
-            seq_of_token, row_of_token, position_of_token, slot_of_token, num_tokens_padded, window_left
+            seq_of_token, row_of_token, position_of_token, slot_of_token, num_tokens_padded, window_left, chunk
         )
         share = Share(token_share, token_shares)
         write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV)
@@ -161,10 +163,11 @@ _variant = repeated_launches(_fill_kernel)
 
 
 @only_launches
-def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
+def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS, chunk: int = ALL_KEYS) -> None:
     """Write every tensor of the step that is derived and has elements; S and T are at least 1.
 
     window_left: previous keys that a token sees at most, below 2**31
+    chunk:       keys of a chunk: a token sees none before its own chunk, which begins at a multiple; ALL_KEYS: no such
     """
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     (_, table_width), (_, block_table_width) = step.table.shape, step.block_table.shape
@@ -198,6 +201,7 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         num_seqs,
         num_tokens,
         window_left,
+        chunk,
         token_shares,
         list_shares,
         row_shares,

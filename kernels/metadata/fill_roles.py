@@ -73,7 +73,10 @@ class Groups(NamedTuple):
 
 
 class TokenRoles(NamedTuple):
-    """Tensors with an element for each of `num` padded tokens, which see at most window_left keys before their own."""
+    """Tensors with an element for each of `num` padded tokens.
+
+    They see at most window_left keys before their own, and none before their chunk of `chunk` keys.
+    """
 
     seq: tl.tensor
     row: tl.tensor
@@ -81,6 +84,7 @@ class TokenRoles(NamedTuple):
     slot: tl.tensor
     num: tl.tensor
     window_left: tl.tensor
+    chunk: tl.tensor
 
 
 @triton.jit
@@ -204,7 +208,8 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
             needs_page = live & (kv_index >= 0)
         tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=needs_page & (page <= NO_PAGE), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
-        first_no = tl.maximum(position - tokens.window_left, 0) // PAGE_SIZE
+        first_key = tl.maximum(position - tokens.window_left, position - position % tokens.chunk)
+        first_no = tl.maximum(first_key, 0) // PAGE_SIZE
         first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
         tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page <= NO_PAGE, sem="relaxed")
     for first in range(total + share.id * _TOKENS, tokens.num, seqs.num * share.of * _TOKENS):

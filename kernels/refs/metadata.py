@@ -266,11 +266,11 @@ def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
     table[row[live].long(), column[live].long()] = entry[live]
 
 
-def fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
+def fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS, chunk: int = ALL_KEYS) -> None:
     """Twin of launch_fill."""
     first_token = _write_indptr(step.q_indptr, step.q_len)
     step.last_token_of_seq.copy_(torch.where(step.q_len > 0, step.q_indptr[1:] - 1, 0))
-    _write_tokens(step, first_token, page_size, window_left)
+    _write_tokens(step, first_token, page_size, window_left, chunk)
     pages = (step.kv_len + page_size - 1) // page_size
     if step.page_indptr.numel():
         _write_page_list(step, _write_indptr(step.page_indptr, pages), pages)
@@ -293,7 +293,7 @@ def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
     return ends - counts
 
 
-def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
+def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window_left: int, chunk: int) -> None:
     """Writes sequences, rows, positions, slots, and the error word of tokens that have no page or see none."""
     no_page = 0 if step.terms.null_page else -1
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
@@ -313,7 +313,8 @@ def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window
     step.slot_of_token.copy_(torch.where(page < 0, -1, page * page_size + position % page_size))
     is_lost = ((has_key if step.terms.short_kv else live) & (page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_lost.to(torch.int32) * TOKEN_WITHOUT_PAGE)
-    first_page = _pages_at(step, row, (position - window_left).clamp(min=0) // page_size, no_page)
+    first_key = torch.maximum(position - window_left, position - position % chunk).clamp(min=0)
+    first_page = _pages_at(step, row, first_key // page_size, no_page)
     is_blind = (has_key & (page_no < step.table.shape[1]) & (first_page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_blind.to(torch.int32) * WINDOW_WITHOUT_PAGE)
 

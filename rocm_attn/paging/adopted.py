@@ -21,8 +21,9 @@ from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
-from rocm_attn.kernels.metadata.step_tensors import TableTerms
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, TableTerms
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -144,6 +145,25 @@ class ChangeGate(Protocol):
     def change(self, call: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The keys that queries of a space's layers may see; an engine may give back the pages of all others.
+
+    window_left: previous keys in the layer with the longest window; ALL_KEYS: all
+    chunk:       keys of a chunk, if all layers have the same chunks; ALL_KEYS: they have not
+    """
+
+    window_left: int
+    chunk: int
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> Reach:
+        """The reach of these layers."""
+        windows, chunks = ({getattr(problem, name) for problem in problems} for name in ("window_left", "chunk"))
+        chunk = chunks.pop() if len(chunks) == 1 else 0
+        return cls(ALL_KEYS if UNLIMITED_WINDOW in windows else max(windows), chunk or ALL_KEYS)
+
+
 @dataclass(slots=True)
 class AdoptedSpace:
     """The table of one space, in the form that kernels read.
@@ -155,6 +175,7 @@ class AdoptedSpace:
 
     space: Space
     window_left: int
+    chunk: int
     terms: TableTerms
     source: Source
     gather: GatherSource
@@ -165,7 +186,7 @@ class AdoptedTables:
     """The tables of an engine, in every space that layers live in: ExternalAttention.tables.
 
     sources:    space -> table; the spaces' order is that of this mapping
-    windows:    space -> previous keys that a query sees in its layer with the longest window
+    reaches:    space -> the keys that queries of its layers may see
     max_kv_len: tokens of the longest sequence
     num_seqs:   padded sequences of the largest step
     short_kv:   True if sequences may have fewer tokens in their KV than new ones
@@ -176,7 +197,7 @@ class AdoptedTables:
     def __init__(
         self,
         sources: Mapping[Space, Source],
-        windows: Mapping[Space, int],
+        reaches: Mapping[Space, Reach],
         *,
         page_size: int,
         max_kv_len: int,
@@ -196,7 +217,8 @@ class AdoptedTables:
             own = torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device) if self.gathered else None
             terms = gate.guards.terms(TableTerms(source.null_page, short_kv))
             entries = source.gather.entries if own is None else own
-            spaces.append(AdoptedSpace(space, windows[space], terms, source, source.gather, entries))
+            reach = reaches[space]
+            spaces.append(AdoptedSpace(space, reach.window_left, reach.chunk, terms, source, source.gather, entries))
         self.spaces = tuple(spaces)
         gathered = self.spaces if self.gathered else ()
         self.gathered_in_begin = tuple(table for table in gathered if table.source.copied)

@@ -125,6 +125,8 @@ class PageTable:
 
     # Page 0 belongs to no one, and a sequence's new tokens are in its KV.
     terms = OWN_TABLE
+    # Pages are given back by windows alone: a chunk is one, too.
+    chunk = ALL_KEYS
 
     def __init__(
         self, pages: SpacePages, *, num_rows: int, width: int, page_size: int, device: torch.device, guards: TableGuards

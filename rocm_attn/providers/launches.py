@@ -42,7 +42,7 @@ class UpdateTable(Protocol):
 class Fill(Protocol):
     """launch_fill, or its twin."""
 
-    def __call__(self, step: StepTensors, *, page_size: int, window_left: int) -> None: ...
+    def __call__(self, step: StepTensors, *, page_size: int, window_left: int, chunk: int) -> None: ...
 
 
 class StoreKV(Protocol):

@@ -18,5 +18,6 @@ from rocm_attn.step.external_step import ONE_EACH as ONE_EACH
 from rocm_attn.step.external_step import BoolCells as BoolCells
 from rocm_attn.step.external_step import Boundaries as Boundaries
 from rocm_attn.step.external_step import Causality as Causality
+from rocm_attn.step.external_step import DeviceSpans as DeviceSpans
 from rocm_attn.step.external_step import ExternalStep as ExternalStep
 from rocm_attn.step.external_step import NewLengths as NewLengths

@@ -110,7 +110,7 @@ class StepCore:
         self.moves = AcceptedMoves(kinds, table, pool, self.ops)
         self._table, self._pool, self._state_pool = table, pool, states
         self._page_size = pool.page_size
-        self._windows = tuple(space.window_left for space in table.spaces)
+        self._reaches = tuple((space.window_left, space.chunk) for space in table.spaces)
         has_pools = any(tokens > 1 for _, tokens in pools_of(kinds))
         self._fills_by_launches = does_only_launch(self.ops.fill) and not has_pools
 
@@ -140,8 +140,8 @@ class StepCore:
 
     def _derive(self, step: DeviceStep, plan: StepPlan) -> None:
         """Launches all kernels that derive the metadata of a step of a plan."""
-        for tensors, window_left in zip(step.spaces, self._windows, strict=True):
-            self.ops.fill(tensors, page_size=self._page_size, window_left=window_left)
+        for tensors, (window_left, chunk) in zip(step.spaces, self._reaches, strict=True):
+            self.ops.fill(tensors, page_size=self._page_size, window_left=window_left, chunk=chunk)
         for tokens, of_space, slots, rows in step.pools:
             at = of_space.slot_of_token, of_space.position_of_token
             write_pool_slots(*at, slots, key_tokens=tokens, null_page=of_space.terms.null_page)
@@ -150,6 +150,10 @@ class StepCore:
         if not self._state_pool.is_empty:
             pool = self._state_pool
             self.ops.state_places(step.tensors, pool.tags, pool.headers, step.states, kept=pool.recurrent.kept)
+        self.build_schedules(step, plan)
+
+    def build_schedules(self, step: DeviceStep, plan: StepPlan) -> None:
+        """Launches the kernels that build the schedules of a step whose tensors are derived."""
         for kind in plan.built_kinds:
             schedule = plan.kernels[kind].bound.schedule
             schedule.build(step.queries, step.of_kind[kind], plan.bounds, step.schedules[kind])

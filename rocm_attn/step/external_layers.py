@@ -8,7 +8,7 @@ from typing import Any
 from rocm_attn.errors import WrongState
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.step.external_runs import ExternalRun
-from rocm_attn.step.external_step import NO_CELLS, BoolCells, NoCells
+from rocm_attn.step.external_step import NO_CELLS, EngineMask
 from rocm_attn.step.gate import StepHolder
 from rocm_attn.step.protocols import WrappedLayers
 
@@ -35,7 +35,7 @@ class ExternalGate:
         self.guards = guards
         self.is_sealed = self.is_filled = False
         self.run: ExternalRun | None = None
-        self.mask: NoCells | BoolCells = NO_CELLS
+        self.mask: EngineMask = NO_CELLS
         self.thread = 0
         self._holder = StepHolder()
 

@@ -22,7 +22,7 @@ from rocm_attn.problem import require_cells
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
+from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep, NoCells
 from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep
@@ -53,6 +53,7 @@ class ExternalRuns:
     cores:    the core that runs the steps of each causality
     selections: the current selections of the running step
     num_seqs, num_tokens: padded sizes of the largest step
+    has_cells: whether memory is kept for masks of cells
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class ExternalRuns:
         selections: StepSelections,
         num_seqs: int,
         num_tokens: int,
+        *,
+        has_cells: bool,
     ) -> None:
-        self._cores, self._tables, self._selections = cores, tables, selections
+        self._cores, self._tables, self._selections, self._has_cells = cores, tables, selections, has_cells
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         self._engine_row = torch.zeros(num_seqs, dtype=torch.int32, device=tables.device)
         kernels = [each for core in cores.values() for s in core.selections for each in s.kernels.values()]
@@ -108,7 +111,8 @@ class ExternalRuns:
         max_kv_len = self._tables.max_kv_len
         if self._bakes_kv_len and not step.captured:
             max_kv_len = kv_len_bucket(step.max_kv_len, max_kv_len)
-        key = step.shape, step.min_q_len, step.max_q_len, max_kv_len, step.causality
+        has_cells = isinstance(step.mask, BoolCells)
+        key = step.shape, step.min_q_len, step.max_q_len, max_kv_len, step.causality, has_cells
         kept = self._captured if step.captured else self._kept
         run = kept.get(key)
         if run is None:
@@ -185,7 +189,9 @@ class ExternalRuns:
         core = self.core(step.causality)
         if not isinstance(step.mask, NoCells) and not any(p.custom_mask for p in core.kinds.problems):
             raise WrongState("the step has a mask and no layer uses one; build with problems of custom_mask")
-        if not isinstance(step.mask, NoCells):
+        if isinstance(step.mask, BoolCells):
+            if not self._has_cells:
+                raise WrongState("the step has a mask of cells and no memory is kept for them; build with mask_cells")
             require_cells(core.kinds.problems, "a mask of cells", "leave the mask out")
         if step.lengths.kv_len.device != self._tables.device:
             raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")

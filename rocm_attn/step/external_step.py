@@ -90,6 +90,33 @@ class BoolCells:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSpans:
+    """A mask of spans: tokens of a span see each other, also those after themselves; the rest is causal.
+
+    A layer says with Problem.spans_pass_window if a span overrides its window. begin() reads the spans, on the current
+    stream, also for a captured step.
+
+    of_step: int32 [n, 3], contiguous, on the device: sequence of the step, kv_index of the span's first token, one past
+             that of its last; without overlaps. An entry of a sequence that the step does not have is no span. A span
+             may begin before the new tokens of its sequence: those before must have seen it whole. Its end is cut to
+             that of the sequence
+    """
+
+    of_step: Tensor
+
+    def __post_init__(self) -> None:
+        spans = self.of_step
+        if spans.dtype != torch.int32 or spans.dim() != 2 or spans.shape[1] != 3 or not spans.is_contiguous():
+            raise BadTensor(
+                f"spans are {spans.dtype} of shape {list(spans.shape)} and strides {list(spans.stride())}; they must "
+                "be contiguous int32 [n, 3]: sequence, first kv_index, end"
+            )
+
+
+EngineMask = NoCells | BoolCells | DeviceSpans
+
+
+@dataclass(frozen=True, slots=True)
 class ExternalStep:
     """One step: shape and bounds on the host, the rest in the engine's tensors, which are read on the current stream.
 
@@ -103,8 +130,8 @@ class ExternalStep:
                    sequence i has row i
     min_q_len, max_q_len: fewest and most new tokens of a sequence that has any
     max_kv_len:    most tokens of a sequence
-    captured:      True if the engine captures the step or replays it. Shape, q's form, min_q_len, max_q_len, mask and
-                   causality are then those of the capture; max_kv_len is ignored
+    captured:      True if the engine captures the step or replays it. Shape, q's form, min_q_len, max_q_len, kind of
+                   mask and causality are then those of the capture; max_kv_len is ignored
     mask:          the keys that tokens see, for layers with custom_mask
     causality:     for all layers of the step
 
@@ -121,7 +148,7 @@ class ExternalStep:
     max_q_len: int
     max_kv_len: int
     captured: bool = False
-    mask: NoCells | BoolCells = NO_CELLS
+    mask: EngineMask = NO_CELLS
     causality: Causality = Causality.OF_LAYERS
     shape: PaddedShape = field(init=False)
     lengths: EngineLengths = field(init=False)
@@ -171,7 +198,7 @@ class ExternalStep:
                 f"min_q_len is {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
                 "and max_q_len of at least 1"
             )
-        if isinstance(self.mask, BoolCells):
+        if not isinstance(self.mask, NoCells):
             kind = StepKind.MASKED
         elif isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1:
             kind = StepKind.DECODE

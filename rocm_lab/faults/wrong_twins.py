@@ -125,11 +125,11 @@ def fill_once(ops: StepOps) -> StepOps:
     """Derived tensors are filled the first time that a step uses them, and kept."""
     filled: set[tuple[int, int]] = set()
 
-    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
+    def fill(step: StepTensors, *, page_size: int, window_left: int, chunk: int) -> None:
         key = step.slot_of_token.data_ptr(), step.slot_of_token.numel()
         if key not in filled:
             filled.add(key)
-            ops.fill(step, page_size=page_size, window_left=window_left)
+            ops.fill(step, page_size=page_size, window_left=window_left, chunk=chunk)
 
     return replace(ops, fill=fill)
 
@@ -177,8 +177,8 @@ def paths_through_page_zero(ops: StepOps) -> StepOps:
 def slots_past_the_row(ops: StepOps) -> StepOps:
     """The slot of a token beyond its row's last page is looked up where the row would continue: in the next row."""
 
-    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
-        ops.fill(step, page_size=page_size, window_left=window_left)
+    def fill(step: StepTensors, *, page_size: int, window_left: int, chunk: int) -> None:
+        ops.fill(step, page_size=page_size, window_left=window_left, chunk=chunk)
         position = step.position_of_token
         token = torch.arange(len(position), device=position.device)
         cell = step.row_of_token.long() * step.table.shape[1] + position // page_size
@@ -259,9 +259,9 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 def leave_tails(ops: StepOps) -> StepOps:
     """After a sequence's last page, page lists and dense tables keep the entries of an earlier step."""
 
-    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
+    def fill(step: StepTensors, *, page_size: int, window_left: int, chunk: int) -> None:
         list_before, rows_before = step.page_list.clone(), step.block_table.clone()
-        ops.fill(step, page_size=page_size, window_left=window_left)
+        ops.fill(step, page_size=page_size, window_left=window_left, chunk=chunk)
         pages = (step.kv_len + page_size - 1) // page_size
         entry = torch.arange(len(step.page_list), device=pages.device)
         step.page_list.copy_(torch.where(entry < pages.sum(), step.page_list, list_before))

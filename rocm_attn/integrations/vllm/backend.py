@@ -34,11 +34,18 @@ from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
-from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
+from rocm_attn.integrations.vllm.layer_terms import (
+    KV_CACHE_DTYPES,
+    CacheTerms,
+    LayerTerms,
+    MaskTerms,
+    WeightLoads,
+)
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.machine.settings import read_settings
+from rocm_attn.problem import Problem
 from rocm_attn.truth.adopted import log_truth
 
 try:
@@ -48,6 +55,9 @@ except ImportError:  # before 0.29
 
 
 LOG_TRUTH = partial(log_truth, VLLM.log)
+# The builder that vLLM derives from a backend's for layers with local chunks (layers/attention/
+# chunked_local_attention.py), and the attribute in which such a layer has the keys of a chunk.
+_CHUNKED_BUILDER, _CHUNK = "ChunkedLocalAttentionBuilder", "attention_chunk_size"
 
 
 class RocmAttnBackend(AttentionBackend):
@@ -119,6 +129,16 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[GQA_GRAPHS]
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Takes back what vLLM adds for local chunks: it cuts a step on the host, into a sequence for each chunk.
+
+        Our kernels know chunks, so a step stays whole, and its graphs serve any lengths.
+        """
+        super().__init_subclass__(**named)
+        if cls.__name__ == _CHUNKED_BUILDER:
+            for name in ("build", "get_cudagraph_support", "update_block_table"):
+                delattr(cls, name)
+
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
@@ -130,7 +150,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             current_platform.fp8_dtype(),
         )
         layers = layers_of(vllm_config, layer_names)
-        of_group = {name: group_layer(layer, layer.impl.terms.problem(cache), device) for name, layer in layers.items()}
+        of_group = {name: group_layer(layer, _problem_of(layer, cache), device) for name, layer in layers.items()}
         self.group: KVGroup | SharedContextGroup
         if shares_context(vllm_config, kv_cache_spec):
             for name, layer in layers.items():
@@ -216,6 +236,12 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
 def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
     """Returns a layer of vLLM's in the form that KVGroup takes."""
     return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device), layer.impl.loads)
+
+
+def _problem_of(layer: Any, cache: CacheTerms) -> Problem:
+    """Returns the problem of a layer whose heads have their own K and V. Raises Unsupported, BadProblem."""
+    problem: Problem = layer.impl.terms.problem(cache, MaskTerms(chunk=getattr(layer, _CHUNK, 0)))
+    return problem
 
 
 def has_name(name: str) -> bool:

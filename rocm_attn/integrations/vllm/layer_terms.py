@@ -35,6 +35,19 @@ _SAY_NOTHING: Mapping[str, Sequence[object]] = {"chunk_lookback": (-1, None), "u
 
 
 @dataclass(frozen=True, slots=True)
+class MaskTerms:
+    """The part of a layer's mask that its implementation's arguments do not have.
+
+    chunk: keys of a chunk of local attention; 0: there are none
+    """
+
+    chunk: int = 0
+
+
+PLAIN_MASK = MaskTerms()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTerms:
     """The arguments of vLLM's AttentionImpl, in its order and with its names.
 
@@ -91,7 +104,7 @@ class LayerTerms:
         """True if the layer has KV of its own."""
         return self.kv_sharing_target_layer_name is None
 
-    def problem(self, cache: CacheTerms) -> Problem:
+    def problem(self, cache: CacheTerms, mask: MaskTerms = PLAIN_MASK) -> Problem:
         """Returns the layer's problem over its pages. Raises Unsupported, BadProblem."""
         if self.kv_cache_dtype == RECORDS:
             raise Unsupported(
@@ -109,6 +122,7 @@ class LayerTerms:
             page_size=cache.block_size,
             scale=float(self.scale),
             window_left=window,
+            chunk=mask.chunk,
             logits_soft_cap=self.logits_soft_cap or 0.0,
             has_sinks=self.sinks is not None,
             has_alibi_slopes=self.alibi_slopes is not None,

@@ -83,6 +83,14 @@ def test_smollm2_gives_vllms_own_tokens_at_every_block_size(vllm: VllmVenv, tmp_
 
 
 @pytest.mark.nightly
+def test_layers_with_local_chunks_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Three of four layers see chunks of 32 keys, so most prompts begin several."""
+    (stock,) = vllm.stock([run(vllm, "vllm_chunks", 24)], tmp_path)
+    ours = vllm.ours([run(vllm, "vllm_chunks", 24, block_size=size) for size in (STOCK_BLOCK, 16)], tmp_path)
+    assert_equal(ours, stock)
+
+
+@pytest.mark.nightly
 def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     assert_equal(vllm.ours([run(vllm, "gemma3", tensor_parallel_size=2)], tmp_path), stock)

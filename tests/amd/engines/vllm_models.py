@@ -66,6 +66,27 @@ def write_eagle(folder: Path) -> None:
     write(folder, head, {**_LLAMA, **config})
 
 
+def write_chunks(folder: Path) -> None:
+    """Writes a small Llama 4 without experts: three layers with chunks of 32 keys for each layer that sees all."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    layers = ["chunked_attention"] * 3 + ["full_attention"]
+    config = Llama4TextConfig(
+        **{name: value for name, value in _LLAMA.items() if name != "pad_token_id"},
+        intermediate_size_mlp=256,
+        num_hidden_layers=8,
+        num_local_experts=2,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        attention_chunk_size=32,
+        layer_types=layers * 2,
+        no_rope_layers=[1, 1, 1, 0] * 2,
+        pad_token_id=0,
+        architectures=["Llama4ForCausalLM"],
+    )
+    write_random(folder, lambda: Llama4ForCausalLM(config))
+
+
 def write_sparse(folder: Path) -> None:
     """Writes a DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
     _write_sparse(folder, LATENT_64)
@@ -162,6 +183,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
+    "chunks": write_chunks,
     "delta_net": write_delta_net,
     "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,

@@ -16,7 +16,16 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.step.external_step import ONE_EACH, BoolCells, Boundaries, Causality, ExternalStep, NewLengths, OneEach
+from rocm_attn.step.external_step import (
+    ONE_EACH,
+    BoolCells,
+    Boundaries,
+    Causality,
+    DeviceSpans,
+    ExternalStep,
+    NewLengths,
+    OneEach,
+)
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM, Engine
 from tests.amd.external.oracle import attention
 
@@ -163,6 +172,68 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
     plain = Filled(device, provider)
     with pytest.raises(WrongState, match="no layer uses one; build with problems of custom_mask"):
         plain.attention.begin(plain.step(q_len, mask=BoolCells(cells, positions)))
+
+
+@pytest.mark.fast(interpreted=1)
+def test_a_mask_of_bytes_counts_windows_from_its_own_positions(device: torch.device, provider: str) -> None:
+    """In the first masked step too, after which the windows of an earlier one are in their places."""
+    filled = Filled(device, provider, custom_mask=True, window_left=7)
+    q_len, q, first = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM), 0
+    places = [np.arange(length - new, length)[:, None] for new, length in zip(q_len, filled.kv_len, strict=True)]
+    shown = [np.arange(length) <= at for at, length in zip(places, filled.kv_len, strict=True)]
+    cells = torch.from_numpy(np.concatenate([each.reshape(-1) for each in shown])).to(device)
+    positions = torch.from_numpy(np.concatenate(places)[:, 0]).to(device)
+    found, _ = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, positions)), q)
+    for (k, v), new, at, seen in zip(filled.stored, q_len, places, shown, strict=True):
+        rows = q[first : first + new].double().cpu().numpy()
+        in_window = seen & (np.arange(len(k)) >= at - 7)
+        out, _ = attention(rows, k, v, scale=SCALE, shown=in_window.astype(np.float64))
+        assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5)
+        first += new
+
+
+# Sequence, first key and end: one from before the new tokens on, one to past its sequence, one of no sequence.
+SPANS = [[0, 3, 5], [1, 20, 31], [2, 60, 99], [7, 0, 9], [-1, 0, 0]]
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("mask_cells", [False, True])
+def test_tokens_of_a_span_see_each_other(mask_cells: bool, passes: bool, device: torch.device, provider: str) -> None:
+    """Then those of the next step see what its cells say."""
+    options = ExternalOptions(provider=provider, mask_cells=mask_cells)
+    filled = Filled(device, provider, options=options, custom_mask=True, window_left=5, spans_pass_window=passes)
+    q_len, q = [3, 8, 5, 1], filled.rows(17, Q_HEADS, DIM)
+    spans = DeviceSpans(torch.tensor(SPANS, dtype=torch.int32, device=device))
+    for mask, of_seq in ((spans, {row[0]: row[1:] for row in SPANS}), (DeviceSpans(spans.of_step[:0]), {})):
+        found, _ = filled.attend(q_len, filled.step(q_len, mask=mask), q)
+        first = 0
+        for seq, ((k, v), new) in enumerate(zip(filled.stored, q_len, strict=True)):
+            keys, places = np.arange(len(k)), np.arange(len(k) - new, len(k))[:, None]
+            begin, end = of_seq.get(seq, (0, 0))
+            of_span = (begin <= places) & (places < end) & (begin <= keys) & (keys < end)
+            near = keys >= places - 5
+            shown = (keys <= places) & near | of_span & (near | passes)
+            rows = q[first : first + new].double().cpu().numpy()
+            out, _ = attention(rows, k, v, scale=SCALE, shown=shown.astype(np.float64))
+            assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5), seq
+            first += new
+    filled.attention.check_device()
+    cells = torch.ones(sum(new * length for new, length in zip(q_len, filled.kv_len, strict=True)), dtype=torch.bool)
+    mask = BoolCells(cells.to(device), torch.full((17,), 2**20, device=device))
+    if not mask_cells:
+        with pytest.raises(WrongState, match="no memory is kept for them; build with mask_cells"):
+            filled.attention.begin(filled.step(q_len, mask=mask))
+        return
+    found, _ = filled.attend(q_len, filled.step(q_len, mask=mask), q)
+    assert not found.any()  # windows that are counted from places after all keys show none
+
+
+def test_spans_of_another_form_are_refused_in_words() -> None:
+    with pytest.raises(BadTensor, match="must be contiguous int32"):
+        DeviceSpans(torch.zeros(4, 3))
+    with pytest.raises(BadTensor, match="must be contiguous int32"):
+        DeviceSpans(torch.zeros(3, 4, dtype=torch.int32).T)
 
 
 @pytest.mark.fast(interpreted=1)

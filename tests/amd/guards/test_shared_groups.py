@@ -44,8 +44,8 @@ def groups_once(ops: StepOps) -> StepOps:
     """Derives starts of groups and the lengths after their prefixes once per size, and keeps them."""
     kept: dict[int, list[Tensor]] = {}
 
-    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
-        ops.fill(step, page_size=page_size, window_left=window_left)
+    def fill(step: StepTensors, *, page_size: int, window_left: int, chunk: int) -> None:
+        ops.fill(step, page_size=page_size, window_left=window_left, chunk=chunk)
         derived = [step.group_indptr, step.suffix_kv_len, step.suffix_page]
         if step.group_indptr.numel():
             first = kept.setdefault(len(step.kv_len), [tensor.clone() for tensor in derived])

@@ -16,7 +16,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """The computation of weights from logits. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality"""
+    """The computation of weights from logits. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality
+
+    chunk: keys of a chunk, of which a token sees none before its own; 0: there are none
+    """
 
     scale: float
     causal: bool = True
@@ -25,11 +28,14 @@ class Scores:
     slopes: Array | None = None
     sinks: Array | None = None
     shown: Array | None = None
+    chunk: int = 0
 
     def sees(self, token: int, key: int, tokens: int, keys: int) -> bool:
         """True if the token sees the key. Tokens are a sequence's last ones, even if they outnumber the keys."""
         position = keys - tokens + token
         if self.window_left >= 0 and key < position - self.window_left:
+            return False
+        if self.chunk and key // self.chunk < position // self.chunk:
             return False
         return bool(self.shown[token, key]) if self.shown is not None else key <= position or not self.causal
 

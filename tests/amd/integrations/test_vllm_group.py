@@ -12,6 +12,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
 from rocm_attn.external import ExternalAttention
+from rocm_attn.integrations.vllm.layer_terms import MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
 
@@ -112,6 +113,23 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         runner.step([1, 1, 1])
     for group in runner.groups:
         group.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_local_chunks_are_seen_and_blocks_before_them_may_be_given_back(
+    chunk: int, device: torch.device, provider: str
+) -> None:
+    """vLLM gives blocks back up to the chunk of the next token, which a window of a chunk's length still reaches."""
+    mask = MaskTerms(chunk=chunk)
+    runner = started(Runner(device=device, provider=provider, mask=mask, wide=True))
+    runner.evict(1, 0, 2)  # of 41 tokens
+    for new in ([1, 1, 1], [1, 1, 30], [7, 9, 1]):
+        runner.step(new)
+    of_one, of_any = runner.capture(4, 4, 1), runner.capture(4, 32, 32)
+    of_one.run([1, 1, 1])
+    of_any.run([2, 20, 4])
+    runner.groups[0].attention.check_device()
 
 
 @pytest.mark.fast(interpreted=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
-from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
+from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from rocm_attn.truth.adopted import try_nothing
 from tests.amd.coded import kept
@@ -74,11 +74,12 @@ class Runner:
         heads_first: bool = False,
         wide: bool = False,
         dtype: torch.dtype = torch.float32,
+        mask: MaskTerms = PLAIN_MASK,
         external: ExternalOptions | None = None,
         tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
-        self.random, self.pad = np.random.default_rng(0), NAN
+        self.random, self.pad, self.mask = np.random.default_rng(0), NAN, mask
         self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn)
         self.layers = [
             self._new_layer(f"layers.{i}", each, group, heads_first)
@@ -128,7 +129,7 @@ class Runner:
         return {
             layer.name: GroupLayer(
                 layer,
-                layer.terms.problem(self.cache),
+                layer.terms.problem(self.cache, self.mask),
                 partial(layer.terms.head_weights, self.device),
                 layer.loads,
             )
@@ -228,7 +229,7 @@ class Runner:
     def keep(self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Records the stored rows, as a reader of the pages gets them."""
         for layer, (_, k, v) in zip(self.layers, given, strict=True):
-            problem, first = layer.terms.problem(self.cache), 0
+            problem, first = layer.terms.problem(self.cache, self.mask), 0
             scales = [scale.cpu().reshape(1) for scale in (layer._k_scale, layer._v_scale)]
             for row, count in enumerate(new):
                 rows = [
@@ -260,6 +261,7 @@ class Runner:
                 cap=terms.logits_soft_cap or 0.0,
                 slopes=None if terms.alibi_slopes is None else np.array(terms.alibi_slopes),
                 sinks=None if terms.sinks is None else terms.sinks.double().cpu().numpy(),
+                chunk=self.mask.chunk,
             )
             k, v = (np.concatenate(side) for side in zip(*layer.stored[row], strict=True))
             want, _ = attention(q[tokens].double().cpu().numpy(), k, v, scores)

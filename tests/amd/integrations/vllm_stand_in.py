@@ -134,11 +134,36 @@ def spec() -> Any:
     return SimpleNamespace(block_size=BLOCK, head_size=DIM)
 
 
+# Attributes of a layer that its implementation does not get.
+_OF_LAYERS = ("attention_chunk_size",)
+
+
 def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
-    """Returns an attention layer with a cache of its own, as vLLM packs it. terms: given to its implementation"""
+    """Returns an attention layer with a cache of its own, as vLLM packs it.
+
+    terms: given to its implementation, apart from attributes of the layer
+    """
     cache = torch.zeros(NUM_BLOCKS, BLOCK, KV_HEADS, 2 * DIM).transpose(1, 2)
+    own = {name: terms.pop(name) for name in _OF_LAYERS if name in terms}
     made = impl(HEADS, DIM, SCALE, KV_HEADS, **terms)
-    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)
+    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache, **own)
+
+
+def chunked_builder(underlying: Any) -> Any:
+    """Returns the builder that vLLM derives for layers with chunks (layers/attention/chunked_local_attention.py)."""
+
+    class ChunkedLocalAttentionBuilder(underlying):  # type: ignore[misc]
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> CGSupport:
+            return CGSupport.NEVER
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            raise AssertionError("vLLM cuts the step into a sequence for each chunk")
+
+        def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+            raise AssertionError("vLLM makes a block table for each chunk")
+
+    return ChunkedLocalAttentionBuilder
 
 
 def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen: Tensor | None = None) -> Any:

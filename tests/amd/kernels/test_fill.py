@@ -194,6 +194,21 @@ def test_the_error_word_says_that_a_window_begins_in_a_page_that_was_given_back(
 
 
 @both
+@pytest.mark.parametrize(
+    ("given_back", "new", "chunk", "is_blind"), [(2, 4, 8, False), (2, 5, 8, True), (1, 8, 4, False)]
+)
+def test_pages_before_a_chunk_may_be_given_back(
+    fill: Fill, given_back: int, new: int, chunk: int, is_blind: bool, kernel_device: torch.device
+) -> None:
+    """Three pages of four tokens, the last one at 11, in windows of 7 keys before a token: chunks end some earlier."""
+    case = one_sequence(12, new, width=3)
+    case.pages[0][:given_back] = [0] * given_back
+    step = tensors(case, kernel_device)
+    fill(step, page_size=4, window_left=7, chunk=chunk)
+    assert step.counts[ERROR_WORD] & WINDOW_WITHOUT_PAGE == (WINDOW_WITHOUT_PAGE if is_blind else 0)
+
+
+@both
 def test_pads_and_empty_sequences_are_no_error(fill: Fill, kernel_device: torch.device) -> None:
     seqs = [(0, 0), (7, 0), (5, 1)]
     case = Case(seqs, (1, 1), 6, 9, 30, 4, random_pages(seqs, 2, 4))

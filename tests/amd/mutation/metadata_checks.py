@@ -66,9 +66,9 @@ def fill(memory: Memory) -> None:
     table = ints(range(1, 13)).view(4, 3)
     right, wrong = ([4, 7, 0, 9, 2], [4, 0, 0, 3, 2]), ([4, 7, 0, 11, 2], [4, 0, 0, 3, 4])
     # The window of a token past the last row begins past it too.
-    for (kv_len, q_len), num_tokens, num_tokens_padded, list_len, window_left in (
-        (right, 9, 13, 12, ALL_KEYS),
-        (wrong, 9, 9, 7, 1),
+    for (kv_len, q_len), num_tokens, num_tokens_padded, list_len, (window_left, chunk) in (
+        (right, 9, 13, 12, (ALL_KEYS, ALL_KEYS)),
+        (wrong, 9, 9, 7, (1, 4)),
     ):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
         inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5]), ints([0, 3, 0, 1, 0])]
@@ -78,8 +78,8 @@ def fill(memory: Memory) -> None:
         tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)
         wanted = fill_step(*(tensor.clone() for tensor in tensors))
         got = fill_step(*map(memory.put, tensors))
-        launch_fill(got, page_size=PAGE_SIZE, window_left=window_left)
-        twins.fill(wanted, page_size=PAGE_SIZE, window_left=window_left)
+        launch_fill(got, page_size=PAGE_SIZE, window_left=window_left, chunk=chunk)
+        twins.fill(wanted, page_size=PAGE_SIZE, window_left=window_left, chunk=chunk)
         for name in FIELDS:
             found, want = getattr(got, name), getattr(wanted, name)
             assert torch.equal(found, want), f"{name}: {found.tolist()} instead of {want.tolist()}"

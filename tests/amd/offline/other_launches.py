@@ -83,7 +83,7 @@ def launch_whole_fill(page_size: int) -> None:
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
     )
     for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):
-        TRITON.ops().fill(replace(step, terms=terms), page_size=page_size, window_left=ALL_KEYS)
+        TRITON.ops().fill(replace(step, terms=terms), page_size=page_size, window_left=ALL_KEYS, chunk=ALL_KEYS)
 
 
 def launch_head_of_graph() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
 from rocm_attn.integrations.sglang import indexers
+from rocm_attn.integrations.sglang.images import sees_images
 from rocm_attn.integrations.sglang.seen import (
     IndexerModule,
     KVPoolView,
@@ -220,6 +221,11 @@ class ModelLayers:
         """True if a token has one row, whose first part is its V."""
         return self._runner.use_mla_backend
 
+    @property
+    def see_images(self) -> bool:
+        """True if tokens of an image see each other in a layer."""
+        return any(sees_images(layer, self._runner) for layer in self.layers)
+
     def has_records(self, place: int) -> bool:
         """True if a layer's rows are records: codes, their scales, and the rotated part in bfloat16."""
         return self._problems[place].kv_scales is Scales.GROUP
@@ -268,7 +274,7 @@ class ModelLayers:
             causal=_is_causal(found),
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
-            custom_mask=self._with_masks,
+            custom_mask=self._with_masks or sees_images(layer, self._runner),
             pool=PoolKind.LATENT if self.is_latent else PoolKind.SPLIT,
             kv_encoding=KVEncoding(encoding.value) if is_coded else KVEncoding.LIKE_Q,
             kv_scales=Scales.GROUP if has_records(pool) else of_rows,

@@ -21,6 +21,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
+from rocm_attn.integrations.sglang.images import CausalImages, ImageSpans
 from rocm_attn.integrations.sglang.indexers import IndexerInputs, index_format
 from rocm_attn.integrations.sglang.seen import (
     PAD_KV_LEN,
@@ -139,13 +140,15 @@ class AttentionHooks:
                 provider=serving.provider,
                 deterministic=serving.deterministic,
                 page_strides=self._layers.has_strides,
+                mask_cells=serving.with_trees,
                 on_fault=self._report,
             ),
             guards=serving.guards,
             agree=serving.agree,
         )
         self._is_sealed, self._sealed_tokens, self._table_seen = False, 0, table
-        self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device)
+        images = ImageSpans(self._device) if self._layers.see_images else CausalImages()
+        self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device, images)
         serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
         for space, source in self._sources().items():
             attention.tables.use(source, space)

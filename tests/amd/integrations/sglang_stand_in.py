@@ -159,6 +159,7 @@ class Engine:
 
     windows: of each layer, -1 for none
     is_encoder: True if tokens see all of their sequence, as in an encoder, or in a draft model of blocks
+    model_name: of the model's class
     chunked: layers that attend within chunks of CHUNK tokens
     dim:     elements of a head, unless rows are latent
     """
@@ -173,6 +174,7 @@ class Engine:
         windows: Sequence[int] = (-1,),
         chunked: Sequence[int] = (),
         is_encoder: bool = False,
+        model_name: str = "Model",
         with_window_pool: bool = False,
         is_latent: bool = False,
         kv_dtype: torch.dtype = torch.float32,
@@ -208,7 +210,7 @@ class Engine:
         fields = {"qk_head_dim": dim, "v_head_dim": dim, **given}
         if is_latent:
             fields = {"tp_k_head_num": 1, "qk_head_dim": LATENT + ROTATED, "v_head_dim": LATENT, **given}
-        self.model = nn.Module()
+        self.model = type(model_name, (nn.Module,), {})()
         self.layers = []
         for layer_id, window in enumerate(windows):
             block = nn.Module()
@@ -289,9 +291,10 @@ class Engine:
             out_cache_loc=self.ints(slots),
             extend_seq_lens=self.ints(new).int(),
             extend_seq_lens_cpu=list(new),
+            extend_prefix_lens_cpu=[request.kv_len for request in requests],
             positions=self.ints(positions),
             spec_info=SimpleNamespace(draft_token_num=max(new), num_tokens_per_req=max(new), topk=1, custom_mask=None),
-            **more,
+            **{"mm_inputs": None, **more},
         )
 
     def step_of(self, batch: Any, new: Sequence[int], padded: int | None = None) -> Step:

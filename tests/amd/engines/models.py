@@ -170,6 +170,59 @@ def write_bert(folder: Path) -> None:
     write_random(folder, lambda: BertModel(config, add_pooling_layer=False))
 
 
+# Of a config: first and last token of the images of each prompt that is long enough (sglang_images.py). The first is
+# longer than the windows.
+IMAGE_PLACES = "image_places"
+
+
+def write_gemma3_images(folder: Path) -> None:
+    """Writes a small Gemma 3 that takes images, with random weights, and says where prompts have some."""
+    from safetensors.torch import load_file
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config = Gemma3Config(
+        text_config={
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 1024,
+            "query_pre_attn_scalar": 32,
+            "dtype": "float32",
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=5,
+        boi_token_index=3,
+        eoi_token_index=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["Gemma3ForConditionalGeneration"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: Gemma3ForConditionalGeneration(config))
+    # As in published files.
+    weights = load_file(folder / "model.safetensors")
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, IMAGE_PLACES: [[2, 33], [35, 39]]}, indent=1))
+
+
 def write_gemma3_draft(folder: Path) -> None:
     """Writes the small Gemma 3 with slightly different weights, so that some of its drafts agree with the original."""
     from safetensors.torch import load_file
@@ -370,6 +423,7 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "gemma3_draft": write_gemma3_draft,
     "llama4": write_llama4,
     "bert": write_bert,
+    "gemma3_images": write_gemma3_images,
     "qwen3_experts": write_qwen3_experts,
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,

@@ -8,6 +8,7 @@ ENGINE_DRAFTS=1        gives SGLang the kernels around drafts, which no CPU whee
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
 ENGINE_ROTATION=1      rotates q and k of Llama 4 in place, as SGLang does on GPUs; on a CPU it drops what it rotated
+ENGINE_IMAGES=1        gives prompts images without pixels, where the model's config says
 ENGINE_RECURRENT=1     gives SGLang the operations of recurrent layers, which no CPU wheel has
 ENGINE_HALVES_LOG=FILE with ENGINE_OVERLAP, receives a line of JSON for each batch of two halves
 ENGINE_MODES_LOG=FILE  receives a line per process for each mode of the steps that our backend begins, and for MIXED
@@ -27,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.amd.engines import sglang_cpu_deterministic, sglang_cpu_drafts, sglang_cpu_overlap, sglang_cpu_states
+from tests.amd.engines.models import IMAGE_PLACES
 from tests.amd.engines.sglang_state_faults import StatePlanter
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
-ROTATION = "ENGINE_ROTATION"
+ROTATION, IMAGES = "ENGINE_ROTATION", "ENGINE_IMAGES"
 DETERMINISTIC, RECURRENT, STATES_LOG = "ENGINE_DETERMINISTIC", "ENGINE_RECURRENT", "ENGINE_STATE_FAULTS_LOG"
 _STEPS_APART = 4
 
@@ -53,6 +55,8 @@ def register() -> None:
         sglang_cpu_deterministic.multiply_rows_by_themselves()
     if os.environ.get(ROTATION) == "1":
         rotate_in_place()
+    if os.environ.get(IMAGES) == "1":
+        give_images()
     if os.environ.get(RECURRENT) == "1":
         sglang_cpu_states.replace_triton_kernels()
     if MODES_LOG in os.environ:
@@ -110,6 +114,37 @@ def rotate_in_place() -> None:
     from sglang.srt.models import llama4
 
     llama4.get_rope = of_llama4
+
+
+def give_images() -> None:
+    """Lets our backend find images in prompts of text. SGLang's own code for images sees none."""
+    from types import SimpleNamespace
+
+    from rocm_attn.integrations.sglang.hooks import AttentionHooks
+
+    begin, make = AttentionHooks.init_forward_metadata, AttentionHooks.__init__
+
+    def made(hooks: Any, runner: Any, *given: Any, **named: Any) -> None:
+        make(hooks, runner, *given, **named)
+        hooks.places = getattr(runner.model_config.hf_config, IMAGE_PLACES)
+
+    def of_prompt(hooks: Any, kv_len: int) -> Any:
+        places = [(first, last) for first, last in hooks.places if last < kv_len]
+        return SimpleNamespace(mm_items=[SimpleNamespace(is_image=lambda: True, offsets=places)])
+
+    def with_images(hooks: Any, batch: Any) -> None:
+        if not batch.forward_mode.is_extend():
+            begin(hooks, batch)
+            return
+        lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        before, batch.mm_inputs = batch.mm_inputs, [of_prompt(hooks, sum(each)) for each in lengths]
+        try:
+            begin(hooks, batch)
+        finally:
+            batch.mm_inputs = before
+
+    AttentionHooks.__init__ = made  # type: ignore[method-assign]  # for this process
+    AttentionHooks.init_forward_metadata = with_images  # type: ignore[method-assign,assignment]  # for this process
 
 
 def write_modes(log: Path) -> None:

@@ -29,6 +29,7 @@ from tests.amd.engines.sglang_plugin import (
     DRAFTS,
     FAULTS_LOG,
     HALVES_LOG,
+    IMAGES,
     MODES_LOG,
     OVERLAP,
     RECURRENT,
@@ -114,6 +115,7 @@ class SglangVenv:
         drafts = any("speculative_algorithm" in run.engine for run in runs)
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
         rotation = any(run.engine["model_path"].endswith("llama4") for run in runs)
+        images = any(run.engine["model_path"].endswith("_images") for run in runs)
         overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
         deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
         recurrent = any("mamba_radix_cache_strategy" in run.engine for run in runs)
@@ -121,6 +123,7 @@ class SglangVenv:
             DRAFTS: drafts,
             SPARSE: sparse,
             ROTATION: rotation,
+            IMAGES: images,
             OVERLAP: overlap,
             DETERMINISTIC: deterministic,
             RECURRENT: recurrent,

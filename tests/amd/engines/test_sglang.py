@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
-from tests.amd.engines.models import model
+from tests.amd.engines.models import IMAGE_PLACES, model
 from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
@@ -309,6 +310,36 @@ def test_chunks_of_llama_4_give_the_tokens_of_transformers(one_pool: bool, sglan
     assert ("SWAKVPool mem usage" in (tmp_path / "log").read_text()) is not one_pool
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_images_of_gemma_3_give_the_tokens_of_transformers(page_size: int, sglang: SglangVenv, tmp_path: Path) -> None:
+    """SGLang's own backend for a CPU has no such images. Spans stand for them, without pixels."""
+    from transformers import Gemma3ForConditionalGeneration
+
+    requested = run(sglang, "gemma3_images", 20, page_size=page_size, chunked_prefill_size=-1)
+    folder = model("gemma3_images", sglang.folder)
+    reference: Any = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    places = json.loads((folder / "config.json").read_text())[IMAGE_PLACES]
+
+    def types(prompt: Sequence[int]) -> torch.Tensor:
+        found = torch.zeros(1, len(prompt), dtype=torch.int64)
+        for first, last in places:
+            if last < len(prompt):
+                found[:, first : last + 1] = 1
+        return found
+
+    stock = said_by(reference, requested, lambda prompt: {"token_type_ids": types(prompt)})
+    causal = said_by(reference, requested, lambda prompt: {"token_type_ids": types(prompt) * 0})
+    assert sum(map(sum, texts_that_differ(stock, causal))) >= 4, "hardly a text depends on the images"
+    (ours,) = sglang.ours([requested], tmp_path)
+    assert_equal([ours], stock)
+
+
+def texts_that_differ(one: Answer, other: Answer) -> list[list[bool]]:
+    """Returns for each prompt of each round whether two answers differ."""
+    return [[a != b for a, b in zip(*rounds, strict=True)] for rounds in zip(one.tokens, other.tokens, strict=True)]
+
+
 @contextmanager
 def first_of_equals() -> Iterator[None]:
     """Makes torch's topk take the first of equal elements; by itself it takes any."""
@@ -340,8 +371,13 @@ def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
         yield
 
 
-def said_by(reference: Any, requested: Run) -> Answer:
-    """Returns the answers of a model of transformers."""
+def no_more(prompt: Sequence[int]) -> dict[str, Any]:
+    """Nothing is given to a model in addition to a prompt."""
+    return {}
+
+
+def said_by(reference: Any, requested: Run, more: Callable[[Sequence[int]], dict[str, Any]] = no_more) -> Answer:
+    """Returns the answers of a model of transformers. more: what is given to it with a prompt"""
     stock = Answer()
     for prompts_of_round in requested.rounds:
         tokens = []
@@ -352,6 +388,7 @@ def said_by(reference: Any, requested: Run) -> Answer:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
+                **more(prompt),
             )
             tokens.append(out[0, len(prompt) :].tolist())
         stock.tokens.append(tokens)

@@ -273,6 +273,33 @@ def write_llama_head(folder: Path) -> None:
     write(folder, weights, {**config.to_dict(), "architectures": ["LlamaForCausalLMEagle"]})
 
 
+def write_block_drafts(folder: Path) -> None:
+    """Writes a model that drafts a block of tokens for the small Llama at once (DFlash), with random weights.
+
+    Its layers see the hidden states between the Llama's layers, and tokens of a block see each other.
+    """
+    random = torch.Generator().manual_seed(2)
+
+    def rows(*shape: int) -> Tensor:
+        return 0.12 * torch.randn(shape, generator=random)
+
+    config = _small_llama(num_hidden_layers=2)
+    hidden, kv, inner = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
+    weights = {"fc.weight": rows(hidden, hidden), "norm.weight": torch.ones(hidden)}
+    weights["hidden_norm.weight"] = torch.ones(hidden)
+    for layer in range(config.num_hidden_layers):
+        shapes = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
+        of_layer = {f"self_attn.{name}_proj.weight": rows(*shape) for name, shape in shapes.items()}
+        of_layer |= {f"self_attn.{name}_norm.weight": torch.ones(config.head_dim) for name in ("q", "k")}
+        of_layer |= {f"mlp.{name}_proj.weight": rows(inner, hidden) for name in ("gate", "up")}
+        of_layer |= {"mlp.down_proj.weight": rows(hidden, inner)}
+        of_layer |= {f"{name}_layernorm.weight": torch.ones(hidden) for name in ("input", "post_attention")}
+        weights |= {f"layers.{layer}.{name}": each for name, each in of_layer.items()}
+    drafting = {"mask_token_id": 7, "target_layer_ids": [0], "block_size": 4, "num_target_layers": 2}
+    fields = {**config.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    write(folder, weights, {**fields, "dflash_config": drafting})
+
+
 def _small_llama(num_hidden_layers: int) -> Any:
     from transformers import LlamaConfig
 
@@ -427,6 +454,7 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "qwen3_experts": write_qwen3_experts,
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,
+    "block_drafts": write_block_drafts,
     "deepseek": write_deepseek,
     "deepseek_wide": write_wide_deepseek,
     "deepseek_sparse": write_sparse_deepseek,

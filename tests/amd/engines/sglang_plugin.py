@@ -5,6 +5,7 @@ SGLang's processes find it if the metadata of an installation is on their path.
 ENGINE_WINDOW_POOL=1   gives layers with a window or chunks a pool of their own, which SGLang does for newer models
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang the kernels around drafts, which no CPU wheel has
+ENGINE_BLOCKS=1        lets SGLang draft blocks on a CPU, in the dtype of the model
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
 ENGINE_ROTATION=1      rotates q and k of Llama 4 in place, as SGLang does on GPUs; on a CPU it drops what it rotated
@@ -33,7 +34,7 @@ from tests.amd.engines.sglang_state_faults import StatePlanter
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
-ROTATION, IMAGES = "ENGINE_ROTATION", "ENGINE_IMAGES"
+ROTATION, IMAGES, BLOCKS = "ENGINE_ROTATION", "ENGINE_IMAGES", "ENGINE_BLOCKS"
 DETERMINISTIC, RECURRENT, STATES_LOG = "ENGINE_DETERMINISTIC", "ENGINE_RECURRENT", "ENGINE_STATE_FAULTS_LOG"
 _STEPS_APART = 4
 
@@ -48,6 +49,8 @@ def register() -> None:
         build_sparse_models_on_a_cpu()
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
+    if os.environ.get(BLOCKS) == "1":
+        sglang_cpu_drafts.allow_block_drafts()
         sglang_cpu_drafts.find_last_slots_in_torch()
     if os.environ.get(OVERLAP) == "1":
         sglang_cpu_overlap.overlap_on_a_cpu(Path(os.environ[HALVES_LOG]))
@@ -143,7 +146,7 @@ def give_images() -> None:
         finally:
             batch.mm_inputs = before
 
-    AttentionHooks.__init__ = made  # type: ignore[method-assign]  # for this process
+    AttentionHooks.__init__ = made  # type: ignore[method-assign,assignment]  # for this process
     AttentionHooks.init_forward_metadata = with_images  # type: ignore[method-assign,assignment]  # for this process
 
 

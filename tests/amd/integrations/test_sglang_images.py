@@ -109,7 +109,7 @@ def test_gemma_4_has_spans_in_layers_with_windows_if_its_config_says_so(provider
     engine = Engine(provider, device, model_name=GEMMA4, windows=(-1, 5), serve=False)
     for value, masked in (("vision", [False, True]), (None, [False, False])):
         engine.model.config = SimpleNamespace(text_config=SimpleNamespace(use_bidirectional_attention=value))
-        assert [images.sees_images(layer, engine.runner) for layer in engine.layers] == masked  # type: ignore[arg-type]
+        assert [images.sees_images(layer, engine.runner) for layer in engine.layers] == masked
 
 
 def test_a_model_without_such_images_stays_causal(provider: str, device: torch.device) -> None:

@@ -65,8 +65,8 @@ def allow_block_drafts() -> None:
 
     speculative_hook.current_platform = Allowing(speculative_hook.current_platform)
     # A CPU has no streams that a tensor's memory waits for. SGLang rounds embeddings that a model is given to bfloat16.
-    Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]  # for this process
-    Tensor.bfloat16 = Tensor.contiguous  # type: ignore[method-assign,assignment]  # for this process
+    Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]  # for this process
+    Tensor.bfloat16 = Tensor.contiguous  # type: ignore[method-assign]  # for this process
 
 
 def assign_draft_cache_locs_contiguous_cpu(

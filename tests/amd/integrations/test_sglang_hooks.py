@@ -587,10 +587,10 @@ def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str,
     engine.layers[0].use_irope = False
     engine.hooks.init_forward_metadata(engine.batch(Mode.DECODE, [one], [1]))
     other: Any = RadixAttention(0, use_irope=False)
-    rows: Any = [engine.random_rows(1, heads, DIM) for heads in (4, 2, 2)]
+    q, k, v = (engine.random_rows(1, heads, DIM) for heads in (4, 2, 2))
     batch: Any = SimpleNamespace(forward_mode=Mode.DECODE)
     with pytest.raises(WrongState, match="layer 0 differs from every layer that the model had"):
-        engine.hooks.forward_decode(*rows, other, batch)
+        engine.hooks.forward_decode(q, k, v, other, batch)
 
 
 @pytest.mark.fast(interpreted=0)

@@ -77,6 +77,8 @@ MODELS = (
     Named("MiniMax-M3 (text)", ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")),
 )
 
+# Encoders with windows, which are refused: these windows have two sides.
+_TWO_SIDED = ("Gemma3TextModel",)
 # Hybrid models that were run in vLLM, where recurrent layers are vLLM's own.
 _TRIED_HYBRIDS = ("Qwen3NextForCausalLM",)
 
@@ -106,7 +108,7 @@ def _cells(model: Named) -> str:
     decoder = family.decoder
     engine = "no" if decoder is None else model.weights or ("yes, GGUF too" if decoder.gguf else "yes")
     plugins = "yes"
-    if family.attention is compressed_layers:
+    if family.attention is compressed_layers or model.architectures[0] in _TWO_SIDED:
         plugins = "no"
     elif isinstance(family.attention, HybridAttention):
         is_tried = model.architectures[0] in _TRIED_HYBRIDS

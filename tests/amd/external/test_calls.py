@@ -220,12 +220,12 @@ def test_tokens_of_a_span_see_each_other(mask_cells: bool, passes: bool, device:
             first += new
     filled.attention.check_device()
     cells = torch.ones(sum(new * length for new, length in zip(q_len, filled.kv_len, strict=True)), dtype=torch.bool)
-    mask = BoolCells(cells.to(device), torch.full((17,), 2**20, device=device))
+    of_cells = BoolCells(cells.to(device), torch.full((17,), 2**20, device=device))
     if not mask_cells:
         with pytest.raises(WrongState, match="no memory is kept for them; build with mask_cells"):
-            filled.attention.begin(filled.step(q_len, mask=mask))
+            filled.attention.begin(filled.step(q_len, mask=of_cells))
         return
-    found, _ = filled.attend(q_len, filled.step(q_len, mask=mask), q)
+    found, _ = filled.attend(q_len, filled.step(q_len, mask=of_cells), q)
     assert not found.any()  # windows that are counted from places after all keys show none
 
 

@@ -221,7 +221,7 @@ class Problem:
                                 trees or cells in place of causality; a window still hides keys further back
     chunk:                      keys of a chunk (Llama 4): a query at place p sees none before p - p % chunk; 0: no such
     spans_pass_window:          whether a query in a span of the step (TokenSpans) sees all of it, even what lies before
-                                its window or chunk, as in Gemma 3; if not, the window hides it
+                                its window or chunk, as in PaliGemma 2; if not, the window hides it
     indexer:                    how the keys are chosen that attend_selected() attends to
     row:                        the tokens that a row of K and V stands for
     """

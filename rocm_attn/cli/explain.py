@@ -349,14 +349,18 @@ def _geometry(problem: Problem) -> str:
     ]
     if problem.v_head_dim != problem.head_dim:
         parts.insert(2, f"v_head_dim {problem.v_head_dim}")
-    if problem.window_left != UNLIMITED_WINDOW:
+    if not problem.causal:
+        parts.append("every token sees all of its sequence")
+    if problem.chunk:
+        parts.append(f"chunks of {problem.chunk} keys")
+    if problem.window_left not in (UNLIMITED_WINDOW, problem.chunk - 1):
         parts.append(f"window of {problem.window_left} previous keys")
     if problem.logits_soft_cap:
         parts.append(f"soft cap {problem.logits_soft_cap:g}")
     if problem.has_sinks:
         parts.append("sinks")
     if problem.custom_mask:
-        parts.append("custom masks")
+        parts.append("spans that pass the window" if problem.spans_pass_window else "custom masks")
     if not isinstance(problem.indexer, AllKeys):
         indexing = problem.indexer.indexing
         what = "tokens" if indexing.unit_tokens == 1 else f"blocks of {indexing.unit_tokens} tokens"
@@ -386,6 +390,10 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
             "window_left": problem.window_left,
             "logits_soft_cap": problem.logits_soft_cap,
             "has_sinks": problem.has_sinks,
+            "causal": problem.causal,
+            "chunk": problem.chunk,
+            "custom_mask": problem.custom_mask,
+            "spans_pass_window": problem.spans_pass_window,
             "pool": problem.pool.name.lower(),
         },
         "compressed_rows": [

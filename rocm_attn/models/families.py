@@ -7,7 +7,7 @@ attention runtime serves the attention layers of every family here, whatever the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections, RowFactors
@@ -22,10 +22,12 @@ from rocm_attn.models.hf_attention import (
     of_the_last_like_it,
     qwen2_moe_windows,
     qwen_windows,
+    rotated_layers_have_chunks,
     window_everywhere,
     window_everywhere_if_used,
 )
 from rocm_attn.models.hf_compressed import compressed_layers
+from rocm_attn.models.hf_encoders import ENCODER_DEFAULTS, encoder_layers
 from rocm_attn.models.hf_falcon_h1 import (
     FALCON_H1_DEFAULTS,
     attention_and_state_everywhere,
@@ -77,6 +79,7 @@ from rocm_attn.models.hf_projections import (
 )
 from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta, mamba
 from rocm_attn.models.hf_rope import no_rope, one_rope, rope_of_each_kind, rope_of_first_elements
+from rocm_attn.models.hf_spans import WithSpans, gemma4_image_layers, paligemma_layers
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.rope import Rope
 
@@ -164,9 +167,16 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     """
     architecture = architecture_of(config)
     fields = text_fields(config)
-    if fields.values.get("use_bidirectional_attention") is True:
-        raise Unsupported(f"{architecture} with use_bidirectional_attention is not served: only causal attention is")
-    return FAMILIES[architecture].attention(fields)
+    geometry = FAMILIES[architecture].attention(fields)
+    # transformers 5 serves any class whose masks are causal as an encoder, if the file says so.
+    is_encoder = fields.values.get("is_causal") is False
+    if architecture not in _WITH_A_PREFIX:
+        is_encoder = is_encoder or fields.values.get("use_bidirectional_attention") is True
+    return geometry.not_causal() if is_encoder else geometry
+
+
+# Models whose use_bidirectional_attention means the prompt's beginning alone.
+_WITH_A_PREFIX = ("PaliGemmaForConditionalGeneration",)
 
 
 def text_fields(config: Mapping[str, object]) -> Fields:
@@ -244,6 +254,7 @@ _GEMMA3_DECODER = Decoder(
     geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
 )
 _GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
+_GEMMA3_IMAGE_FAMILY = replace(_GEMMA3_FAMILY, attention=WithSpans(_GEMMA3_FAMILY.attention))
 _GEMMA4_FAMILY = Family(
     gemma4_layers,
     GEMMA4_DEFAULTS,
@@ -257,6 +268,20 @@ _GEMMA4_FAMILY = Family(
         has_layer_factors=True,
     ),
 )
+_GEMMA4_IMAGE_FAMILY = replace(_GEMMA4_FAMILY, attention=gemma4_image_layers)
+_LLAMA4_FAMILY = Family(
+    GroupedAttention(no_window, chunks=rotated_layers_have_chunks),
+    {
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+        "max_position_embeddings": 131_072,
+    },
+)
+_ENCODER_FAMILY = Family(encoder_layers, ENCODER_DEFAULTS)
 _MINIMAX_M3_FAMILY = Family(
     block_indexed_layers,
     MINIMAX_M3_DEFAULTS,
@@ -393,11 +418,21 @@ FAMILIES: Mapping[str, Family] = {
         Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0),
     ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
-    "Gemma3ForConditionalGeneration": _GEMMA3_FAMILY,
+    "Gemma3TextModel": Family(_GEMMA3_FAMILY.attention, _GEMMA3),
+    "Gemma3ForConditionalGeneration": _GEMMA3_IMAGE_FAMILY,
     "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
     "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
     "Gemma4ForCausalLM": _GEMMA4_FAMILY,
-    "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
+    "Gemma4ForConditionalGeneration": _GEMMA4_IMAGE_FAMILY,
+    "PaliGemmaForConditionalGeneration": Family(paligemma_layers, {"max_position_embeddings": 8192}),
+    "Llama4ForCausalLM": _LLAMA4_FAMILY,
+    "Llama4ForConditionalGeneration": _LLAMA4_FAMILY,
+    "BertModel": _ENCODER_FAMILY,
+    "BertForSequenceClassification": _ENCODER_FAMILY,
+    "RobertaModel": _ENCODER_FAMILY,
+    "RobertaForSequenceClassification": _ENCODER_FAMILY,
+    "XLMRobertaModel": _ENCODER_FAMILY,
+    "XLMRobertaForSequenceClassification": _ENCODER_FAMILY,
     "MiniCPM3ForCausalLM": Family(
         latent_layers, MINICPM3_DEFAULTS, Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
     ),

@@ -90,6 +90,10 @@ class AttentionLayer:
 
     scale:       factor on q.k before the softmax
     window_left: previous keys that a query attends to in addition to its own; -1: all of them
+    chunk:       keys of a chunk, before whose first one a query in it attends to none; 0: no chunks
+    causal:      whether a query attends to no key after its own; if not, to every key of its sequence
+    sees_spans:  whether tokens of an image, or of a prompt's beginning, attend to each other, in both directions
+    spans_pass_window: whether they do so past the window, too
     indexer:     selects the keys that are attended to; whole on every rank, except for selections per KV head
     latent_dim:  of latent attention: the first elements of a token's one row, which are V; 0: K and V of their own
     compressed:  what the layer attends to in addition, with the same softmax
@@ -103,6 +107,10 @@ class AttentionLayer:
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     latent_dim: int = 0
+    chunk: int = 0
+    causal: bool = True
+    sees_spans: bool = False
+    spans_pass_window: bool = False
     indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
     compressed: tuple[CompressedRows, ...] = ()
 
@@ -110,6 +118,16 @@ class AttentionLayer:
     def rope_dim(self) -> int:
         """Elements of a q and a k row that turn: all, or in latent attention those after the latent ones."""
         return self.head_dim - self.latent_dim
+
+    @property
+    def is_local(self) -> bool:
+        """True if a query may attend to fewer keys than come before it: the layer has a window, or chunks."""
+        return self.window_left != UNLIMITED_WINDOW or self.chunk > 0
+
+    def within(self, max_kv_len: int) -> AttentionLayer:
+        """The same layer for sequences up to max_kv_len, without a window, or chunks, that none of them outgrows."""
+        window_left = UNLIMITED_WINDOW if self.window_left >= max_kv_len - 1 else self.window_left
+        return replace(self, window_left=window_left, chunk=0 if self.chunk >= max_kv_len else self.chunk)
 
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
         """The part of one tensor-parallel rank, as Shard.heads cuts it. Every rank holds the one latent row."""
@@ -133,6 +151,10 @@ class AttentionLayer:
             window_left=self.window_left,
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
+            causal=self.causal,
+            custom_mask=self.sees_spans,
+            chunk=self.chunk,
+            spans_pass_window=self.sees_spans and self.spans_pass_window and self.is_local,
             wants_lse=bool(self.compressed),
             indexer=self.indexer,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
@@ -200,12 +222,22 @@ class AttentionGeometry:
         return tuple(layer.recurrence(dtype) for _, layer in self.recurrent)
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
-        """The same layers for sequences up to max_kv_len: a window that none of them outgrows is dropped."""
-        layers = tuple(
-            replace(layer, window_left=UNLIMITED_WINDOW) if layer.window_left >= max_kv_len - 1 else layer
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
+        """The same layers for sequences up to max_kv_len; see AttentionLayer.within."""
+        return replace(self, layers=tuple(layer.within(max_kv_len) for layer in self.layers))
+
+    def over_text(self) -> AttentionGeometry:
+        """The same layers where no step has images, or a beginning whose tokens attend to each other."""
+        return replace(self, layers=tuple(replace(layer, sees_spans=False) for layer in self.layers))
+
+    def not_causal(self) -> AttentionGeometry:
+        """The same layers, in which every token attends to all of its sequence. Raises Unsupported."""
+        for number, layer in enumerate(self.layers):
+            if layer.is_local or layer.latent_dim or not isinstance(layer.indexer, AllKeys) or self.recurrent:
+                raise Unsupported(
+                    f"layer {number} is not causal and has a window to both sides, chunks, latent rows or an indexer, "
+                    "or is one of a model with recurrent layers; only layers over all keys may be not causal here"
+                )
+        return replace(self, layers=tuple(replace(layer, causal=False) for layer in self.layers))
 
     def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; a layer that reads them has that layer's.

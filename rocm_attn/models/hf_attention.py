@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rocm_attn.errors import BadModel, Unsupported
@@ -37,16 +37,8 @@ def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]
     left = window_left(fields.count("sliding_window"))
     if not fields.has("layer_types"):
         return tuple(left if slides(layer) else UNLIMITED_WINDOW for layer in range(num_layers))
-    types = fields.list("layer_types")
-    if len(types) != num_layers:
-        raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
     meaning = {"sliding_attention": left, "full_attention": UNLIMITED_WINDOW}
-    for layer_type in types:
-        if layer_type not in meaning:
-            raise Unsupported(
-                f"layer type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
-            )
-    return tuple(meaning[str(layer_type)] for layer_type in types)
+    return tuple(meaning[layer_type] for layer_type in _layer_types(fields, num_layers, meaning))
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -74,6 +66,48 @@ def all_but_one_in_a_pattern_slide(fields: Fields, num_layers: int) -> tuple[int
     """[layers] window_left: on all but each sliding_window_pattern-th layer, unless layer_types says otherwise."""
     period = fields.count("sliding_window_pattern")
     return _window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
+
+
+def no_chunks(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] Keys of a chunk in a model without chunks: 0."""
+    return (0,) * num_layers
+
+
+def rotated_layers_have_chunks(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] attention_chunk_size in layers that layer_types names, or else in those that turn q and k; else 0.
+
+    Those that turn are the ones in no_rope_layers, or all but each no_rope_layer_interval-th.
+    """
+    size = fields.count("attention_chunk_size") if fields.has("attention_chunk_size") else 0
+    if fields.has("layer_types"):
+        meaning = {"chunked_attention": size, "full_attention": 0}
+        types = _layer_types(fields, num_layers, meaning)
+        if not size and "chunked_attention" in types:
+            raise BadModel("config.json: layer_types has 'chunked_attention', and there is no attention_chunk_size")
+        return tuple(meaning[each] for each in types)
+    turns = fields.list("no_rope_layers") if fields.values.get("no_rope_layers") else []
+    if not turns:
+        interval = fields.count("no_rope_layer_interval")
+        turns = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if len(turns) < num_layers or any(each not in (0, 1) for each in turns):
+        raise BadModel(
+            f"config.json: no_rope_layers is {shown(turns)}; it must hold a 1 for each layer with rotary embedding and "
+            f"a 0 for each other one of {num_layers}"
+        )
+    return tuple(size if each else 0 for each in turns[:num_layers])
+
+
+def _layer_types(fields: Fields, num_layers: int, meaning: Mapping[str, int]) -> list[str]:
+    """[layers] The file's layer_types, which must be among those that have a meaning. Raises BadModel, Unsupported."""
+    types = fields.list("layer_types")
+    if len(types) != num_layers:
+        raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
+    for layer_type in types:
+        if layer_type not in meaning:
+            raise Unsupported(
+                f"layer type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
+            )
+    return [str(layer_type) for layer_type in types]
 
 
 def its_own(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
@@ -105,6 +139,7 @@ class GroupedAttention:
     """Layers with K and V heads.
 
     windows:   window_left of each layer
+    chunks:    keys of a chunk in each layer; 0: no chunks
     reads:     AttentionGeometry.reads, from the windows
     has_scale: whether scores are scaled at all
     """
@@ -113,6 +148,7 @@ class GroupedAttention:
     has_sinks: bool = False
     reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = its_own
     has_scale: bool = True
+    chunks: Callable[[Fields, int], tuple[int, ...]] = no_chunks
 
     def __call__(self, fields: Fields) -> AttentionGeometry:
         """The layers that the fields of a text model describe. Raises BadModel, Unsupported."""
@@ -126,8 +162,10 @@ class GroupedAttention:
             logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
             has_sinks=self.has_sinks,
         )
-        windows = self.windows(fields, fields.count("num_hidden_layers", most=MAX_LAYERS))
-        every = AttentionGeometry.of([replace(layer, window_left=left) for left in windows])
+        num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+        windows, chunks = self.windows(fields, num_layers), self.chunks(fields, num_layers)
+        local = zip(windows, chunks, strict=True)
+        every = AttentionGeometry.of([replace(layer, window_left=left, chunk=chunk) for left, chunk in local])
         return replace(every, reads=self.reads(fields, windows))
 
 

@@ -24,7 +24,9 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         raise BadModel(f"the runner does not serve {architecture}; it serves {', '.join(DECODERS)}")
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
-    attention = attention_geometry(config)
+    attention = attention_geometry(config).over_text()
+    if not all(layer.causal for layer in attention.layers):
+        raise BadModel(f"config.json: {architecture} is not causal here; the runner generates text, token after token")
     return ModelConfig(
         architecture=architecture,
         layers=_layers(decoder, fields, attention),

@@ -11,7 +11,15 @@ from sglang.kernels.ops.quantization.fp8_kernel import is_fp8_fnuz
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import attention_backends, get_disagg, get_exec, get_memory, get_parallel, get_spec
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_disagg,
+    get_exec,
+    get_memory,
+    get_parallel,
+    get_schedule,
+    get_spec,
+)
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from rocm_attn.errors import Unsupported
@@ -74,12 +82,17 @@ def serving_of(runner: Any) -> Serving:
         raise Unsupported("a unified KV pool is not served, because its table holds virtual slots")
     if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):
         _check_sparse(runner)
+    if get_exec().dllm.dllm_algorithm is not None:
+        raise Unsupported("diffusion models, which rewrite a block of tokens, are not served (--dllm-algorithm)")
+    # Models that draft blocks get K and V of a prompt from the target's layers, and see none of their own.
+    is_whole = get_schedule().chunked_prefill_size == -1 and get_memory().disable_radix_cache
     is_alone, spec = parallel.attn_tp_size == 1, get_spec()
     return Serving(
         RadixAttention,
         provider=provider(os.environ),
         deterministic=get_exec().deterministic.enable_deterministic_inference,
         with_trees=(spec.speculative_eagle_topk or 0) > 1 or runner.spec_algorithm.is_ngram(),
+        whole_prompts=runner.is_draft_worker or is_whole,
         draft_tokens=0 if runner.is_draft_worker else spec.speculative_num_draft_tokens or 0,
         index_encoding=KVEncoding.E4M3FNUZ if is_fp8_fnuz() else KVEncoding.E4M3FN,
         on_fault=fault_policy(os.environ, SGLANG.log),

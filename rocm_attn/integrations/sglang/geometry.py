@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
 from rocm_attn.integrations.sglang import indexers
+from rocm_attn.integrations.sglang.images import sees_images
 from rocm_attn.integrations.sglang.seen import (
     IndexerModule,
     KVPoolView,
@@ -28,6 +29,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelection, Indexer, KVEncoding, Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
+_DECODER, _ENCODER = "decoder", "encoder_only"
 # Names in models of SGLang for the logits that their heads add to the softmax denominator.
 _SINK_NAMES = ("sinks", "attention_sink_bias")
 
@@ -61,13 +63,21 @@ class ModelLayers:
 
     page_size:  for tables and pages: the pool's, or 1, which works for every pool of tokens
     with_masks: whether steps may bring a tree of drafts
+    whole_prompts: whether a prompt's tokens are all new in one step
     index_encoding: of index keys in SGLang's pages
 
     Raises Unsupported with every reason if a layer is not served.
     """
 
     def __init__(
-        self, runner: Runner, layer_type: type, *, page_size: int, with_masks: bool, index_encoding: KVEncoding
+        self,
+        runner: Runner,
+        layer_type: type,
+        *,
+        page_size: int,
+        with_masks: bool,
+        whole_prompts: bool,
+        index_encoding: KVEncoding,
     ) -> None:
         self._runner, self._page_size, self._with_masks = runner, page_size, with_masks
         self._index_encoding = index_encoding
@@ -78,7 +88,16 @@ class ModelLayers:
                 f"{type(runner.model).__name__} has no attention layer that can be found before it serves, so its "
                 "geometry is not known; choose another attention backend"
             )
-        refused = [f"layer {each.layer.layer_id}: {why}" for each in found for why in _refusals(each.layer, runner)]
+        refused = [
+            f"layer {each.layer.layer_id}: {why}"
+            for each in found
+            for why in _refusals(each.layer, runner, with_masks=with_masks)
+        ]
+        if not whole_prompts and not all(map(_is_causal, found)):
+            refused.append(
+                "tokens of an encoder see later ones, and a prompt may come in parts; use --chunked-prefill-size -1 "
+                "and --disable-radix-cache"
+            )
         modules = [each.indexer for each in found if each.indexer is not None]
         if modules:
             refused += indexers.refusals(pool, modules, page_size, with_masks=with_masks)
@@ -202,6 +221,11 @@ class ModelLayers:
         """True if a token has one row, whose first part is its V."""
         return self._runner.use_mla_backend
 
+    @property
+    def see_images(self) -> bool:
+        """True if tokens of an image see each other in a layer."""
+        return any(sees_images(layer, self._runner) for layer in self.layers)
+
     def has_records(self, place: int) -> bool:
         """True if a layer's rows are records: codes, their scales, and the rotated part in bfloat16."""
         return self._problems[place].kv_scales is Scales.GROUP
@@ -246,9 +270,11 @@ class ModelLayers:
             page_size=self._page_size,
             scale=layer.scaling,
             window_left=max(layer.sliding_window_size, UNLIMITED_WINDOW),
+            chunk=_chunk(layer, self._runner),
+            causal=_is_causal(found),
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
-            custom_mask=self._with_masks,
+            custom_mask=self._with_masks or sees_images(layer, self._runner),
             pool=PoolKind.LATENT if self.is_latent else PoolKind.SPLIT,
             kv_encoding=KVEncoding(encoding.value) if is_coded else KVEncoding.LIKE_Q,
             kv_scales=Scales.GROUP if has_records(pool) else of_rows,
@@ -272,7 +298,15 @@ def _found(model: nn.Module, layer_type: type) -> list[ModelLayer]:
 def _signature(layer: RadixAttentionView) -> tuple[object, ...]:
     """Returns the properties that kernels are chosen by."""
     heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
-    return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap
+    return (
+        layer.layer_id,
+        *heads,
+        layer.scaling,
+        layer.sliding_window_size,
+        layer.logit_cap,
+        layer.use_irope,
+        _kind(layer),
+    )
 
 
 def _is_tensor(module: nn.Module, name: str) -> bool:
@@ -288,16 +322,35 @@ def _has_pages(layer: RadixAttentionView, runner: Runner) -> bool:
     return layer.tp_k_head_num == 1 and bool(layer.v_head_dim == latent)
 
 
-def _refusals(layer: RadixAttentionView, runner: Runner) -> list[str]:
+def _kind(layer: RadixAttentionView) -> str:
+    """Returns the value of AttentionType."""
+    return str(getattr(layer.attn_type, "value", layer.attn_type))
+
+
+def _is_causal(found: ModelLayer) -> bool:
+    """True unless every token of a step sees all of its sequence: in an encoder, and in a draft model of blocks."""
+    return _kind(found.layer) != _ENCODER
+
+
+def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
+    """Returns the keys of a chunk: a query sees none before its own. 0 if the layer has no chunks."""
+    return runner.attention_chunk_size or 0 if layer.use_irope else 0
+
+
+def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) -> list[str]:
     """Returns the reasons why a layer is not served."""
-    kind = getattr(layer.attn_type, "value", layer.attn_type)
+    kind = _kind(layer)
     requested = (
         (layer.is_cross_attention, "cross attention over an encoder's keys"),
-        (kind != "decoder", f"attention of the kind {kind!r}; only a decoder's is served"),
+        (kind not in (_DECODER, _ENCODER), f"attention of the kind {kind!r}"),
+        (kind == _ENCODER and layer.sliding_window_size >= 0, "a window to both sides of a token"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
         (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),
         (layer.xai_temperature_len > 0, "a temperature that grows with the length"),
-        (layer.use_irope and runner.attention_chunk_size is not None, "attention within chunks of the sequence"),
+        (
+            with_masks and _chunk(layer, runner),
+            "a tree of drafts in a layer with chunks, which count places of tokens,",
+        ),
     )
     return [f"{why} is not served" for is_requested, why in requested if is_requested]
 

@@ -21,6 +21,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
+from rocm_attn.integrations.sglang.images import CausalImages, ImageSpans
 from rocm_attn.integrations.sglang.indexers import IndexerInputs, index_format
 from rocm_attn.integrations.sglang.seen import (
     PAD_KV_LEN,
@@ -49,6 +50,7 @@ class Serving:
     provider:      of kernels
     deterministic: whether a request's text must not depend on its batch
     with_trees:    whether verified drafts are trees
+    whole_prompts: whether a prompt's tokens are all new in one step: none are cached, and no prompt comes in parts
     draft_tokens:  verified per sequence and step, the sequence's last token included; 0: drafts are not verified
     index_encoding: of index keys in SGLang's pages
     agree:         how tensor-parallel ranks agree on kernels
@@ -62,6 +64,7 @@ class Serving:
     provider: str = "auto"
     deterministic: bool = False
     with_trees: bool = False
+    whole_prompts: bool = False
     draft_tokens: int = 0
     index_encoding: KVEncoding = KVEncoding.E4M3FN
     agree: Agree = alone
@@ -100,6 +103,7 @@ class AttentionHooks:
             serving.layer_type,
             page_size=runner.page_size if page_size is None else page_size,
             with_masks=serving.with_trees,
+            whole_prompts=serving.whole_prompts,
             index_encoding=serving.index_encoding,
         )
         self._cells: Tensor | None = None
@@ -136,13 +140,15 @@ class AttentionHooks:
                 provider=serving.provider,
                 deterministic=serving.deterministic,
                 page_strides=self._layers.has_strides,
+                mask_cells=serving.with_trees,
                 on_fault=self._report,
             ),
             guards=serving.guards,
             agree=serving.agree,
         )
         self._is_sealed, self._sealed_tokens, self._table_seen = False, 0, table
-        self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device)
+        images = ImageSpans(self._device) if self._layers.see_images else CausalImages()
+        self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device, images)
         serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
         for space, source in self._sources().items():
             attention.tables.use(source, space)

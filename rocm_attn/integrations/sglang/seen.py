@@ -113,7 +113,9 @@ class ForwardBatchView(Protocol):
     seq_lens_cpu:     the same on the host, if known there
     out_cache_loc:    int64 [T], slots of new tokens
     extend_seq_lens:  int32 [batch_size], new tokens; extend_seq_lens_cpu on the host
+    extend_prefix_lens_cpu: tokens before them, on the host
     spec_info:        of drafts
+    mm_inputs:        of each sequence that has images: mm_items, with offsets (first token, last token) in the prompt
     """
 
     forward_mode: Mode
@@ -124,8 +126,10 @@ class ForwardBatchView(Protocol):
     out_cache_loc: Tensor | None
     extend_seq_lens: Tensor
     extend_seq_lens_cpu: Sequence[int] | Tensor | None
+    extend_prefix_lens_cpu: Sequence[int] | Tensor | None
     positions: Tensor
     spec_info: Any
+    mm_inputs: Sequence[Any] | None
 
 
 class LentPool:

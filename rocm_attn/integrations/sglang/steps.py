@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, NeverFits
+from rocm_attn.integrations.sglang.images import CausalImages
 from rocm_attn.integrations.sglang.seen import PAD_ROW, ForwardBatchView, on_host, real_sequences
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, ExternalStep, NewLengths, NoCells
 
@@ -45,11 +46,13 @@ class StepMaker:
 
     num_seqs:   the most sequences of a step
     max_kv_len: tokens of the longest sequence
+    images:     of prompts
     """
 
     num_seqs: int
     max_kv_len: int
     device: torch.device
+    images: CausalImages = field(default_factory=CausalImages)
     _same: dict[int, Tensor] = field(default_factory=dict)
     _kv_len: KvLengths = field(init=False)
 
@@ -137,6 +140,7 @@ class StepMaker:
             min(lens),
             max(1, most),
             self._longest(batch),
+            mask=self.images.of(batch),
         )
 
     def _longest(self, batch: ForwardBatchView) -> int:

@@ -29,6 +29,7 @@ _FP8 = "published in FP8: convert to bfloat16 first"
 
 MODELS = (
     Named("Llama 2, 3, 3.1, 3.2, 3.3 (text)", ("LlamaForCausalLM",)),
+    Named("Llama 4", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")),
     Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small 3", ("MistralForCausalLM",)),
     Named("Mixtral 8x7B, 8x22B", ("MixtralForCausalLM",)),
     Named("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",)),
@@ -49,6 +50,8 @@ MODELS = (
     Named("Qwen3.8-Flash-Next", ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")),
     Named("Gemma 2", ("Gemma2ForCausalLM",)),
     Named("Gemma 3 (text)", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")),
+    Named("EmbeddingGemma", ("Gemma3TextModel",)),
+    Named("PaliGemma, PaliGemma 2", ("PaliGemmaForConditionalGeneration",)),
     Named("Gemma 3n (text)", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")),
     Named("Gemma 4 (text)", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")),
     Named("gpt-oss-20b, gpt-oss-120b", ("GptOssForCausalLM",), "published in MXFP4: convert to bfloat16 first"),
@@ -65,9 +68,17 @@ MODELS = (
     Named("Kimi-K3", ("KimiK3ForConditionalGeneration",)),
     Named("MiniCPM3", ("MiniCPM3ForCausalLM",)),
     Named("MiniMax-M2, M2.5", ("MiniMaxM2ForCausalLM",)),
+    Named("BERT", ("BertModel", "BertForSequenceClassification")),
+    Named("RoBERTa", ("RobertaModel", "RobertaForSequenceClassification")),
+    Named(
+        "XLM-RoBERTa: multilingual-e5, BGE-M3, bge-reranker",
+        ("XLMRobertaModel", "XLMRobertaForSequenceClassification"),
+    ),
     Named("MiniMax-M3 (text)", ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")),
 )
 
+# Encoders with windows, which are refused: these windows have two sides.
+_TWO_SIDED = ("Gemma3TextModel",)
 # Hybrid models that were run in vLLM, where recurrent layers are vLLM's own.
 _TRIED_HYBRIDS = ("Qwen3NextForCausalLM",)
 
@@ -97,7 +108,7 @@ def _cells(model: Named) -> str:
     decoder = family.decoder
     engine = "no" if decoder is None else model.weights or ("yes, GGUF too" if decoder.gguf else "yes")
     plugins = "yes"
-    if family.attention is compressed_layers:
+    if family.attention is compressed_layers or model.architectures[0] in _TWO_SIDED:
         plugins = "no"
     elif isinstance(family.attention, HybridAttention):
         is_tried = model.architectures[0] in _TRIED_HYBRIDS

@@ -101,6 +101,128 @@ def write_gemma3(folder: Path) -> None:
     write_random(folder, lambda: Gemma3ForCausalLM(config))
 
 
+def write_llama4(folder: Path) -> None:
+    """Writes a small Llama 4 with random weights: chunks of 24 keys in all layers but the fourth.
+
+    SGLang rounds rows that it normalises to bfloat16 on a CPU, and compiles the temperature of long texts; both are
+    left out. Only with images does SGLang reorder the elements that turn, as files of Llama 4 need it.
+    """
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    config = Llama4Config(
+        text_config={
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "intermediate_size_mlp": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "attention_chunk_size": 24,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "interleave_moe_layer_step": 100,
+            "num_local_experts": 2,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 1024,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "dtype": "float32",
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        boi_token_index=3,
+        eoi_token_index=4,
+        image_token_index=5,
+        architectures=["Llama4ForConditionalGeneration"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: Llama4ForConditionalGeneration(config))
+
+
+def write_bert(folder: Path) -> None:
+    """Writes a small BERT with random weights."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        position_embedding_type="absolute",
+        pad_token_id=0,
+        architectures=["BertModel"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: BertModel(config, add_pooling_layer=False))
+
+
+# Of a config: first and last token of the images of each prompt that is long enough (sglang_images.py). The first is
+# longer than the windows.
+IMAGE_PLACES = "image_places"
+
+
+def write_gemma3_images(folder: Path) -> None:
+    """Writes a small Gemma 3 that takes images, with random weights, and says where prompts have some."""
+    from safetensors.torch import load_file
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config = Gemma3Config(
+        text_config={
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 1024,
+            "query_pre_attn_scalar": 32,
+            "dtype": "float32",
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=5,
+        boi_token_index=3,
+        eoi_token_index=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["Gemma3ForConditionalGeneration"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: Gemma3ForConditionalGeneration(config))
+    # As in published files.
+    weights = load_file(folder / "model.safetensors")
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, IMAGE_PLACES: [[2, 33], [35, 39]]}, indent=1))
+
+
 def write_gemma3_draft(folder: Path) -> None:
     """Writes the small Gemma 3 with slightly different weights, so that some of its drafts agree with the original."""
     from safetensors.torch import load_file
@@ -149,6 +271,33 @@ def write_llama_head(folder: Path) -> None:
         "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
     }
     write(folder, weights, {**config.to_dict(), "architectures": ["LlamaForCausalLMEagle"]})
+
+
+def write_block_drafts(folder: Path) -> None:
+    """Writes a model that drafts a block of tokens for the small Llama at once (DFlash), with random weights.
+
+    Its layers see the hidden states between the Llama's layers, and tokens of a block see each other.
+    """
+    random = torch.Generator().manual_seed(2)
+
+    def rows(*shape: int) -> Tensor:
+        return 0.12 * torch.randn(shape, generator=random)
+
+    config = _small_llama(num_hidden_layers=2)
+    hidden, kv, inner = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
+    weights = {"fc.weight": rows(hidden, hidden), "norm.weight": torch.ones(hidden)}
+    weights["hidden_norm.weight"] = torch.ones(hidden)
+    for layer in range(config.num_hidden_layers):
+        shapes = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
+        of_layer = {f"self_attn.{name}_proj.weight": rows(*shape) for name, shape in shapes.items()}
+        of_layer |= {f"self_attn.{name}_norm.weight": torch.ones(config.head_dim) for name in ("q", "k")}
+        of_layer |= {f"mlp.{name}_proj.weight": rows(inner, hidden) for name in ("gate", "up")}
+        of_layer |= {"mlp.down_proj.weight": rows(hidden, inner)}
+        of_layer |= {f"{name}_layernorm.weight": torch.ones(hidden) for name in ("input", "post_attention")}
+        weights |= {f"layers.{layer}.{name}": each for name, each in of_layer.items()}
+    drafting = {"mask_token_id": 7, "target_layer_ids": [0], "block_size": 4, "num_target_layers": 2}
+    fields = {**config.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    write(folder, weights, {**fields, "dflash_config": drafting})
 
 
 def _small_llama(num_hidden_layers: int) -> Any:
@@ -299,9 +448,13 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
+    "llama4": write_llama4,
+    "bert": write_bert,
+    "gemma3_images": write_gemma3_images,
     "qwen3_experts": write_qwen3_experts,
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,
+    "block_drafts": write_block_drafts,
     "deepseek": write_deepseek,
     "deepseek_wide": write_wide_deepseek,
     "deepseek_sparse": write_sparse_deepseek,

@@ -43,6 +43,32 @@ def find_last_slots_in_torch() -> None:
     allocation.get_last_loc_triton = allocation.get_last_loc_torch
 
 
+def allow_block_drafts() -> None:
+    """Lets SGLang draft blocks on a CPU, which it allows on GPUs alone; it has torch functions for what Triton does."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    class Allowing:
+        def __init__(self, platform: Any) -> None:
+            self._platform = platform
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._platform, name)
+
+        def is_out_of_tree(self) -> bool:
+            return True
+
+        def supports_speculative_algorithm(self, name: str) -> bool:
+            return True
+
+        def supports_speculative_draft_attention_backend(self, name: str, backend: str) -> bool:
+            return True
+
+    speculative_hook.current_platform = Allowing(speculative_hook.current_platform)
+    # A CPU has no streams that a tensor's memory waits for. SGLang rounds embeddings that a model is given to bfloat16.
+    Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]  # for this process
+    Tensor.bfloat16 = Tensor.contiguous  # type: ignore[method-assign]  # for this process
+
+
 def assign_draft_cache_locs_contiguous_cpu(
     rows: Tensor, table: Tensor, seq_lens: Tensor, out: Tensor, _width: int, topk: int, num_steps: int
 ) -> None:

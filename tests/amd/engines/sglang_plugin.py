@@ -1,12 +1,15 @@
-"""A test plug-in for SGLang in addition to ours: a pool of windows for Gemma 3, and faults in the engine's steps.
+"""A test plug-in for SGLang in addition to ours: a pool of windows, and faults in the engine's steps.
 
 SGLang's processes find it if the metadata of an installation is on their path.
 
-ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
+ENGINE_WINDOW_POOL=1   gives layers with a window or chunks a pool of their own, which SGLang does for newer models
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang the kernels around drafts, which no CPU wheel has
+ENGINE_BLOCKS=1        lets SGLang draft blocks on a CPU, in the dtype of the model
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
+ENGINE_ROTATION=1      rotates q and k of Llama 4 in place, as SGLang does on GPUs; on a CPU it drops what it rotated
+ENGINE_IMAGES=1        gives prompts images without pixels, where the model's config says
 ENGINE_RECURRENT=1     gives SGLang the operations of recurrent layers, which no CPU wheel has
 ENGINE_HALVES_LOG=FILE with ENGINE_OVERLAP, receives a line of JSON for each batch of two halves
 ENGINE_MODES_LOG=FILE  receives a line per process for each mode of the steps that our backend begins, and for MIXED
@@ -26,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.amd.engines import sglang_cpu_deterministic, sglang_cpu_drafts, sglang_cpu_overlap, sglang_cpu_states
+from tests.amd.engines.models import IMAGE_PLACES
 from tests.amd.engines.sglang_state_faults import StatePlanter
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
+ROTATION, IMAGES, BLOCKS = "ENGINE_ROTATION", "ENGINE_IMAGES", "ENGINE_BLOCKS"
 DETERMINISTIC, RECURRENT, STATES_LOG = "ENGINE_DETERMINISTIC", "ENGINE_RECURRENT", "ENGINE_STATE_FAULTS_LOG"
 _STEPS_APART = 4
 
@@ -39,16 +44,22 @@ Undo = Callable[[], None]
 def register() -> None:
     """Applies the settings; this is the entry point."""
     if os.environ.get(WINDOW_POOL) == "1":
-        give_gemma3_a_window_pool()
+        give_a_window_pool()
     if os.environ.get(SPARSE) == "1":
         build_sparse_models_on_a_cpu()
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
+    if os.environ.get(BLOCKS) == "1":
+        sglang_cpu_drafts.allow_block_drafts()
         sglang_cpu_drafts.find_last_slots_in_torch()
     if os.environ.get(OVERLAP) == "1":
         sglang_cpu_overlap.overlap_on_a_cpu(Path(os.environ[HALVES_LOG]))
     if os.environ.get(DETERMINISTIC) == "1":
         sglang_cpu_deterministic.multiply_rows_by_themselves()
+    if os.environ.get(ROTATION) == "1":
+        rotate_in_place()
+    if os.environ.get(IMAGES) == "1":
+        give_images()
     if os.environ.get(RECURRENT) == "1":
         sglang_cpu_states.replace_triton_kernels()
     if MODES_LOG in os.environ:
@@ -66,14 +77,13 @@ def faults_of_states(log: Path) -> Path:
     return log.with_suffix(".next")
 
 
-def give_gemma3_a_window_pool() -> None:
+def give_a_window_pool() -> None:
     from sglang.srt.arg_groups import model_override_base
     from sglang.srt.configs import model_config
 
     def layer_ids(architectures: Any, config: Any, *_: Any, **__: Any) -> tuple[list[int], list[int]]:
-        kinds = ("sliding_attention", "full_attention")
-        windowed, full = ([i for i, kind in enumerate(config.layer_types) if kind == each] for each in kinds)
-        return windowed, full
+        full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+        return [i for i in range(len(config.layer_types)) if i not in full], full
 
     model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
     model_config.is_hybrid_swa_model = lambda *_, **__: True
@@ -87,6 +97,57 @@ def build_sparse_models_on_a_cpu() -> None:
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     model_hook._dsa_kv_cache_dtype_default = lambda _: {}
+
+
+def rotate_in_place() -> None:
+    from sglang.srt.layers import rotary_embedding
+
+    get_rope = rotary_embedding.get_rope
+
+    def of_llama4(*given: Any, **named: Any) -> Any:
+        rope = get_rope(*given, **named)
+
+        def rotate(positions: Any, q: Any, k: Any) -> Any:
+            for here, rotated in zip((q, k), rope(positions, q, k), strict=True):
+                here.copy_(rotated)
+            return q, k
+
+        return rotate
+
+    from sglang.srt.models import llama4
+
+    llama4.get_rope = of_llama4
+
+
+def give_images() -> None:
+    """Lets our backend find images in prompts of text. SGLang's own code for images sees none."""
+    from types import SimpleNamespace
+
+    from rocm_attn.integrations.sglang.hooks import AttentionHooks
+
+    begin, make = AttentionHooks.init_forward_metadata, AttentionHooks.__init__
+
+    def made(hooks: Any, runner: Any, *given: Any, **named: Any) -> None:
+        make(hooks, runner, *given, **named)
+        hooks.places = getattr(runner.model_config.hf_config, IMAGE_PLACES)
+
+    def of_prompt(hooks: Any, kv_len: int) -> Any:
+        places = [(first, last) for first, last in hooks.places if last < kv_len]
+        return SimpleNamespace(mm_items=[SimpleNamespace(is_image=lambda: True, offsets=places)])
+
+    def with_images(hooks: Any, batch: Any) -> None:
+        if not batch.forward_mode.is_extend():
+            begin(hooks, batch)
+            return
+        lengths = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        before, batch.mm_inputs = batch.mm_inputs, [of_prompt(hooks, sum(each)) for each in lengths]
+        try:
+            begin(hooks, batch)
+        finally:
+            batch.mm_inputs = before
+
+    AttentionHooks.__init__ = made  # type: ignore[method-assign,assignment]  # for this process
+    AttentionHooks.init_forward_metadata = with_images  # type: ignore[method-assign,assignment]  # for this process
 
 
 def write_modes(log: Path) -> None:

@@ -25,13 +25,16 @@ from tests.amd.engines.serving import (
 )
 from tests.amd.engines.sglang_kit import Tally
 from tests.amd.engines.sglang_plugin import (
+    BLOCKS,
     DETERMINISTIC,
     DRAFTS,
     FAULTS_LOG,
     HALVES_LOG,
+    IMAGES,
     MODES_LOG,
     OVERLAP,
     RECURRENT,
+    ROTATION,
     SPARSE,
     STATES_LOG,
     WINDOW_POOL,
@@ -122,12 +125,18 @@ class SglangVenv:
         requested = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
         drafts = any("speculative_algorithm" in run.engine for run in runs)
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
+        rotation = any(run.engine["model_path"].endswith("llama4") for run in runs)
+        blocks = any(run.engine.get("speculative_algorithm") == "DFLASH" for run in runs)
+        images = any(run.engine["model_path"].endswith("_images") for run in runs)
         overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
         deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
         recurrent = any("mamba_radix_cache_strategy" in run.engine for run in runs)
         switches = {
             DRAFTS: drafts,
             SPARSE: sparse,
+            ROTATION: rotation,
+            IMAGES: images,
+            BLOCKS: blocks,
             OVERLAP: overlap,
             DETERMINISTIC: deterministic,
             RECURRENT: recurrent,

@@ -41,6 +41,7 @@ class Run:
     rounds:     prompts of calls, one after the other
     new_tokens: of each prompt
     faults:     true if the first round runs once more, with faults in its steps
+    embeds:     true if the model embeds the prompts, and makes no text
     chances:    true if log probabilities are requested
     state_faults: a fault of states for each of the last rounds
     """
@@ -49,6 +50,7 @@ class Run:
     rounds: list[list[list[int]]]
     new_tokens: int
     faults: bool = False
+    embeds: bool = False
     chances: bool = False
     state_faults: list[str] = field(default_factory=list)
 
@@ -58,6 +60,7 @@ class Answer:
     """The result of a run.
 
     tokens:   of each prompt of each round
+    rows:     the embedding of each prompt of each round
     chances:  log probability of each token
     cached:   number of its prompt's tokens from the radix cache
     verified: number of steps that have verified its drafts
@@ -67,6 +70,7 @@ class Answer:
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
+    rows: list[list[list[float]]] = field(default_factory=list)
     chances: list[list[list[float]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     verified: list[list[int]] = field(default_factory=list)
@@ -90,6 +94,9 @@ def answer(run: Run) -> Answer:
     for prompts, fault in zip(run.rounds, faults, strict=True):
         if run.state_faults:
             faults_of_states(of_states).write_text(fault)
+        if run.embeds:
+            found.rows.append(embedded(engine, prompts))
+            continue
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=run.chances)
         found.tokens.append([output["output_ids"] for output in outputs])
         if run.chances:
@@ -107,6 +114,15 @@ def answer(run: Run) -> Answer:
     found.halves = [json.loads(line) for line in lines(halves)]
     engine.shutdown()
     return found
+
+
+def embedded(engine: Any, prompts: list[list[int]]) -> list[list[float]]:
+    """Returns the embedding of each prompt."""
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+    request = EmbeddingReqInput(input_ids=prompts)
+    outputs = engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(request, None).__anext__())
+    return [output["embedding"] for output in outputs]
 
 
 def lines(log: Path) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
-from tests.amd.engines.models import model
+from tests.amd.engines.models import IMAGE_PLACES, model
 from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
@@ -131,6 +133,28 @@ def test_drafts_of_another_model_change_no_token(
     (ours,) = sglang.ours([drafting], tmp_path)
     assert ours.tokens == stock.tokens
     assert_some_drafts_accepted(ours)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_drafts_of_a_block_that_see_each_other_change_no_token(
+    page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """DFlash: SGLang runs each block as a step that verifies drafts, in layers of the encoder's kind."""
+    (stock,) = sglang.stock([run(sglang, "eagle_target")], tmp_path)
+    drafting = run(
+        sglang,
+        "eagle_target",
+        page_size=page_size,
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(model("block_drafts", sglang.folder)),
+        speculative_num_draft_tokens=4,
+    )
+    # SGLang's list of backends for such drafts refuses a name that it does not know.
+    (ours,) = sglang.ours([drafting], tmp_path, name="triton")
+    assert ours.tokens == stock.tokens
+    assert all(count > 0 for counts in ours.verified for count in counts)
+    assert "TARGET_VERIFY" in ours.modes
 
 
 def assert_some_drafts_accepted(ours: Answer) -> None:
@@ -275,6 +299,69 @@ def test_sparse_attention_gives_the_tokens_of_transformers_with_keys_of_eight_bi
         assert_equal_tokens([ours.tokens], said_by(reference, requested).tokens)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_encoder_gives_the_embeddings_of_sglangs_own_backend(
+    page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    whole: dict[str, Any] = {"is_embedding": True, "chunked_prefill_size": -1, "disable_radix_cache": True}
+    requested = replace(run(sglang, "bert", 0, page_size=page_size, **whole), embeds=True)
+    (stock,) = sglang.stock([requested], tmp_path)
+    (ours,) = sglang.ours([requested], tmp_path)
+    assert [len(rows) for rows in ours.rows] == [len(prompts) for prompts in requested.rounds]
+    rows, expected = (torch.tensor([row for of in answer.rows for row in of]) for answer in (ours, stock))
+    assert len({tuple(row) for row in rows.tolist()}) > len(rows) // 2
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("one_pool", [False, True])
+def test_chunks_of_llama_4_give_the_tokens_of_transformers(one_pool: bool, sglang: SglangVenv, tmp_path: Path) -> None:
+    """SGLang's own backend for a CPU sees all keys there. Of its own, those for GPUs have chunks."""
+    from transformers import Llama4ForConditionalGeneration
+
+    page_size = 1 if one_pool else 16
+    requested = run(sglang, "llama4", 30, page_size=page_size, disable_hybrid_swa_memory=one_pool)
+    folder = model("llama4", sglang.folder)
+    # The text model alone: with images, this release of transformers needs a field that its own output lacks.
+    reference: Any = Llama4ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).language_model
+    stock, text = said_by(reference, requested), reference.config
+    with patch.object(text, "layer_types", ["full_attention"] * len(text.layer_types)):
+        assert said_by(reference, requested).tokens != stock.tokens, "no token depends on the chunks"
+    assert_equal(sglang.ours([requested], tmp_path), stock)
+    assert ("SWAKVPool mem usage" in (tmp_path / "log").read_text()) is not one_pool
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_images_of_gemma_3_give_the_tokens_of_transformers(page_size: int, sglang: SglangVenv, tmp_path: Path) -> None:
+    """SGLang's own backend for a CPU has no such images. Spans stand for them, without pixels."""
+    from transformers import Gemma3ForConditionalGeneration
+
+    requested = run(sglang, "gemma3_images", 20, page_size=page_size, chunked_prefill_size=-1)
+    folder = model("gemma3_images", sglang.folder)
+    reference: Any = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    places = json.loads((folder / "config.json").read_text())[IMAGE_PLACES]
+
+    def types(prompt: Sequence[int]) -> torch.Tensor:
+        found = torch.zeros(1, len(prompt), dtype=torch.int64)
+        for first, last in places:
+            if last < len(prompt):
+                found[:, first : last + 1] = 1
+        return found
+
+    stock = said_by(reference, requested, lambda prompt: {"token_type_ids": types(prompt)})
+    causal = said_by(reference, requested, lambda prompt: {"token_type_ids": types(prompt) * 0})
+    assert sum(map(sum, texts_that_differ(stock, causal))) >= 4, "hardly a text depends on the images"
+    (ours,) = sglang.ours([requested], tmp_path)
+    assert_equal([ours], stock)
+
+
+def texts_that_differ(one: Answer, other: Answer) -> list[list[bool]]:
+    """Returns for each prompt of each round whether two answers differ."""
+    return [[a != b for a, b in zip(*rounds, strict=True)] for rounds in zip(one.tokens, other.tokens, strict=True)]
+
+
 @contextmanager
 def first_of_equals() -> Iterator[None]:
     """Makes torch's topk take the first of equal elements; by itself it takes any."""
@@ -306,8 +393,13 @@ def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
         yield
 
 
-def said_by(reference: Any, requested: Run) -> Answer:
-    """Returns the answers of a model of transformers."""
+def no_more(prompt: Sequence[int]) -> dict[str, Any]:
+    """Nothing is given to a model in addition to a prompt."""
+    return {}
+
+
+def said_by(reference: Any, requested: Run, more: Callable[[Sequence[int]], dict[str, Any]] = no_more) -> Answer:
+    """Returns the answers of a model of transformers. more: what is given to it with a prompt"""
     stock = Answer()
     for prompts_of_round in requested.rounds:
         tokens = []
@@ -318,6 +410,7 @@ def said_by(reference: Any, requested: Run) -> Answer:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
+                **more(prompt),
             )
             tokens.append(out[0, len(prompt) :].tolist())
         stock.tokens.append(tokens)

@@ -27,6 +27,8 @@ NAN = float("nan")
 # Slots of page 0, whatever the page size.
 _MOST_TOKENS_OF_A_PAGE = 4
 TOLERANCE = 2e-5
+# Tokens of a chunk, in layers that have chunks.
+CHUNK = 6
 
 
 class Mode(enum.Enum):
@@ -156,6 +158,9 @@ class Engine:
     """A model of some layers and its pool, served by AttentionHooks.
 
     windows: of each layer, -1 for none
+    is_encoder: True if tokens see all of their sequence, as in an encoder, or in a draft model of blocks
+    model_name: of the model's class
+    chunked: layers that attend within chunks of CHUNK tokens
     dim:     elements of a head, unless rows are latent
     """
 
@@ -167,6 +172,9 @@ class Engine:
         page_size: int = 4,
         dim: int = DIM,
         windows: Sequence[int] = (-1,),
+        chunked: Sequence[int] = (),
+        is_encoder: bool = False,
+        model_name: str = "Model",
         with_window_pool: bool = False,
         is_latent: bool = False,
         kv_dtype: torch.dtype = torch.float32,
@@ -178,6 +186,9 @@ class Engine:
         **given: Any,
     ) -> None:
         self.page_size, self.windows, self.is_latent, self.device = page_size, tuple(windows), is_latent, device
+        self.chunked, self.causal = frozenset(chunked), not is_encoder
+        if is_encoder:
+            given["attn_type"] = SimpleNamespace(value="encoder_only")
         self.random = np.random.default_rng(0)
         num_pages = 1 + (NUM_ROWS - 1) * -(-ROOM // page_size)
         num_slots = num_pages * page_size
@@ -185,7 +196,13 @@ class Engine:
         self.table = torch.zeros(NUM_ROWS, ROOM, dtype=torch.int32, device=device)
         pool_type = LatentPool if is_latent else SplitPool
         self.pool: Any = (
-            WindowPool(windows, num_slots, kv_dtype, device, dim)
+            WindowPool(
+                [0 if layer in self.chunked else window for layer, window in enumerate(windows)],
+                num_slots,
+                kv_dtype,
+                device,
+                dim,
+            )
             if with_window_pool
             else pool_type(range(len(windows)), num_slots, kv_dtype, device, dim)
         )
@@ -193,11 +210,13 @@ class Engine:
         fields = {"qk_head_dim": dim, "v_head_dim": dim, **given}
         if is_latent:
             fields = {"tp_k_head_num": 1, "qk_head_dim": LATENT + ROTATED, "v_head_dim": LATENT, **given}
-        self.model = nn.Module()
+        self.model = type(model_name, (nn.Module,), {})()
         self.layers = []
         for layer_id, window in enumerate(windows):
             block = nn.Module()
-            block.attn = RadixAttention(layer_id, sliding_window_size=window, **fields)
+            block.attn = RadixAttention(
+                layer_id, sliding_window_size=window, use_irope=layer_id in self.chunked, **fields
+            )
             if with_sinks:
                 block.sinks = nn.Parameter(self.random_rows(Q_HEADS))
             self.layers.append(block.attn)
@@ -210,13 +229,14 @@ class Engine:
             use_mla_backend=is_latent,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             token_to_kv_pool=self.pool,
-            attention_chunk_size=None,
+            attention_chunk_size=CHUNK if chunked else None,
         )
         self.serving = Serving(
             RadixAttention,
             provider=provider,
             deterministic=deterministic,
             with_trees=with_trees,
+            whole_prompts=is_encoder,
             draft_tokens=draft_tokens,
             agree=alone,
             on_fault=raise_fault,
@@ -271,9 +291,10 @@ class Engine:
             out_cache_loc=self.ints(slots),
             extend_seq_lens=self.ints(new).int(),
             extend_seq_lens_cpu=list(new),
+            extend_prefix_lens_cpu=[request.kv_len for request in requests],
             positions=self.ints(positions),
             spec_info=SimpleNamespace(draft_token_num=max(new), num_tokens_per_req=max(new), topk=1, custom_mask=None),
-            **more,
+            **{"mm_inputs": None, **more},
         )
 
     def step_of(self, batch: Any, new: Sequence[int], padded: int | None = None) -> Step:
@@ -345,12 +366,17 @@ class Engine:
             out = step.outs[place].view(-1, Q_HEADS, layer.v_head_dim)
             for number, (request, count) in enumerate(zip(requests, step.new, strict=True)):
                 q = step.q[place][first : first + count].double().cpu().numpy()
+                cells = None if shown is None else shown(number)
+                if place in self.chunked:
+                    assert cells is None
+                    cells = cells_of_chunks(request.kv_len, count)
                 want, lse = attention(
                     q,
                     *self.stored[place, request.row],
                     scale=layer.scaling,
                     window_left=window,
-                    shown=None if shown is None else shown(number),
+                    causal=self.causal,
+                    shown=cells,
                 )
                 block: Any = self.model.get_submodule(f"block{layer.layer_id}")
                 if hasattr(block, "sinks"):
@@ -360,6 +386,14 @@ class Engine:
                 assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {place}, row {request.row}"
                 first += count
             assert (out[first:] == 0).all(), f"padded rows of layer {place} are not 0"
+
+
+def cells_of_chunks(kv_len: int, new: int) -> Array:
+    """Returns [new, kv_len]: 1 where a token sees a key: of its own chunk, and no later one."""
+    places = np.arange(kv_len - new, kv_len)[:, None]
+    keys = np.arange(kv_len)[None]
+    seen: Array = ((keys <= places) & (keys // CHUNK == places // CHUNK)).astype(np.float64)
+    return seen
 
 
 class Graph:

@@ -64,6 +64,8 @@ class Server:
         self.backends = "rocm_attn", "rocm_attn"
         self.disaggregation = "null"
         self.is_hisparse = False
+        self.dllm: str | None = None
+        self.chunk, self.has_radix_cache = 8192, True
 
     def modules(self) -> dict[str, ModuleType]:
         names: dict[str, dict[str, Any]] = {
@@ -85,13 +87,17 @@ class Server:
             "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},
             "sglang.srt.runtime_context": {
                 "get_exec": lambda: SimpleNamespace(
-                    deterministic=SimpleNamespace(enable_deterministic_inference=self.is_deterministic)
+                    deterministic=SimpleNamespace(enable_deterministic_inference=self.is_deterministic),
+                    dllm=SimpleNamespace(dllm_algorithm=self.dllm),
                 ),
+                "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=self.chunk),
                 "get_parallel": lambda: self.parallel,
                 "get_spec": lambda: SimpleNamespace(
                     speculative_eagle_topk=self.topk, speculative_num_draft_tokens=self.drafts
                 ),
-                "get_memory": lambda: SimpleNamespace(enable_hisparse=self.is_hisparse),
+                "get_memory": lambda: SimpleNamespace(
+                    enable_hisparse=self.is_hisparse, disable_radix_cache=not self.has_radix_cache
+                ),
                 "get_disagg": lambda: SimpleNamespace(disaggregation_mode=self.disaggregation),
                 "attention_backends": lambda: self.backends,
             },
@@ -154,9 +160,25 @@ def test_arguments_of_the_server_choose_kernels_and_masks(
     assert backend.serving_of(runner).with_trees
 
 
+def test_prompts_are_whole_without_chunks_and_a_radix_cache_and_in_a_draft_model(
+    server: Server, backend: Any, runner: Any
+) -> None:
+    assert not backend.serving_of(runner).whole_prompts
+    server.chunk = -1
+    assert not backend.serving_of(runner).whole_prompts
+    server.has_radix_cache = False
+    assert backend.serving_of(runner).whole_prompts
+    server.chunk, runner.is_draft_worker = 8192, True
+    assert backend.serving_of(runner).whole_prompts
+
+
 def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Server, backend: Any, runner: Any) -> None:
     runner.kv_index_translator.is_translating = True
     with pytest.raises(Unsupported, match="a unified KV pool is not served"):
+        backend.create(runner)
+    server.dllm = "LowConfidence"
+    runner.kv_index_translator.is_translating = False
+    with pytest.raises(Unsupported, match="diffusion models, which rewrite a block of tokens, are not served"):
         backend.create(runner)
     server.parallel.attn_dcp_size = 2
     with pytest.raises(Unsupported, match="use --dcp-size 1"):

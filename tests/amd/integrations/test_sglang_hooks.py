@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,8 @@ POOLS: list[Any] = [
     pytest.param({"page_size": 1}, id="page size 1"),
     pytest.param({"windows": (-1, 5)}, id="a window in one pool"),
     pytest.param({"windows": (-1, 5), "with_window_pool": True}, id="a window in its own pool"),
+    pytest.param({"windows": (-1, -1), "chunked": (0,)}, id="chunks in one pool"),
+    pytest.param({"windows": (-1, -1), "chunked": (1,), "with_window_pool": True}, id="chunks in their own pool"),
     pytest.param({"is_latent": True}, id="latent rows"),
     pytest.param({"with_sinks": True}, id="sinks"),
 ]
@@ -416,7 +419,7 @@ def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str, device: torch.
 
 REFUSED: list[Any] = [
     pytest.param({"is_cross_attention": True}, "cross attention", id="cross attention"),
-    pytest.param({"attn_type": SimpleNamespace(value="encoder_only")}, "'encoder_only'", id="an encoder"),
+    pytest.param({"attn_type": SimpleNamespace(value="decoder_bidirectional")}, "'decoder_bidir", id="a prefix"),
     pytest.param({"pos_encoding_mode": "ALIBI"}, "positions encoded in the kernel", id="positions"),
     pytest.param({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "a soft cap by sigmoid", id="a cap"),
     pytest.param({"xai_temperature_len": 1024}, "a temperature that grows", id="a temperature"),
@@ -567,10 +570,64 @@ def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, de
     engine.hooks.attention.check_device()
 
 
-def test_attention_within_chunks_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False, use_irope=True)
-    engine.runner.attention_chunk_size = 8192
-    with pytest.raises(Unsupported, match="attention within chunks of the sequence is not served"):
+def test_trees_of_drafts_in_layers_with_chunks_are_refused(provider: str, device: torch.device) -> None:
+    """In a tree positions are depths, and chunks count places."""
+    with pytest.raises(Unsupported, match=r"layer 0: a tree of drafts in a layer with chunks.* is not served"):
+        Engine(provider, device, chunked=(0,), with_trees=True)
+
+
+def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str, device: torch.device) -> None:
+    """Without its chunks a layer's rows differ from the oracle's; a layer that lost them matches no kernel."""
+    engine = Engine(provider, device, windows=(-1, -1), chunked=(0,))
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [13])
+    engine.chunked = frozenset()
+    with pytest.raises(AssertionError, match="layer 0"):
+        engine.run(Mode.DECODE, [one], [1])
+    engine.layers[0].use_irope = False
+    engine.hooks.init_forward_metadata(engine.batch(Mode.DECODE, [one], [1]))
+    other: Any = RadixAttention(0, use_irope=False)
+    q, k, v = (engine.random_rows(1, heads, DIM) for heads in (4, 2, 2))
+    batch: Any = SimpleNamespace(forward_mode=Mode.DECODE)
+    with pytest.raises(WrongState, match="layer 0 differs from every layer that the model had"):
+        engine.hooks.forward_decode(q, k, v, other, batch)
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_tokens_of_an_encoder_see_all_of_their_sequence(page_size: int, provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, page_size=page_size, is_encoder=True, windows=(-1, -1))
+    one, two, three = (engine.admit() for _ in range(3))
+    engine.run(Mode.EXTEND, [one, two], [7, 13])
+    engine.run(Mode.EXTEND, [three], [1])
+    engine.hooks.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
+def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
+    """DFlash: SGLang runs a draft model's block as a step that verifies drafts, in layers of the encoder's kind."""
+    engine = Engine(provider, device, is_encoder=True)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [9, 2, 5])
+    engine.run(Mode.TARGET_VERIFY, requests[:2], [4, 4])
+    engine.hooks.init_cuda_graph_state(3, 12)
+    graph = Graph(engine, 3, width=4, mode=Mode.TARGET_VERIFY)
+    for batch in (requests, requests[:1], requests[1:]):
+        graph.replay(batch)
+    engine.causal = True
+    with pytest.raises(AssertionError, match="layer 0"):
+        graph.replay(requests)
+    engine.hooks.attention.check_device()
+
+
+def test_an_encoder_whose_prompts_come_in_parts_or_that_has_a_window_is_refused(
+    provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, is_encoder=True, serve=False)
+    with pytest.raises(Unsupported, match="a prompt may come in parts; use --chunked-prefill-size -1 and"):
+        AttentionHooks(engine.runner, replace(engine.serving, whole_prompts=False))
+    engine.layers[0].sliding_window_size = 5
+    with pytest.raises(Unsupported, match="layer 0: a window to both sides of a token is not served"):
         AttentionHooks(engine.runner, engine.serving)
 
 

@@ -30,7 +30,6 @@ from rocm_lab.simulator.core import Core, Wave
 from rocm_lab.simulator.faults import NeverWritten
 from rocm_lab.simulator.isa.control import CACHE_CONTROLS
 from rocm_lab.simulator.isa.step import Step
-from rocm_lab.simulator.kernel import Launch, SimulatedKernel
 from rocm_lab.simulator.lds import Lds
 from rocm_lab.simulator.memory import Allocation, Memory
 from rocm_lab.simulator.watch import TO_THE_BARRIER, Program, Turn, Watch
@@ -140,8 +139,8 @@ class RaceWatch(Watch):
         self._num_ready = 0
         self._stuck: set[int] = set()
 
-    def begin(self, kernel: SimulatedKernel, launch: Launch, allocations: list[Allocation]) -> Memory:
-        self._assembly: Assembly = kernel.assembly
+    def begin(self, assembly: Assembly, allocations: list[Allocation]) -> Memory:
+        self._assembly = assembly
         self._allocations = allocations
         self._memory, self._words = _Touches(), {}
         return _WatchedMemory(allocations, self._memory)
@@ -151,10 +150,10 @@ class RaceWatch(Watch):
         self._random.shuffle(programs)
         return programs
 
-    def begin_program(self, program: Program, launch: Launch) -> Lds:
-        self._waves = [TimedWave(program, number) for number in range(launch.num_waves)]
+    def begin_program(self, program: Program, num_waves: int, lds_bytes: int, poison: int) -> Lds:
+        self._waves = [TimedWave(program, number) for number in range(num_waves)]
         self._lds = _Touches()
-        return _WatchedLds(launch.lds_bytes, launch.poison, self._lds)
+        return _WatchedLds(lds_bytes, poison, self._lds)
 
     def turn(self, ready: Sequence[Wave]) -> Turn:
         self._num_ready = len(ready)

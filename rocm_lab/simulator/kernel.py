@@ -71,7 +71,7 @@ class SimulatedKernel:
             Allocation("the kernel arguments", arguments.ctypes.data, arguments.nbytes, is_writable=False),
             Allocation("the dispatch packet", packet.ctypes.data, packet.nbytes, is_writable=False),
         ]
-        self._core.memory = launch.watch.begin(self, launch, [*launch.allocations, *own])
+        self._core.memory = launch.watch.begin(self.assembly, [*launch.allocations, *own])
         self._steps = [None] * len(self._plain)
         pointers = {
             "user_sgpr_kernarg_segment_ptr": arguments.ctypes.data,
@@ -110,7 +110,7 @@ class SimulatedKernel:
 
     def _run_program(self, launch: Launch, first_scalars: list[int], program: Program) -> int:
         core = self._core
-        core.lds = launch.watch.begin_program(program, launch)
+        core.lds = launch.watch.begin_program(program, launch.num_waves, launch.lds_bytes, launch.poison)
         scratch_words = self.assembly.descriptor["private_segment_fixed_size"] // 4
         running = [_new_wave(number, first_scalars, scratch_words, launch.poison) for number in range(launch.num_waves)]
         executed = 0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.simulator.core import Core, Wave
 from rocm_lab.simulator.isa.step import Step
 from rocm_lab.simulator.lds import Lds
 from rocm_lab.simulator.memory import Allocation, Memory
-
-if TYPE_CHECKING:
-    from rocm_lab.simulator.kernel import Launch, SimulatedKernel
 
 TO_THE_BARRIER = 1 << 60
 
@@ -32,7 +30,7 @@ class Watch:
     Others may order them differently, and note what happens.
     """
 
-    def begin(self, kernel: SimulatedKernel, launch: Launch, allocations: list[Allocation]) -> Memory:
+    def begin(self, assembly: Assembly, allocations: list[Allocation]) -> Memory:
         """Begins a launch; returns the memory that it runs in."""
         return Memory(allocations)
 
@@ -40,9 +38,9 @@ class Watch:
         """The programs (x, y, z) in the order in which they run."""
         return ((x, y, z) for z, y, x in product(*(range(size) for size in reversed(grid))))
 
-    def begin_program(self, program: Program, launch: Launch) -> Lds:
-        """Begins a program; returns its LDS."""
-        return Lds(launch.lds_bytes, launch.poison)
+    def begin_program(self, program: Program, num_waves: int, lds_bytes: int, poison: int) -> Lds:
+        """Begins a program of so many waves; returns its LDS."""
+        return Lds(lds_bytes, poison)
 
     def step(self, core: Core, index: int, step: Step) -> Step:
         """The function that executes an instruction of the launch's kernel, of which step is the plain one."""

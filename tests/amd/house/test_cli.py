@@ -55,7 +55,7 @@ def test_every_flag_of_generate_that_serves_is_a_field_of_the_engines_options() 
     given = {name: getattr(parsed, name) for name in ON_GENERATE}
     assert EngineOptions(**given) == EngineOptions()
     assert {field.name for field in fields(EngineOptions)} - set(given) == {
-        *("capture_after", "max_kv_len", "kv_bytes", "priority_aging", "state_checkpoints")
+        *("capture_after", "max_kv_len", "kv_bytes", "host_kv_bytes", "priority_aging", "state_checkpoints")
     }
 
 
@@ -209,7 +209,7 @@ def test_explain_lists_every_reason_when_layers_are_not_served(
         ("{", "gfx942", BAD_INPUT, "is not JSON"),
         ("[]", "gfx942", BAD_INPUT, "must hold a JSON object"),
         ("{}", "gfx942", BAD_INPUT, "architectures is None"),
-        ('{"architectures": ["BertModel"]}', "gfx942", FAILED, "the attention of BertModel is not known"),
+        ('{"architectures": ["T5Model"]}', "gfx942", FAILED, "the attention of T5Model is not known"),
     ],
 )
 def test_explain_answers_bad_input_with_one_sentence(

@@ -18,10 +18,11 @@ import pytest
 from rocm_lab.races.watch import RaceWatch
 from rocm_lab.simulator import launcher
 from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.simulator.core import Core
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.isa.step import Step
-from rocm_lab.simulator.kernel import Launch, SimulatedKernel
+from rocm_lab.simulator.kernel import SimulatedKernel
 from rocm_lab.simulator.lds import Lds
 from rocm_lab.simulator.memory import Allocation, Memory
 from rocm_lab.simulator.watch import Program, Watch
@@ -75,11 +76,11 @@ class Judge(Watch):
         self.loads: dict[int, set[int]] = defaultdict(set)
         self.stores: dict[int, set[tuple[int, int]]] = defaultdict(set)
 
-    def begin(self, kernel: SimulatedKernel, launch: Launch, allocations: list[Allocation]) -> Memory:
+    def begin(self, assembly: Assembly, allocations: list[Allocation]) -> Memory:
         return _JudgedMemory(allocations, self)
 
-    def begin_program(self, program: Program, launch: Launch) -> Lds:
-        return _JudgedLds(launch.lds_bytes, launch.poison, self)
+    def begin_program(self, program: Program, num_waves: int, lds_bytes: int, poison: int) -> Lds:
+        return _JudgedLds(lds_bytes, poison, self)
 
     def step(self, core: Core, index: int, step: Step) -> Step:
         def stepped() -> int | None:
@@ -140,17 +141,17 @@ class _JudgedLds(Lds):
 
 def removed_barriers(case: KernelCase, kernel: str) -> Iterator[Removed]:
     """Removes each barrier that the case's run reaches from a kernel's code, one at a time."""
-    kernels: dict[str, SimulatedKernel] = {}
+    kernels: dict[str, tuple[launcher.Code, SimulatedKernel]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "_simulated", kernels)
         case.run()
-        of_kernel = {key: each for key, each in kernels.items() if each.assembly.name == kernel}
+        of_kernel = {key: each for key, each in kernels.items() if each[1].assembly.name == kernel}
         assert of_kernel, f"{case} does not run {kernel}"
-        for key, simulated in of_kernel.items():
+        for key, (code, simulated) in of_kernel.items():
             for index in reached_barriers(simulated):
-                kernels[key] = SimulatedKernel(without(simulated.assembly, index), case.arch)
+                kernels[key] = code, SimulatedKernel(without(simulated.assembly, index), case.arch)
                 yield Removed(kernel, index, _barrier(case))
-            kernels[key] = simulated
+            kernels[key] = code, simulated
 
 
 def reached_barriers(kernel: SimulatedKernel) -> list[int]:

@@ -117,7 +117,7 @@ def watch_case(case: KernelCase, seed: int = 0) -> Watched:
     """Runs a case under a watch. Raises if a result is wrong, in this order of programs and waves."""
     with watched(RaceWatch(seed=seed)) as watch:
         simulation = case.run()
-    reached = {each.assembly.name for each in launcher._simulated.values() if reached_barriers(each)}
+    reached = {kernel.assembly.name for _, kernel in launcher._simulated.values() if reached_barriers(kernel)}
     return Watched(frozenset(simulation.kernels), frozenset(reached), tuple(watch.races))
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadTensor
@@ -21,13 +19,7 @@ from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.simulator.report import Finding
 from rocm_lab.simulator.simulate import simulate
 from rocm_lab.waits.check import Word
-from tests.amd.offline.small_kernels import _copy_kernel
-
-
-@triton.jit
-def _number_kernel(out_ptr):
-    tl.store(out_ptr, tl.program_id(0))
-
+from tests.amd.offline.small_kernels import _copy_kernel, number_kernel
 
 SCRIPT = """\
 import torch
@@ -66,7 +58,7 @@ first[(1,)](TensorDescriptor(rows, [16], [1], [16]), out)
 TEST = """\
 import numpy as np
 
-from tests.amd.offline.small_kernels import _copy_kernel
+from tests.amd.offline.small_kernels import _copy_kernel, number_kernel
 
 
 def test_copy(simulate_amd):
@@ -100,9 +92,9 @@ def test_an_access_outside_of_the_arrays_is_a_fault() -> None:
 
 def test_programs_that_store_to_one_place_race() -> None:
     out = np.zeros(1, np.int32)
-    assert not simulate(_number_kernel, 1, [out]).faults
-    (line,) = simulate(_number_kernel, 2, [out]).faults
-    assert line.startswith("race: _number_kernel, out_ptr, byte 0: wave 0 of program (")
+    assert not simulate(number_kernel, 1, [out]).faults
+    (line,) = simulate(number_kernel, 2, [out]).faults
+    assert line.startswith("race: number_kernel, out_ptr, byte 0: wave 0 of program (")
 
 
 def test_arrays_that_no_kernel_can_write_are_refused() -> None:

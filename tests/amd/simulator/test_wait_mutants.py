@@ -75,25 +75,25 @@ AT_NIGHT = {
 def test_every_mutant_that_late_results_show_wrong_is_found(
     mutated: Mutated, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels: dict[str, SimulatedKernel] = {}
+    kernels: dict[str, tuple[launcher.Code, SimulatedKernel]] = {}
     monkeypatch.setattr(launcher, "_simulated", kernels)
     mutated.run(arch)
-    of_run = {name: kernel for name, kernel in kernels.items() if kernel.assembly.name == mutated.kernel}
+    of_run = {key: each for key, each in kernels.items() if each[1].assembly.name == mutated.kernel}
     assert of_run
     tried: Counter[tuple[bool, Word]] = Counter()
     missed = []
-    for key, kernel in of_run.items():
-        kernels[key] = LateKernel(kernel.assembly, arch)
+    for key, (code, kernel) in of_run.items():
+        kernels[key] = code, LateKernel(kernel.assembly, arch)
         mutated.run(arch)
         assert check_waits(kernel.assembly, arch).word is Word.PROVED
         for mutant in islice(mutants_of(kernel.assembly), 0, None, mutated.stride):
-            kernels[key] = LateKernel(mutant.assembly, arch)
+            kernels[key] = code, LateKernel(mutant.assembly, arch)
             word = check_waits(mutant.assembly, arch).word
             is_wrong = _is_wrong(mutated, arch)
             tried[is_wrong, word] += 1
             if is_wrong and word is Word.PROVED:
                 missed.append(mutant.name)
-        kernels[key] = kernel
+        kernels[key] = code, kernel
     assert not missed
     assert sum(count for (is_wrong, _), count in tried.items() if is_wrong) >= mutated.least_wrong, tried
 

@@ -27,7 +27,7 @@ HEAD_WORDS = 16
 NAME_WORDS = 4
 CHECKSUM = 2 * NAME_WORDS
 
-# As signed words, which torch multiplies modulo 2**64.
+# These are signed words, which torch multiplies modulo 2**64.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)

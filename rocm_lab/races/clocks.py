@@ -148,5 +148,5 @@ def meet(waves: list[TimedWave]) -> None:
 
 
 def joined(a: Clock, b: Clock) -> Clock:
-    """What happened before by one of two clocks."""
+    """All that happened before by one of two clocks."""
     return {**a, **{wave: max(count, a.get(wave, 0)) for wave, count in b.items()}} if b else a

@@ -39,7 +39,7 @@ class Watch:
         return ((x, y, z) for z, y, x in product(*(range(size) for size in reversed(grid))))
 
     def begin_program(self, program: Program, num_waves: int, lds_bytes: int, poison: int) -> Lds:
-        """Begins a program of so many waves; returns its LDS."""
+        """Begins a program of num_waves waves; returns its LDS."""
         return Lds(lds_bytes, poison)
 
     def step(self, core: Core, index: int, step: Step) -> Step:

@@ -66,7 +66,7 @@ class Effects:
 
 
 # Instructions that the simulator does not execute: vector instructions with one destination, and scalar ones that write
-# a bit of theirs. Of cache controls it is not said whether they count in vmcnt. Not to count them proves less.
+# a bit of theirs. No document says whether cache controls count in vmcnt. Not to count them proves less.
 _VECTOR_TOO = re.compile(
     r"v_cmpx_\w+_[fiu](?:16|32|64)|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
     r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt|fmac|div_scale|div_fmas|div_fixup)_f64"

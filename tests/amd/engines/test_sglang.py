@@ -317,7 +317,7 @@ def test_an_encoder_gives_the_embeddings_of_sglangs_own_backend(
 @pytest.mark.nightly
 @pytest.mark.parametrize("one_pool", [False, True])
 def test_chunks_of_llama_4_give_the_tokens_of_transformers(one_pool: bool, sglang: SglangVenv, tmp_path: Path) -> None:
-    """SGLang's own backend for a CPU sees all keys there. Of its own, those for GPUs have chunks."""
+    """SGLang's own backend for a CPU sees all keys there; those for GPUs have chunks."""
     from transformers import Llama4ForConditionalGeneration
 
     page_size = 1 if one_pool else 16

@@ -1,4 +1,4 @@
-"""What vLLM lacks on a CPU for ranks that share contexts or layers: a plug-in for each of its processes.
+"""Adds to vLLM on a CPU for ranks that share contexts or layers: a plug-in for each of its processes.
 
 It makes no slots of tokens for ranks that share contexts. And a stage of a pipeline gets the memory that it receives
 hidden states in only when the model is compiled, so eager steps fail, whichever backend serves.

@@ -84,7 +84,7 @@ SPILLED_ON_SM_90 = {
     "_choose_kernel": 8,
     # Deterministic, with heads of 256; nothing smaller was measured.
     "_selected_attention_kernel": 544,
-    # Of states: faster than with more warps or fewer columns.
+    # These of states are faster than with more warps or fewer columns.
     "_token_steps_kernel": 40,
     "_chunk_rows_kernel": 96,
     "_chunk_walk_kernel": 96,
@@ -94,7 +94,7 @@ SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 220, "_chunk_walk_kernel": 970}
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers and read back once per row: their
 # pointers and strides do not all fit. None of them goes to memory. On gfx942 the variants with masks and slopes have
-# the most; in deterministic attention those with scales of tokens. Of states two dozen of a kernel's are addresses.
+# the most; in deterministic attention those with scales of tokens. Two dozen of a kernel of states are addresses.
 SCALARS_IN_LANES = {
     "_extend_kernel": 18,
     "_segment_extend_kernel": 21,

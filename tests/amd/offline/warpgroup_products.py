@@ -18,7 +18,7 @@ _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)
 _REGISTER = re.compile(r"(?<![A-Za-z])R(\d+)(\.64)?")
 _PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
 _PRODUCT = re.compile(r"[HQ]GMMA\.64x(\d+)x\d+\.F(16|32)")
-# Of sixteen-bit and of eight-bit rows.
+# Products of sixteen-bit rows, and of eight-bit ones.
 PRODUCTS = ("HGMMA", "QGMMA")
 _WAIT = re.compile(r"gsb0, (0x[0-9a-f]+)")
 # Execution does not continue after these in the listing, unless they have a predicate.

@@ -159,7 +159,7 @@ def masks_of_transformers(case: Case) -> list[Tensor]:
     def recorded(
         module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> tuple[Tensor, None]:
-        # As transformers' own eager attention does: without a mask a query sees all keys.
+        # Without a mask a query sees all keys, like in transformers' own eager attention.
         seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool) if attention_mask is None else attention_mask[0, 0] == 0
         assert seen.shape == (TOKENS, TOKENS)
         found.append(seen)

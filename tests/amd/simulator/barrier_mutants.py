@@ -31,7 +31,7 @@ from tests.amd.simulator.wait_mutants import without
 
 
 class Barrier(Enum):
-    """What is known of a barrier from the run without it."""
+    """The verdict on a barrier, from the run without it."""
 
     FOUND = "its removal is a race"
     NOT_NEEDED = "not needed: between its neighbours no wave stores what another one accesses"
@@ -109,7 +109,7 @@ class Judge(Watch):
             self.stores[self.wave].update(enumerate(stored, address))
 
 
-# Of LDS, which begins at address 0, below all memory.
+# LDS begins at address 0, and here below all memory.
 _LDS = -1 << 40
 
 

@@ -15,7 +15,7 @@ from rocm_lab.simulator.snippet import execute
 from rocm_lab.waits.bounds import ANYTHING, OPS, Bounds, exactly, hull, result_of
 
 _THREE = ("add3", "or3", "bfe", "and_or", "lshl_or", "lshl_add", "add_lshl", "bitop3")
-# Of these the operands are no registers of 32 bits.
+# Their operands are no registers of 32 bits.
 _OTHERS = ("v_cndmask_b32", "s_movk_i32")
 
 

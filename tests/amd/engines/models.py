@@ -170,7 +170,7 @@ def write_bert(folder: Path) -> None:
     write_random(folder, lambda: BertModel(config, add_pooling_layer=False))
 
 
-# First and last token of a config's images of each prompt that is long enough (sglang_images.py). The first is
+# A config's key: first and last token of the images of each prompt that is long enough (sglang_images.py). The first is
 # longer than the windows.
 IMAGE_PLACES = "image_places"
 

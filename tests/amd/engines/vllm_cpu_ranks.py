@@ -1,6 +1,6 @@
-"""Adds to vLLM on a CPU for ranks that share contexts or layers: a plug-in for each of its processes.
+"""A plug-in for each of vLLM's processes on a CPU, with parts that ranks which share contexts or layers need there.
 
-It makes no slots of tokens for ranks that share contexts. And a stage of a pipeline gets the memory that it receives
+vLLM makes no slots of tokens for ranks that share contexts. And a stage of a pipeline gets the memory that it receives
 hidden states in only when the model is compiled, so eager steps fail, whichever backend serves.
 """
 

@@ -17,6 +17,8 @@ from rocm_attn.machine.option_texts import AttentionOptions, OptionText, option_
 
 # Sizes are int32 on the device.
 _LARGEST = 2**31 - 1
+# Bytes are counted by the host.
+_MOST_BYTES = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,13 @@ def number(kind: type[int] | type[float], text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
 
 
-def at_least(least: int, text: str) -> int:
-    """Parses a whole number that an int32 holds. Raises ArgumentTypeError."""
+def at_least(least: int, text: str, most: int = _LARGEST) -> int:
+    """Parses a whole number, of an int32 if nothing else is given. Raises ArgumentTypeError."""
     parsed: int = number(int, text)
     if parsed < least:
         raise argparse.ArgumentTypeError(f"{text} is below {least}, the smallest allowed value")
-    if parsed > _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} is above {_LARGEST}")
+    if parsed > most:
+        raise argparse.ArgumentTypeError(f"{text} is above {most}")
     return parsed
 
 
@@ -117,7 +119,8 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """Returns the function that turns a word of the command line into a value of the option."""
     if text.kind is int:
         # The component that needs a bound above 1 reports it: a pool of one page has no page to give out.
-        count = partial(at_least, min(int(text.least or 0), 1))
+        most = _MOST_BYTES if text.unit == "BYTES" else _LARGEST
+        count = partial(at_least, min(int(text.least or 0), 1), most=most)
         return partial(_count_or_name, count, text.choices)
     return not_negative if text.kind is float else text.kind
 

@@ -63,6 +63,7 @@ def test_every_flag_of_serve_is_a_field_of_the_engines_options_or_of_the_servers
     parsed = build_parser().parse_args(["serve"])
     assert EngineOptions(**{name: getattr(parsed, name) for name in ON_SERVE}) == EngineOptions()
     assert ServerOptions(**{name: getattr(parsed, name) for name in SERVER}) == ServerOptions()
+    assert build_parser().parse_args(["serve", "--host-kv-bytes", str(2**36)]).host_kv_bytes == 2**36
     assert {field.name for field in fields(EngineOptions)} - set(ON_SERVE) == {"capture_after"}
     assert {field.name for field in fields(ServerOptions)} == set(SERVER)
 

@@ -36,7 +36,11 @@ def register() -> None:
     except ImportError:  # 0.26 keeps no states from within chunks
         return
     setattr(ssd_combined, _SCAN, _with_states_of_chunks(getattr(ssd_combined, _SCAN)))
-    setattr(ssd_checkpoint, _STORE, store_checkpoint)
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    # The layer's module has the name of its own, if it was imported before.
+    for module in (ssd_checkpoint, mamba_mixer2):
+        setattr(module, _STORE, store_checkpoint)
 
 
 @cache

@@ -49,6 +49,7 @@ def register() -> None:
         build_sparse_models_on_a_cpu()
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
+        sglang_cpu_drafts.find_last_slots_in_torch()
     if os.environ.get(BLOCKS) == "1":
         sglang_cpu_drafts.allow_block_drafts()
         sglang_cpu_drafts.find_last_slots_in_torch()

@@ -75,8 +75,8 @@ from rocm_attn.kernels.hopper.rows import (
     HopperSchedule,
     RowColumns,
     block_of,
-    k_parts,
     next_row,
+    parts_of,
     seen_by_block,
     steps_of,
     work_of_program,
@@ -261,7 +261,8 @@ def _hopper_extend_kernel(
     todo = work_of_program(begun, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
-        PARTS: gl.constexpr = k_parts(G)
+        OF_K: gl.constexpr = G.K
+        PARTS: gl.constexpr = parts_of(OF_K)
         COLUMNS: gl.constexpr = G.K.TILE
         K_DTYPE: gl.constexpr = gl.float16 if G.CODE_TILES else DTYPE
         # A row of V times its token's scale may exceed float16.

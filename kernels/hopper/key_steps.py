@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, k_parts, of_rows, v_parts, v_width
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of, width_of
 from rocm_attn.kernels.hopper.scaling import times_if_any
 
 # In powers of two. A row's scores may exceed its maximum by this much before it is raised, as in FlashAttention-4
@@ -111,7 +111,8 @@ def blocks_of(numbers, G: gl.constexpr):
 @gluon.jit
 def scaled_by_rows(acc, scale_value, G: gl.constexpr):
     """Accumulators times a number for each row, which is 1 for most if G.SCALES_SELDOM."""
-    PARTS: gl.constexpr = v_parts(G)
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(OF_V)
     scaled = ()
     for i in gl.static_range(PARTS):
         by_row = of_rows(scale_value, acc[i])
@@ -122,7 +123,8 @@ def scaled_by_rows(acc, scale_value, G: gl.constexpr):
 @gluon.jit
 def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
     """Weights laid out for products with a part's columns of V."""
-    WIDTH: gl.constexpr = v_width(part, G)
+    OF_V: gl.constexpr = G.V
+    WIDTH: gl.constexpr = width_of(part, OF_V)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
 
@@ -131,7 +133,7 @@ def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
 def add_products(acc, weights, v, stage, G: gl.constexpr):
     """Adds products of weights with a tile of V, in flight, to accumulators."""
     OF_V: gl.constexpr = G.V
-    PARTS: gl.constexpr = v_parts(G)
+    PARTS: gl.constexpr = parts_of(OF_V)
     products = ()
     for i in gl.static_range(PARTS):
         v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, OF_V)
@@ -143,12 +145,13 @@ def add_products(acc, weights, v, stage, G: gl.constexpr):
 def nothing_seen(G: gl.constexpr):
     """The softmax state before any key, with sums of lanes; in deterministic attention with sums of rows."""
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
-    PARTS: gl.constexpr = v_parts(G)
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(OF_V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     acc = ()
     for i in gl.static_range(PARTS):
-        acc += (_zeros(v_width(i, G)),)  # type: ignore[assignment]
+        acc += (_zeros(width_of(i, OF_V)),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout))
     if G.SEGMENT_STEPS == 0:
@@ -189,8 +192,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     OF_K: gl.constexpr = G.K
-    K_PARTS: gl.constexpr = k_parts(G)
-    V_PARTS: gl.constexpr = v_parts(G)
+    K_PARTS: gl.constexpr = parts_of(OF_K)
+    OF_V: gl.constexpr = G.V
+    V_PARTS: gl.constexpr = parts_of(OF_V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)

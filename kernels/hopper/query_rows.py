@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rocm_attn.kernels.attention.coded import exponent_to_move, moved_to_half, scale_of_moved
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, k_parts, of_rows, v_parts
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, parts_of
 
 
 class QueryOutputs(NamedTuple):
@@ -55,7 +55,7 @@ def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
     """The group's rows of q, on their way to registers; 0 for rows without a token, and if there is nothing to do."""
     OF_K: gl.constexpr = G.K
     COLUMNS: gl.constexpr = G.K.TILE
-    PARTS: gl.constexpr = k_parts(G)
+    PARTS: gl.constexpr = parts_of(OF_K)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
     rows = gl.expand_dims(_place(q, line, block, todo.row, G), 1)
@@ -75,7 +75,8 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
     If K is in float16, rows of bfloat16 are moved there, each by a power of two of its own: see coded.half_query. The
     factor then has LAYOUT, [64].
     """
-    PARTS: gl.constexpr = k_parts(G)
+    OF_K: gl.constexpr = G.K
+    PARTS: gl.constexpr = parts_of(OF_K)
     if G.MOVES_Q:
         largest = gl.max(gl.abs(fetched[0].to(gl.float32)), 1)
         for i in gl.static_range(1, PARTS):
@@ -121,7 +122,8 @@ def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.c
 @gluon.jit
 def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.constexpr):
     """Stores the results of a whole row."""
-    PARTS: gl.constexpr = v_parts(G)
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(OF_V)
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
     line = lines_of_group(GROUP, S_ROW)
@@ -147,7 +149,8 @@ def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.conste
 @gluon.jit
 def store_part(GROUP: gl.constexpr, softmax, to, block, part, G: gl.constexpr):
     """Stores the program's part of a row that it shares. part: its place in the workspace"""
-    PARTS: gl.constexpr = v_parts(G)
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(OF_V)
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
     first = part * (G.GROUPS * GROUP_ROWS)

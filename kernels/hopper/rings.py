@@ -17,6 +17,7 @@ from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     block_of,
     next_row,
+    parts_of,
     piece_rows,
     seen_by_block,
     steps_of,
@@ -96,7 +97,7 @@ def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr
     BOXES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS) * (TILE_KEYS // G.BOX)
     PIECE: gl.constexpr = piece_rows(G)
     PIECES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS) * TILE_KEYS // PIECE
-    TILES: gl.constexpr = STAGES * (C.DIM // C.TILE)
+    TILES: gl.constexpr = STAGES * parts_of(C)
     COLUMNS: gl.constexpr = C.TILE
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()

@@ -140,27 +140,15 @@ def piece_rows(G):
 
 
 @constexpr_function
-def k_parts(G):
-    """Tiles that a row of q or K is cut into."""
-    return G.K.DIM // G.K.TILE
-
-
-@constexpr_function
-def v_parts(G):
-    """Tiles that a row of V or the output is cut into."""
-    return G.V.DIM // G.V.TILE
+def parts_of(columns):
+    """Tiles that a row is cut into."""
+    return columns.DIM // columns.TILE
 
 
 @constexpr_function
 def width_of(part, columns):
     """Columns of a tile of a row with which products are made."""
     return columns.LAST if (part + 1) * columns.TILE == columns.DIM else columns.TILE
-
-
-@constexpr_function
-def v_width(part, G):
-    """Those of a tile of V."""
-    return G.V.LAST if (part + 1) * G.V.TILE == G.V.DIM else G.V.TILE
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ from rocm_attn.kernels.hopper.key_steps import (
     waited_for,
 )
 from rocm_attn.kernels.hopper.rings import value_stage, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, k_parts, v_parts
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, parts_of
 
 
 @gluon.jit
@@ -70,8 +70,9 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     BLOCKS: gl.constexpr = G.KEY_BLOCK // G.VALUE_BLOCK
     OF_K: gl.constexpr = G.K
-    K_PARTS: gl.constexpr = k_parts(G)
-    V_PARTS: gl.constexpr = v_parts(G)
+    K_PARTS: gl.constexpr = parts_of(OF_K)
+    OF_V: gl.constexpr = G.V
+    V_PARTS: gl.constexpr = parts_of(OF_V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)

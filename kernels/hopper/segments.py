@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, v_parts, v_width
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, parts_of, width_of
 
 
 class SegmentState(NamedTuple):
@@ -26,7 +26,8 @@ class SegmentState(NamedTuple):
 @gluon.jit
 def new_left(G: gl.constexpr):
     """Room for a consumer's accumulators [parts, 64, columns]."""
-    PARTS: gl.constexpr = v_parts(G)
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(OF_V)
     COLUMNS: gl.constexpr = G.V.TILE
     # The columns that four lanes hold together are moved as one: no two rows of a warp meet in a bank.
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -48,7 +49,8 @@ def left_of_group(GROUP: gl.constexpr, partials, G: gl.constexpr):
 @gluon.jit
 def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
     """Places of a part's numbers in the workspace: in squares of eight, so that a warp moves whole squares."""
-    WIDTH: gl.constexpr = v_width(part, G)
+    OF_V: gl.constexpr = G.V
+    WIDTH: gl.constexpr = width_of(part, OF_V)
     COLUMNS: gl.constexpr = G.V.TILE
     SQUARES: gl.constexpr = G.V.TILE // 8
     row = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
@@ -60,7 +62,8 @@ def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def _shared_part(room, part: gl.constexpr, G: gl.constexpr):
     """A part's numbers in shared memory, with the columns that products are made with."""
-    WIDTH: gl.constexpr = v_width(part, G)
+    OF_V: gl.constexpr = G.V
+    WIDTH: gl.constexpr = width_of(part, OF_V)
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     return room.index(part)._reinterpret(gl.float32, [GROUP_ROWS, WIDTH], layout)
 
@@ -115,7 +118,8 @@ def merge_segment(room, left, segment, place, G: gl.constexpr):
 
     place: whether the segment is the program's first of the row, and whether it is its last
     """
-    PARTS: gl.constexpr = v_parts(G)
+    OF_V: gl.constexpr = G.V
+    PARTS: gl.constexpr = parts_of(OF_V)
     is_first, is_last = place
     left, scale_values = _merge_of(left, segment)
     # The first segment stays unchanged: its weight is 1, and 0 would be added. Only a -0.0 would become 0.0 by that.

@@ -106,7 +106,7 @@ LEAST_BOX = 16
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """For rows of K, and of V, of up to so many elements; v_head_dim 0: as many as of K."""
+    """The largest rows that are served, of K and of V. v_head_dim 0: V like K"""
 
     head_dim: int
     v_head_dim: int = 0

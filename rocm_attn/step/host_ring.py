@@ -174,6 +174,13 @@ class HostRing:
         done.record()
         self._next = (at + 1) % self._depth
 
+    def send(self, words: Sequence[int] | Tensor, to: Tensor) -> None:
+        """Launches a copy of int32 words to memory of the device that is contiguous and as long. Waits like acquire."""
+        slot = self.acquire(to.numel()).tensor[: to.numel()]
+        slot.copy_(torch.as_tensor(words, dtype=torch.int32).view(-1))
+        to.view(-1).copy_(slot, non_blocking=True)
+        self.release()
+
     def release_to_graph(self) -> None:
         """Declares that a graph takes the acquired slot, which is marked TAKEN_BY_GRAPH. The ring is_fixed."""
         at = self._next

@@ -68,11 +68,8 @@ class ImageSpans(CausalImages):
                     words += (seq, first, last + 1)
         if not words:
             return NO_CELLS
-        slot = self._ring.acquire(len(words))
-        slot.words[: len(words)] = words
         spans = torch.empty(len(words) // 3, 3, dtype=torch.int32, device=self._device)
-        spans.view(-1).copy_(slot.tensor[: len(words)], non_blocking=True)
-        self._ring.release()
+        self._ring.send(words, spans)
         return DeviceSpans(spans)
 
 

@@ -38,6 +38,13 @@ def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:
     assert slots[0]() is None
 
 
+def test_words_that_are_sent_arrive_in_turn() -> None:
+    ring, here = HostRing(torch.device("cpu"), depth=2), torch.zeros(2, 3, dtype=torch.int32)
+    for words in ([1, 2, 3, 4, 5, 6], torch.arange(6).view(2, 3), [6, 5, 4, 3, 2, 1]):
+        ring.send(words, here)
+        assert here.flatten().tolist() == torch.as_tensor(words).flatten().tolist()
+
+
 class _GraphRuns:
     """A fence that is reached when it was looked at three times; the graph takes the slot at the second, or never."""
 

@@ -1,7 +1,7 @@
 """Launches of Triton kernels, noted with the memory that they find: for a layer that is run again after it was wrong.
 
-Only what Triton launches is noted, whoever launches it. Constants are written in plain values, so that another process
-can read them.
+Every launch of Triton's is noted, of our kernels and of others. Constants are written in plain values, so that another
+process can read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from rocm_attn.kernels.launch import Thunk, observe_launches
 
@@ -109,7 +109,10 @@ def as_plain(value: Any) -> Any:
 
 
 def of_plain(value: Any) -> Any:
-    """The constant that as_plain() wrote. Raises ImportError, AttributeError."""
+    """The constant that as_plain() wrote.
+
+    Raises ImportError and AttributeError, and ValueError for the name of something else.
+    """
     if not isinstance(value, dict):
         return value
     if "dtype" in value:
@@ -117,9 +120,15 @@ def of_plain(value: Any) -> Any:
     if "torch" in value:
         return getattr(torch, value["torch"])
     if "function" in value:
-        return named(value["function"])
+        return kernel_named(value["function"])
     values = [of_plain(each) for each in value["values"]]
-    return named(value["named"])(*values) if value["named"] else tuple(values)
+    if not value["named"]:
+        return tuple(values)
+    kind = _named(value["named"])
+    # The name comes from a file, which must not choose what is called.
+    if not (isinstance(kind, type) and issubclass(kind, tuple)):
+        raise ValueError(f"{value['named']} is no named tuple, as a kernel's constant of parts is")
+    return kind(*values)
 
 
 def name_of(kernel: Any) -> str:
@@ -127,8 +136,18 @@ def name_of(kernel: Any) -> str:
     return _name_of(kernel.fn)
 
 
-def named(name: str) -> Any:
-    """The object that name_of() named, imported. Raises ImportError, AttributeError."""
+def kernel_named(name: str) -> Any:
+    """The jitted function that name_of() named, imported.
+
+    Raises ImportError and AttributeError, and ValueError for the name of something else.
+    """
+    found = _named(name)
+    if not isinstance(found, KernelInterface):
+        raise ValueError(f"{name} is no kernel of Triton's")
+    return found
+
+
+def _named(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

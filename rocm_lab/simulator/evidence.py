@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.backends.amd.compiler import HIPBackend
 
 from rocm_attn.errors import RocmAttnError
-from rocm_attn.kernels.noted_launches import named, of_plain
+from rocm_attn.kernels.noted_launches import kernel_named, of_plain
 from rocm_attn.oracle.numerics import Bound, error_parts
 from rocm_attn.watch.evidence import Place, RecordedLaunch, StepEvidence
 from rocm_lab.simulator.assembly import Assembly, parse_assembly
@@ -156,7 +156,7 @@ def run_source(evidence: StepEvidence, storages: Sequence[Tensor]) -> Tensor:
         if unknown:
             raise ValueError(f"of {launch.name}, {unknown[0]}, which the evidence does not hold")
         values = {name: of_plain(_value(given, storages)) for name, given in launch.arguments.items()}
-        named(launch.kernel)[launch.grid](**values, **launch.options)
+        kernel_named(launch.kernel)[launch.grid](**values, **launch.options)
     return evidence.out.within(storages)
 
 

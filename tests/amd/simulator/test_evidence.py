@@ -28,6 +28,7 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.attention import decode
 from rocm_attn.kernels.compile_only import cache_at
+from rocm_attn.kernels.noted_launches import kernel_named, of_plain
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton_later import triton_launches
@@ -245,6 +246,15 @@ def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("key", ["function", "named"])
+def test_a_file_names_kernels_and_named_tuples_alone(key: str) -> None:
+    """Otherwise the author of a file would choose what is called."""
+    with pytest.raises(ValueError, match="os:system is no"):
+        of_plain({key: "os:system", "values": ["true"]})
+    with pytest.raises(ValueError, match="os:system is no kernel"):
+        kernel_named("os:system")
+
+
 def test_a_code_object_that_is_not_its_text_needs_a_disassembler(tmp_path: Path) -> None:
     path = tmp_path / "a.evidence"
     serve(path, FlipsOnce())

@@ -1,4 +1,4 @@
-"""The order of what waves do: which of their operations are complete before another one begins, whoever runs first.
+"""The order of what waves do: which of their operations are complete before another one begins, in any run.
 
 A wave's time is cut into segments, by barriers, write backs and invalidations. A clock says for each other wave how
 many of its segments happened before. A release and an acquire at agent scope are these instructions in this order; so

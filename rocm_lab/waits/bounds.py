@@ -1,6 +1,6 @@
 """Bounds of the values in registers: unsigned numbers of 32 bits, the least, the largest, and the bits they may have.
 
-What is not known, and what may exceed 32 bits, has no bounds: it can be anything.
+A value that is not known, or that may exceed 32 bits, has no bounds: it can be anything.
 """
 
 from __future__ import annotations

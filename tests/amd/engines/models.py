@@ -215,7 +215,7 @@ def write_gemma3_images(folder: Path) -> None:
         dtype="float32",
     )
     write_random(folder, lambda: Gemma3ForConditionalGeneration(config))
-    # As in published files.
+    # Published files have the same.
     weights = load_file(folder / "model.safetensors")
     named = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})

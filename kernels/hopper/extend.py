@@ -76,7 +76,6 @@ from rocm_attn.kernels.hopper.rows import (
     RowColumns,
     block_of,
     next_row,
-    parts_of,
     seen_by_block,
     steps_of,
     work_of_program,

@@ -23,8 +23,8 @@ read their pages at the same time: launch n does not have the words of program n
 divide programs, the last programs have no work.
 
 With a window a row has only the blocks that its new tokens see. The number of new tokens decides whether a sequence
-takes part; each OF_ROW of them have rows of their own, and each row is as long as the last one. With kv_len 0 a row
-costs row_cost + row_end, so that some program writes its zeros.
+takes part; each OF_ROW of them have rows of their own, and each row costs as much as the last one: see first_of_row.
+With kv_len 0 a row costs row_cost + row_end, so that some program writes its zeros.
 
 The schedule is int32, flat: PROGRAM_WORDS per program, then SEQ_WORDS per sequence, then the counters by which decode
 that merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rounds x rows x KV
@@ -66,6 +66,7 @@ _SEQS_AT_ONCE = 512
 # A share may be larger by a sixteenth if all rows are alike.
 _SIXTEEN = tl.constexpr(16)
 _MOST_COST = tl.constexpr(2**31 - 1)
+_FEW_TOKENS = tl.constexpr(8)
 
 
 @triton.jit
@@ -100,6 +101,19 @@ def new_tokens(q_indptr, seq, T: tl.constexpr):
 def rows_of_tokens(q_len, ROWS: tl.constexpr, T: tl.constexpr):
     """The number of rows of a sequence with q_len new tokens."""
     return ROWS * ((q_len + (T.OF_ROW - 1)) // T.OF_ROW)
+
+
+@triton.jit
+def first_of_row(row, q_len, T: tl.constexpr):
+    """The first new token of a row, counted from the sequence's first one.
+
+    If tokens may be many, rows are numbered from both ends in turn: the first tokens of a prompt see few keys, and a
+    program that has neighbouring rows has short and long ones.
+    """
+    if T.MOST > _FEW_TOKENS:
+        last = (q_len + (T.OF_ROW - 1)) // T.OF_ROW - 1
+        row = row // 2 + row % 2 * (last - row // 2 * 2)
+    return row * T.OF_ROW
 
 
 @triton.jit

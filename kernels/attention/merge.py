@@ -29,6 +29,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_WORK,
     SEQ_KV_LEN,
     SEQ_START,
+    first_of_row,
     new_tokens,
     positions_before,
     rows_of_tokens,
@@ -220,8 +221,9 @@ def _merge_row(parts, row, to, first_line, HEADS: tl.constexpr, PARTS: tl.conste
         head = (first_head + q_row).to(tl.int64)
         token = row.token
     else:
-        rows = tl.minimum(R.Q_ROWS, (row.q_len - row.number * T.OF_ROW) * R.GQA_RATIO)
-        token = row.token + row.number * T.OF_ROW + q_row // R.GQA_RATIO
+        before = first_of_row(row.number, row.q_len, T)
+        rows = tl.minimum(R.Q_ROWS, (row.q_len - before) * R.GQA_RATIO)
+        token = row.token + before + q_row // R.GQA_RATIO
         head = (q_row % R.GQA_RATIO).to(tl.int64)
     is_row = q_row < rows
     acc, maximum, total = merge_parts(

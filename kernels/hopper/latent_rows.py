@@ -18,6 +18,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_SEQ,
     PROGRAM_WORK,
     SEQ_KV_LEN,
+    first_of_row,
     words_of_program,
     words_of_seq,
 )
@@ -73,7 +74,7 @@ class RowPart(NamedTuple):
     """A program's part of a row.
 
     take:        positions
-    first, end:  key blocks
+    first, end:  key blocks, up to the last one that a token sees
     is_whole:    whether they are all of the row's
     writes:      whether there is anything to write
     q_len:       new tokens of the sequence
@@ -110,7 +111,8 @@ def work_of_program(step, G: gl.constexpr):
 def piece_of(step, todo, G: gl.constexpr):
     """The program's part of the row that it has reached."""
     R: gl.constexpr = G.rows
-    OF_ROW: gl.constexpr = R.TOKENS.OF_ROW
+    T: gl.constexpr = R.TOKENS
+    OF_ROW: gl.constexpr = T.OF_ROW
     kv_len = todo.kv_len
     num_blocks = gl.cdiv(gl.maximum(kv_len, 0), G.KEY_BLOCK)
     row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
@@ -121,11 +123,13 @@ def piece_of(step, todo, G: gl.constexpr):
     writes = ((kv_len == 0) & (todo.done == 0)) | (end > first)
     first_of_seq = gl.load(step.q_indptr + todo.seq)
     q_len = gl.load(step.q_indptr + todo.seq + 1) - first_of_seq
-    before = todo.row * OF_ROW
+    before = first_of_row(todo.row, q_len, T)
     tokens = gl.minimum(q_len - before, OF_ROW)
     first_end = kv_len - q_len + before + 1 if G.CAUSAL else kv_len
     last_end = first_end + tokens - 1 if G.CAUSAL else kv_len
     is_whole = end - first == num_blocks
+    # Blocks that no token of the row sees cost nothing, and a part of no other ones adds nothing.
+    end = gl.minimum(end, gl.cdiv(last_end, G.KEY_BLOCK))
     return RowPart(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
 
 

@@ -26,6 +26,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_ROW,
     PROGRAM_SEQ,
     PROGRAM_WORK,
+    first_of_row,
     new_tokens,
     next_row,
     rows_of_tokens,
@@ -164,7 +165,7 @@ def _latent_decode_kernel(
         is_empty = (kv_len == 0) & (done == 0)
         if is_empty | (end_block > first_block):
             # token, head, is_row: [QUERY_ROWS]
-            row_token = row * T.OF_ROW
+            row_token = first_of_row(row, q_len, T)
             num_tokens = tl.minimum(q_len - row_token, T.OF_ROW)
             first_token = tl.load(q_indptr + seq) + row_token
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words, G.EVEN), G)

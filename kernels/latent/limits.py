@@ -13,8 +13,9 @@ MAX_HEAD_DIM = MAX_V_HEAD_DIM + MAX_REST_DIM
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# New tokens of a sequence whose keys are still split over programs; longer ones have a program per query block.
-MOST_SPLIT_TOKENS = 8
+# New tokens of a sequence whose keys are still split over programs; longer ones have a program per query block, except
+# on Hopper.
+MOST_SPLIT_TOKENS, ANY_TOKENS = 8, 2**30
 
 
 def check_latent(args: AttendArgs, kernel: str) -> None:

@@ -64,6 +64,7 @@ def triton_entry(
     limits: Limits,
     batch_invariant: bool = False,
     is_probed: bool = False,
+    clears_pads: bool = True,
 ) -> KernelEntry:
     """The entry of a kernel that can be captured, supports any context.
 
@@ -83,6 +84,7 @@ def triton_entry(
         needs_host_lengths=False,
         bind=bind,
         is_probed=is_probed,
+        clears_pads=clears_pads,
         faults=(INTERPRETED_BFLOAT16,),
     )
 

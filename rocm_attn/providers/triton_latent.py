@@ -157,8 +157,8 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
     return TritonMixed(_bind_decode(problem, target, pool), _with_longer(few, target))
 
 
-def _with_longer(few: LatentDecode | HopperLatentDecode, target: Target) -> TritonMixed:
-    """Combines few with extend for the sequences that have more new tokens than it serves."""
+def _with_longer(few: LatentDecode, target: Target) -> TritonMixed:
+    """Combines few with extend for the sequences that have more new tokens than few serves."""
     return TritonMixed(few, _extend(few.problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
 
 
@@ -166,15 +166,15 @@ def _bind_decode_hopper(problem: Problem, target: Target, pool: PoolSize) -> Hop
     return bind_latent_decode(problem, target, fewest=1, most=1)
 
 
-def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    return _with_longer(bind_latent_decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS), target)
+def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> HopperLatentDecode:
+    return bind_latent_decode(problem, target, fewest=1, most=limits.ANY_TOKENS)
 
 
-def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    serves_one = problem.gqa_ratio >= triton_hopper_latent.DECODE_LIMITS.least_gqa_ratio
-    one = (_bind_decode_hopper if serves_one else _bind_decode)(problem, target, pool)
-    few = bind_latent_decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
-    return TritonMixed(one, _with_longer(few, target))
+def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    if problem.gqa_ratio >= triton_hopper_latent.DECODE_LIMITS.least_gqa_ratio:
+        return _bind_extend_hopper(problem, target, pool)
+    several = bind_latent_decode(problem, target, fewest=2, most=limits.ANY_TOKENS)
+    return TritonMixed(_bind_decode(problem, target, pool), several)
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -233,8 +233,13 @@ ENTRIES = (
         limits=triton_hopper_latent.DECODE_LIMITS,
     ),
     triton_entry("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    # Its programs know sequences, and none has the tokens after them.
     triton_entry(
-        "triton.hopper_latent_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper_latent.LIMITS
+        "triton.hopper_latent_extend",
+        StepKind.EXTEND,
+        _bind_extend_hopper,
+        limits=triton_hopper_latent.LIMITS,
+        clears_pads=False,
     ),
     triton_entry("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
     triton_entry(
@@ -242,6 +247,7 @@ ENTRIES = (
         StepKind.MIXED,
         _bind_mixed_hopper,
         limits=triton_hopper_latent.LIMITS,
+        clears_pads=False,
     ),
     triton_entry("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
     triton_entry("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
+from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -18,7 +18,7 @@ from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
-from rocm_attn.providers.triton_latent import LatentDecode, LatentExtend
+from rocm_attn.providers.triton_latent import LatentDecode
 
 # DeepSeek-V3's layer.
 LAYER = Problem(128, 1, 576, torch.bfloat16, v_head_dim=512, page_size=64, scale=192**-0.5, pool=PoolKind.LATENT)
@@ -76,11 +76,15 @@ def test_one_token_of_few_heads_is_the_plain_kernels_and_several_are_its() -> No
     mixed = select(layer, HOPPER, "triton").kernel(StepKind.MIXED).bound
     assert isinstance(mixed, TritonMixed)
     assert isinstance(mixed.decode, LatentDecode)
-    assert isinstance(mixed.extend, TritonMixed)
-    few, longer = mixed.extend.decode, mixed.extend.extend
-    assert isinstance(few, HopperLatentDecode)
-    assert isinstance(longer, LatentExtend)
+    assert isinstance(mixed.extend, HopperLatentDecode)
     # Together they serve every number of new tokens once.
-    tokens = few.cut.tokens
-    assert (mixed.decode.cut.tokens.MOST, tokens.FEWEST, tokens.MOST, tokens.OF_ROW) == (1, 2, MOST_SPLIT_TOKENS, 4)
-    assert longer.cut.min_q_len == MOST_SPLIT_TOKENS + 1
+    tokens = mixed.extend.cut.tokens
+    assert (mixed.decode.cut.tokens.MOST, tokens.FEWEST, tokens.MOST, tokens.OF_ROW) == (1, 2, ANY_TOKENS, 4)
+
+
+def test_one_launch_serves_all_tokens_of_many_heads() -> None:
+    selection = select(LAYER, HOPPER, "triton")
+    for kind in (StepKind.EXTEND, StepKind.MIXED):
+        bound = selection.kernel(kind).bound
+        assert isinstance(bound, HopperLatentDecode)
+        assert (bound.cut.tokens.FEWEST, bound.cut.tokens.MOST) == (1, ANY_TOKENS)

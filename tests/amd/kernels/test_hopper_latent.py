@@ -12,7 +12,7 @@ import torch
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.hopper.key_steps import SLACK
-from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
+from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_serves, build
@@ -61,7 +61,14 @@ def test_decode_equals_the_reference(heads: int, page_size: int, dtype: torch.dt
 def test_a_few_new_tokens_see_the_keys_before_them(heads: int, causal: bool, device: torch.device) -> None:
     """With few heads several tokens share a program, and each sees other keys."""
     case = replace(DRAFTS, heads=(heads, 1), causal=causal, page_size=16)
-    assert_right(case, device, most=MOST_SPLIT_TOKENS)
+    assert_right(case, device, most=ANY_TOKENS)
+
+
+@pytest.mark.parametrize(("heads", "page_size"), [(128, 64), (40, 16), (16, 1), (5, 32)])
+def test_prompts_and_chunks_see_the_keys_before_them(heads: int, page_size: int, device: torch.device) -> None:
+    """A prompt's first rows see few of the keys that its cost counts, and single tokens are in the same step."""
+    case = replace(DECODES, kv_len=[290, 900, 40, 1, 200, 0], q_len=[290, 75, 1, 1, 9, 0])
+    assert_right(replace(case, heads=(heads, 1), page_size=page_size), device, most=ANY_TOKENS)
 
 
 def test_one_long_sequence_is_shared_by_all_programs(device: torch.device) -> None:
@@ -71,8 +78,8 @@ def test_one_long_sequence_is_shared_by_all_programs(device: torch.device) -> No
 def test_a_second_launch_over_a_schedule_gives_the_same_bits(device: torch.device) -> None:
     """A launch changes nothing in the schedule, and the next one reads nothing that it left in the workspace."""
     first, second = build(DRAFTS, device), build(DRAFTS, device)
-    run_hopper_latent(first, compute_units=20, most=MOST_SPLIT_TOKENS)
-    run_hopper_latent(second, compute_units=20, most=MOST_SPLIT_TOKENS, launches=3)
+    run_hopper_latent(first, compute_units=20, most=ANY_TOKENS)
+    run_hopper_latent(second, compute_units=20, most=ANY_TOKENS, launches=3)
     assert torch.equal(first.out, second.out)
 
 
@@ -96,7 +103,7 @@ def test_results_stay_within_the_tokens_that_the_cut_serves(device: torch.device
     """Tokens of sequences with more new tokens, and the padded tail, belong to other launches."""
     case = replace(DRAFTS, q_len=[3, 1, 9, 2, 0, 5, 0, 4], kv_len=[40, 9, 700, 5, 33, 120, 0, 66], tail=3)
     tensors = build(case, device)
-    run_hopper_latent(tensors, compute_units=20, most=MOST_SPLIT_TOKENS)
+    run_hopper_latent(tensors, compute_units=20, most=8)
     first = int(tensors.queries.q_indptr[2])
     assert bool((tensors.out[first : first + 9] == UNTOUCHED).all())
     assert bool((tensors.out[int(tensors.queries.q_indptr[-1]) :] == UNTOUCHED).all())

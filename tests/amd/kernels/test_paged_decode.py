@@ -201,7 +201,7 @@ def test_every_cut_of_the_merge_is_right(
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("shape", [{"parts": 4}, {"heads": 1, "parts": 8, "few": 2, "few_heads": 2}], ids=str)
 def test_a_row_with_more_parts_than_a_step_takes_is_right(
-    shape: dict[str, int], monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+    shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
     """One row has about 20 parts, and others have one or two, which one program may add up for all their heads."""
     monkeypatch.setattr(merge, "merge_shape", lambda *args: replace(merge_shape(*args), **shape))

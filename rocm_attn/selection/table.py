@@ -252,7 +252,7 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
 
 
 def _chunks(limits: Limits) -> str:
-    return ("yes" if limits.others else "only these") if limits.chunks else "no"
+    return ("yes" if limits.others else "only these") if limits.ranges else "no"
 
 
 _SCORES: dict[str, Callable[[_Line], str]] = {

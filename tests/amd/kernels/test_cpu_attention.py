@@ -33,6 +33,9 @@ FORMS: Mapping[str, dict[str, object]] = {
     "window_of_one": {"window_left": 0, "page_size": 3},
     "sinks": {"sinks": True, "heads": (6, 2)},
     "window_sinks": {"sinks": True, "window_left": 20, "page_size": 7},
+    "both_sides": {"window_left": 20, "window_right": 9, "page_size": 7},
+    "few_later": {"window_right": 2, "sinks": True},
+    "window_and_all_later": {"window_left": 4, "window_right": UNLIMITED_WINDOW},
 }
 
 
@@ -41,10 +44,8 @@ def run_decode(tensors: Tensors) -> None:
     table, form = tensors.table[tensors.row_of_seq], tensors.pages.format
     most = form.page_size * table.shape[1]
     words = torch.full((attention.decode_words(tensors.num_seqs, most),), 0x7F7F7F7F, dtype=torch.int32)
-    window = tensors.scores.window_left
-    attention.find_keys(
-        tensors.queries, words, page_size=form.page_size, table_width=table.shape[1], window_left=window
-    )
+    seen = tensors.scores.visibility
+    attention.find_keys(tensors.queries, words, page_size=form.page_size, table_width=table.shape[1], visibility=seen)
     attention.paged_decode(tensors.args(words), table, scores=tensors.scores)
 
 
@@ -59,7 +60,7 @@ def test_decode_equals_the_reference(form: dict[str, object], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", {**FORMS, "whole": {"causal": False}}.values(), ids=[*FORMS, "whole"])
+@pytest.mark.parametrize("form", {**FORMS, "whole": {"window_right": UNLIMITED_WINDOW}}.values(), ids=[*FORMS, "whole"])
 def test_extend_equals_the_reference(form: dict[str, object], dtype: torch.dtype) -> None:
     assert_serves(run_extend, replace(EXTENDS, dtype=dtype, **form), CPU)  # type: ignore[arg-type]
 

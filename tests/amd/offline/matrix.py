@@ -114,7 +114,7 @@ class Row:
         if self.dims[0] == 64:  # gpt-oss
             return [plain, replace(plain, window_left=127, has_sinks=True)]
         if self.dims[0] == 80:
-            return [plain, replace(plain, has_alibi_slopes=True), replace(plain, causal=False)]
+            return [plain, replace(plain, has_alibi_slopes=True), replace(plain, window_right=UNLIMITED_WINDOW)]
         if self.dims[0] == 96:  # which rows of windows serve
             return [plain, replace(plain, window_left=1023)]
         # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers.

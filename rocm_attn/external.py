@@ -143,7 +143,8 @@ class ExternalOptions:
         """A layer's problem in steps of a causality. Raises BadProblem for chunks in one that is not causal."""
         if causality is Causality.OF_LAYERS:
             return problem
-        return replace(problem, window_right=0 if causality is Causality.CAUSAL else problem.window_left)
+        right = 0 if causality is Causality.CAUSAL else problem.window_left
+        return replace(problem, window_right=right)
 
     def pool_size(self, bounds: Bounds) -> PoolSize:
         """The pool that kernels are chosen for."""

@@ -375,6 +375,7 @@ class Engine:
                     *self.stored[place, request.row],
                     scale=layer.scaling,
                     window_left=window,
+                    window_right=window,
                     causal=self.causal,
                     shown=cells,
                 )

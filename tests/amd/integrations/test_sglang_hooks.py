@@ -594,9 +594,13 @@ def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str,
 
 
 @pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("windows", [(-1, -1), (3, 1)])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_tokens_of_an_encoder_see_all_of_their_sequence(page_size: int, provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, page_size=page_size, is_encoder=True, windows=(-1, -1))
+def test_tokens_of_an_encoder_see_their_sequence_or_a_window_to_both_sides(
+    page_size: int, windows: tuple[int, int], provider: str, device: torch.device
+) -> None:
+    """SGLang's FlashAttention backend gives its kernel (sliding_window_size, sliding_window_size)."""
+    engine = Engine(provider, device, page_size=page_size, is_encoder=True, windows=windows)
     one, two, three = (engine.admit() for _ in range(3))
     engine.run(Mode.EXTEND, [one, two], [7, 13])
     engine.run(Mode.EXTEND, [three], [1])
@@ -620,15 +624,10 @@ def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, 
     engine.hooks.attention.check_device()
 
 
-def test_an_encoder_whose_prompts_come_in_parts_or_that_has_a_window_is_refused(
-    provider: str, device: torch.device
-) -> None:
+def test_an_encoder_whose_prompts_come_in_parts_is_refused(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, is_encoder=True, serve=False)
     with pytest.raises(Unsupported, match="a prompt may come in parts; use --chunked-prefill-size -1 and"):
         AttentionHooks(engine.runner, replace(engine.serving, whole_prompts=False))
-    engine.layers[0].sliding_window_size = 5
-    with pytest.raises(Unsupported, match="layer 0: a window to both sides of a token is not served"):
-        AttentionHooks(engine.runner, engine.serving)
 
 
 def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:

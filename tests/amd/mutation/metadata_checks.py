@@ -320,6 +320,8 @@ def visible_ranges(memory: Memory) -> None:
         Visibility(window_left=2, masked=True, spans_pass=True),
         Visibility(window_left=6, chunk=8, masked=True),
         Visibility(window_left=3, chunk=4),
+        Visibility(window_left=2, window_right=1),
+        Visibility(window_right=2, masked=True),
     ):
         launch = of_visible_ranges(launch_visible_ranges, visibility)
         assert_same(memory, launch, of_visible_ranges(_twin_of_ranges, visibility), inputs, [garbage(12), garbage(12)])

@@ -18,7 +18,7 @@ _EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEnco
 
 # Arguments that FlashInfer takes and no kernel here supports -> the reason.
 _REFUSED = {
-    "window_right": "a window covers keys before a query only",
+    "window_right": "decode is causal, so no window has keys after a query",
     "jit_args": "it is CUDA source for FlashInfer's own kernels",
     "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
     "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",

@@ -247,7 +247,7 @@ _REACH: Mapping[str, Callable[[Sequence[Limits]], str]] = {
     "page sizes": _pages,
     "query heads on a KV head": lambda all_: f"up to {max(each.max_gqa_ratio for each in all_)}",
     "windows": lambda all_: _some(all_, lambda each: each.window),
-    "chunks": lambda all_: _some(all_, lambda each: each.ranges),
+    "chunks, windows with later keys": lambda all_: _some(all_, lambda each: each.ranges),
     "soft caps": lambda all_: _some(all_, lambda each: each.soft_cap),
     "sinks": lambda all_: _some(all_, lambda each: each.sinks),
     "ALiBi slopes": lambda all_: _some(all_, lambda each: each.alibi),

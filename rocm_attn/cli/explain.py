@@ -351,12 +351,12 @@ def _geometry(problem: Problem) -> str:
         parts.insert(2, f"v_head_dim {problem.v_head_dim}")
     if problem.window_right == UNLIMITED_WINDOW:
         parts.append("every token sees all later ones of its sequence")
-    elif problem.window_right:
-        parts.append(f"window of {problem.window_right} later keys")
     if problem.chunk:
         parts.append(f"chunks of {problem.chunk} keys")
     if problem.window_left not in (UNLIMITED_WINDOW, problem.chunk - 1):
         parts.append(f"window of {problem.window_left} previous keys")
+    if problem.window_right > 0:
+        parts.append(f"window of {problem.window_right} later keys")
     if problem.logits_soft_cap:
         parts.append(f"soft cap {problem.logits_soft_cap:g}")
     if problem.has_sinks:

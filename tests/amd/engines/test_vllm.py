@@ -234,7 +234,7 @@ def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["encoder", "local_encoder", "local_embeddings"])
 def test_embeddings_of_an_encoder_are_vllms_own(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
-    """A BERT, whose tokens see all of their prompt; a ModernBERT and an EmbeddingGemma, whose windows have two sides."""
+    """A BERT, whose tokens see all of their prompt; a ModernBERT and an EmbeddingGemma, with windows to both sides."""
     requested = run(vllm, f"vllm_{name}", runner="pooling", max_num_batched_tokens=512)
     requested = replace(requested, asked=EMBEDDINGS)
     (stock,) = vllm.stock([requested], tmp_path)

@@ -30,6 +30,8 @@ from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelect
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 _DECODER, _ENCODER = "decoder", "encoder_only"
+# Of models whose prompts are not causal and whose text is. One that writes no text, as EmbeddingGemma, is an encoder.
+_BIDIRECTIONAL = "decoder_bidirectional"
 # Names in models of SGLang for the logits that their heads add to the softmax denominator.
 _SINK_NAMES = ("sinks", "attention_sink_bias")
 
@@ -330,7 +332,7 @@ def _kind(layer: RadixAttentionView) -> str:
 
 def _is_causal(found: ModelLayer) -> bool:
     """True unless tokens of a step see later ones: in an encoder, and in a draft model of blocks."""
-    return _kind(found.layer) != _ENCODER
+    return _kind(found.layer) == _DECODER
 
 
 def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
@@ -343,7 +345,8 @@ def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) ->
     kind = _kind(layer)
     requested = (
         (layer.is_cross_attention, "cross attention over an encoder's keys"),
-        (kind not in (_DECODER, _ENCODER), f"attention of the kind {kind!r}"),
+        (kind not in (_DECODER, _ENCODER, _BIDIRECTIONAL), f"attention of the kind {kind!r}"),
+        (kind == _BIDIRECTIONAL and runner.is_generation, "text after prompts that are not causal"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
         (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),
         (layer.xai_temperature_len > 0, "a temperature that grows with the length"),

@@ -17,6 +17,7 @@ from tests.amd.engines.models import (
     SMALL_DEEPSEEK,
     VOCABULARY,
     write,
+    write_embedding_gemma,
     write_gemma3,
     write_random,
     written_once,
@@ -146,13 +147,10 @@ def write_local_encoder(folder: Path) -> None:
 
 
 def write_local_embeddings(folder: Path) -> None:
-    """Writes the small Gemma 3 as an EmbeddingGemma: tokens of layers with a window see 12 on each side, others all."""
+    """Writes the small EmbeddingGemma, and a tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
-    write_gemma3(folder)
-    fields = json.loads((folder / "config.json").read_text())
-    changed = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
-    (folder / "config.json").write_text(json.dumps({**fields, **changed}, indent=1))
+    write_embedding_gemma(folder)
     PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
 
 

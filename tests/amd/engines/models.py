@@ -103,10 +103,14 @@ def write_gemma3(folder: Path) -> None:
 
 def write_embedding_gemma(folder: Path) -> None:
     """Writes the small Gemma 3 as an EmbeddingGemma: tokens of layers with a window see 12 on each side, others all."""
+    from safetensors.torch import load_file
+
     write_gemma3(folder)
+    # Published files have the layers alone.
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.removeprefix("model."): each for name, each in weights.items()}
     fields = json.loads((folder / "config.json").read_text())
-    changed = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
-    (folder / "config.json").write_text(json.dumps({**fields, **changed}, indent=1))
+    write(folder, weights, {**fields, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True})
 
 
 def write_llama4(folder: Path) -> None:

@@ -97,21 +97,6 @@ class Scores:
         assert self.soft_cap >= 0
 
     @property
-    def causal(self) -> bool:
-        """See `Visibility`."""
-        return self.visibility.causal
-
-    @property
-    def window_left(self) -> int:
-        """See `Visibility`."""
-        return self.visibility.window_left
-
-    @property
-    def windowed(self) -> bool:
-        """See `Visibility`."""
-        return self.visibility.windowed
-
-    @property
     def is_bounded(self) -> bool:
         """True if a cap keeps exponentials within bfloat16's range: then no maximum need be subtracted."""
         return 0 < self.soft_cap <= _MOST_BOUNDED_CAP

@@ -147,12 +147,12 @@ def launch_latent_extend(
 
     args: with cut's schedule; there is no workspace; pages are latent
     cut:  of latent_extend_cut, for these tiles
-    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.visibility. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     check_rows(args, scores, cut, tiles, mask, "latent extend")
-    causal = scores.causal and mask is None
+    causal = scores.visibility.causal and mask is None
     geometry = latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)
     launch(
         _latent_extend_kernel,
@@ -182,7 +182,7 @@ def row_arguments(args: AttendArgs, scores: Scores, mask: VisibleKeys | None) ->
         *key_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         args.table.shape[1],
         *read_strides(args),
         *args.written_strides,

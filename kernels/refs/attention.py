@@ -247,7 +247,7 @@ class TokenBlocks:
     def hidden(self, key: Tensor, scores: Scores) -> Tensor:
         """True for each key that a row does not see, bool [tiles, tile_len, keys]. key: integer [keys]"""
         hidden = key >= self.end_key[:, :, None]
-        if scores.windowed:
+        if scores.visibility.windowed:
             hidden = hidden | (key < self.window_start[:, :, None])
         if self.cells is not None:
             hidden = hidden | ~self.cells.visible(key, ~hidden)

@@ -67,7 +67,7 @@ class ExpandedPrefill:
         problem = self.problem
         if problem.pool is not PoolKind.LATENT:
             raise BadProblem(f"only latent layers can be expanded, and this layer has {problem.pool.value}")
-        if not problem.causal or scores_of(problem).windowed:
+        if not problem.causal or scores_of(problem).visibility.windowed:
             raise BadProblem("expanded attention must be causal and without a window; attend to this layer absorbed")
 
     def attend(

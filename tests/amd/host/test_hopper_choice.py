@@ -314,7 +314,7 @@ def test_prefixes_are_seen_whole() -> None:
     bound = chosen(LAYER, on(TRITONS[0])).kernel(StepKind.SHARED).bound
     assert isinstance(bound, SharedPrefixKernel)
     prefix = hopper_of(bound.prefix)
-    assert not prefix.scores.causal
+    assert not prefix.scores.visibility.causal
     assert not prefix.cut.sharing.causal
 
 

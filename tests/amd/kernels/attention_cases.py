@@ -561,7 +561,7 @@ def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: RowSharing, *, min
         return cut
     of_layer = sharing._replace(
         rows=tensors.case.heads[1] // tiles.heads_per_row * tiles.head_blocks(tensors.gqa_ratio),
-        causal=tensors.scores.causal and not isinstance(tensors.mask, PackedMask),
+        causal=tensors.scores.visibility.causal and not isinstance(tensors.mask, PackedMask),
         window_left=tensors.case.window_left,
     )
     return replace(cut, sharing=of_layer)

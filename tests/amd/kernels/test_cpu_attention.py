@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.cpu import attention
@@ -74,6 +76,36 @@ def test_both_equal_the_plain_twins(form: dict[str, object]) -> None:
         twin(plain.args(), scores=plain.scores)
         assert_attention_close(own.out, plain.out.double(), torch.float32)
         assert_lse_close(own.lse, plain.lse.double(), torch.float32)
+
+
+def run_plain_extend(tensors: Tensors) -> None:
+    refs.paged_extend(tensors.args(), scores=tensors.scores)
+
+
+@st.composite
+def _any_windows(draw: st.DrawFn) -> Case:
+    """A step over pages of any size, whose tokens see any number of keys on each side of theirs."""
+    q_len = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    sides = st.sampled_from([UNLIMITED_WINDOW, 0, 1, 3, 16, 33, 2**31 - 2])
+    return Case(
+        kv_len=[new + draw(st.integers(0, 50)) for new in q_len],
+        q_len=q_len,
+        heads=draw(st.sampled_from([(1, 1), (4, 2)])),
+        dims=(16, 16),
+        page_size=draw(st.sampled_from([1, 3, 16, 64])),
+        tail=draw(st.integers(0, 3)),
+        window_left=draw(sides),
+        window_right=draw(sides),
+        sinks=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(_any_windows())
+def test_any_window_over_any_pages_is_that_of_the_brute_force_reference(case: Case) -> None:
+    """Keys that no token sees are NaN in the pages."""
+    assert_serves(run_extend, case, CPU)
+    assert_serves(run_plain_extend, case, CPU)
 
 
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 5])

@@ -81,6 +81,10 @@ EXTENDED = {
     "masked": replace(CHUNKS, masked=True),
     "masked_window": replace(CHUNKS, masked=True, mask_keys=7, window_left=10, soft_cap=1.5),
     "tree": replace(CHUNKS, masked=True, mask_keys=0),
+    "ranges": replace(CHUNKS, ranged=True, window_right=UNLIMITED_WINDOW),
+    "ranges_of_a_window": replace(CHUNKS, ranged=True, window_left=20, window_right=UNLIMITED_WINDOW, sinks=True),
+    # A token in each query block, so that its rows begin at one key, and whole key blocks need no mask.
+    "chunk": replace(CHUNKS, kv_len=[140], q_len=[19], heads=(70, 1), dims=(32, 32), ranged=True, window_left=127),
 }
 
 

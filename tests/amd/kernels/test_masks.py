@@ -63,6 +63,7 @@ RANGES = {
     "any_end": {"window_right": UNLIMITED_WINDOW},
     "window": {"window_left": 20, "heads": (6, 2)},
     "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "window_right": UNLIMITED_WINDOW},
+    "window_and_later": {"window_left": 20, "window_right": UNLIMITED_WINDOW, "sinks": True},
     "chunk": {"window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
 }
 

@@ -614,7 +614,7 @@ def test_tokens_of_an_encoder_see_their_sequence_or_a_window_to_both_sides(
 @pytest.mark.fast(interpreted=0)
 def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
     """DFlash: SGLang runs a draft model's block as a step that verifies drafts, in layers of the encoder's kind."""
-    engine = Engine(provider, device, is_encoder=True)
+    engine = Engine(provider, device, is_encoder=True, windows=(-1, 2))
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
     engine.run(Mode.TARGET_VERIFY, requests[:2], [4, 4])

@@ -179,8 +179,14 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     # reaches n keys to each side, and in causal masks n - 1 (masking_utils.py).
     if fields.values.get("is_causal") is False:
         return geometry.not_causal(more=1)
-    is_encoder = fields.values.get("use_bidirectional_attention") is True and architecture not in _WITH_A_PREFIX
-    return geometry.not_causal() if is_encoder else geometry
+    if fields.values.get("use_bidirectional_attention") is not True or architecture in _WITH_A_PREFIX:
+        return geometry
+    if FAMILIES[architecture].derived is not half_if_bidirectional and any(layer.is_local for layer in geometry.layers):
+        raise Unsupported(
+            f"use_bidirectional_attention is true, and layers of {architecture} have windows or chunks; how far they "
+            "then reach is known of Gemma 3 alone"
+        )
+    return geometry.not_causal()
 
 
 # Models whose use_bidirectional_attention means the prompt's beginning alone.

@@ -140,8 +140,11 @@ class ExternalOptions:
     on_fault: FaultPolicy = raise_fault
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
-        """A layer's problem in steps of a causality. Raises BadProblem for a window in one that is not causal."""
-        return problem if causality is Causality.OF_LAYERS else replace(problem, causal=causality is Causality.CAUSAL)
+        """A layer's problem in steps of a causality. Raises BadProblem for chunks in one that is not causal."""
+        if causality is Causality.OF_LAYERS:
+            return problem
+        right = 0 if causality is Causality.CAUSAL else problem.window_left
+        return replace(problem, window_right=right)
 
     def pool_size(self, bounds: Bounds) -> PoolSize:
         """The pool that kernels are chosen for."""

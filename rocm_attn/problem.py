@@ -209,6 +209,8 @@ class Problem:
     v_head_dim:                 elements of a v and an output row; AS_HEAD_DIM: head_dim
     scale:                      factor on q.k before the softmax; AS_HEAD_DIM: head_dim ** -0.5
     window_left:                previous keys a query sees besides its own; -1: all of them; at most chunk - 1 in chunks
+    window_right:               later keys of its sequence it sees: 0 in causal attention; -1: all of them, as in
+                                encoders and cross attention; some, as in ModernBERT
     logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
     pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
@@ -216,9 +218,8 @@ class Problem:
     kv_scales:                  what shares a scale in eight-bit encodings
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel returns it
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
-    causal:                     whether a query sees no key after its own; if not, it sees all of its sequence's KV
     custom_mask:                whether a step may bring a mask (batch/mask.py): spans whose tokens see each other, or
-                                trees or cells in place of causality; a window still hides keys further back
+                                trees or cells in place of window_right; window_left still hides keys further back
     chunk:                      keys of a chunk (Llama 4): a query at place p sees none before p - p % chunk; 0: no such
     spans_pass_window:          whether a query in a span of the step (TokenSpans) sees all of it, even what lies before
                                 its window or chunk, as in PaliGemma 2; if not, the window hides it
@@ -234,10 +235,10 @@ class Problem:
     v_head_dim: int = AS_HEAD_DIM
     scale: float = AS_HEAD_DIM
     window_left: int = UNLIMITED_WINDOW
+    window_right: int = 0
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     has_alibi_slopes: bool = False
-    causal: bool = True
     custom_mask: bool = False
     chunk: int = 0
     spans_pass_window: bool = False
@@ -249,14 +250,16 @@ class Problem:
     row: Row = OF_ONE_TOKEN
 
     def __post_init__(self) -> None:
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim", "window_left", "chunk"):
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        for name in ("window_left", "window_right", "chunk"):
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
         for name in ("scale", "logits_soft_cap"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         for name, kind in (("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales)):
             if not isinstance(getattr(self, name), kind):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
-        for name in ("has_sinks", "has_alibi_slopes", "causal", "custom_mask", "spans_pass_window", "wants_lse"):
+        for name in ("has_sinks", "has_alibi_slopes", "custom_mask", "spans_pass_window", "wants_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.v_head_dim == AS_HEAD_DIM:
@@ -278,11 +281,12 @@ class Problem:
                 f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100, for instance "
                 "head_dim ** -0.5"
             )
-        if not UNLIMITED_WINDOW <= self.window_left <= _LARGEST_WINDOW:
-            raise BadProblem(
-                f"window_left is {self.window_left}; it must be a number of previous keys below 2**31 - 1, or -1 "
-                "for all"
-            )
+        for name, keys in (("window_left", "previous"), ("window_right", "later")):
+            if not UNLIMITED_WINDOW <= getattr(self, name) <= _LARGEST_WINDOW:
+                raise BadProblem(
+                    f"{name} is {getattr(self, name)}; it must be a number of {keys} keys below 2**31 - 1, or -1 "
+                    "for all"
+                )
         if not 0 <= self.chunk <= _LARGEST_WINDOW:
             raise BadProblem(f"chunk is {self.chunk}; it must be a number of keys below 2**31 - 1, or 0 for no chunks")
         if self.chunk:
@@ -293,8 +297,8 @@ class Problem:
                 "spans_pass_window is True in a layer without custom_mask, or without a window or chunks; only "
                 "such a layer sees spans, and has a window that they could pass"
             )
-        if not self.causal and self.window_left != UNLIMITED_WINDOW:
-            raise BadProblem(f"window_left is {self.window_left} and causal is False; a window needs causal attention")
+        if self.chunk and not self.causal:
+            raise BadProblem(f"chunk is {self.chunk} and window_right {self.window_right}; chunks need window_right 0")
         if self.logits_soft_cap != 0 and not SMALLEST_SCALE <= self.logits_soft_cap <= LARGEST_SCALE:
             raise BadProblem(
                 f"logits_soft_cap is {self.logits_soft_cap}; it must be a positive number from 2**-100 to 2**100, or 0 "
@@ -384,9 +388,15 @@ class Problem:
                 )
 
     @property
+    def causal(self) -> bool:
+        """True if a query sees no key after its own."""
+        return self.window_right == 0
+
+    @property
     def visibility(self) -> Visibility:
         """The keys that queries see, as far as the layer determines it."""
-        return Visibility(self.causal, self.window_left, self.chunk, self.custom_mask, self.spans_pass_window)
+        windows = self.window_left, self.window_right
+        return Visibility(*windows, self.chunk, self.custom_mask, self.spans_pass_window)
 
     @property
     def gqa_ratio(self) -> int:

@@ -601,7 +601,7 @@ def _launch(
         args.schedule[cut.first_counter(queries.num_seqs) :] if geometry.merge.GROUP else None,
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         cut.programs,
         table.shape[1],
         *args.strides_in(geometry.STRIDE_UNIT),
@@ -622,7 +622,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     num_kv_heads, gqa_ratio = args.heads
     num_seqs, heads = args.queries.num_seqs, tiles.heads_per_row
     cut.check(args.schedule, num_seqs)
-    of_tiles = DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left)
+    of_tiles = DecodeCut.of(
+        tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.visibility.window_left
+    )
     same_step = replace(of_tiles, rounds=cut.rounds, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
     assert cut == same_step, "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
@@ -637,7 +639,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     whole_rows = has_whole_rows(
         num_seqs * cut.rows,
         num_programs=cut.programs,
-        window_left=scores.window_left,
+        window_left=scores.visibility.window_left,
         head_dim=max(head_dim, v_head_dim),
     )
     return DecodeGeometry(

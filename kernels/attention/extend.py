@@ -403,7 +403,7 @@ def row_arguments(
         *key_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         cut.sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
@@ -441,9 +441,9 @@ def block_geometry(
     assert num_kv_heads % at_once == 0
     assert at_once == 1 or (head_blocks == 1 and not tiles.dim_block and args.pages.k_scale is None)
     # In a masked step a token may see keys after its own, by cells or by a span.
-    causal, sharing = scores.causal and not isinstance(mask, PackedMask), cut.sharing
+    causal, sharing = scores.visibility.causal and not isinstance(mask, PackedMask), cut.sharing
     if sharing.programs:
-        cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.window_left)
+        cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.visibility.window_left)
     return BlockGeometry(
         keys=key_geometry(args, scores, tiles=tiles, causal=causal, exact=exact),
         KV_HEADS=num_kv_heads // at_once,

@@ -141,7 +141,7 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
         KEY_BLOCK=tiles.key_block,
         EDGE_BLOCK=tiles.key_block,
         CAUSAL=causal,
-        WINDOWED=scores.windowed,
+        WINDOWED=scores.visibility.windowed,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=exact
         and scores.is_bounded

@@ -93,7 +93,7 @@ def launch_plain_decode(args: AttendArgs, *, scores: Scores) -> None:
     launch(
         _plain_decode_kernel, (queries.num_seqs, num_kv_heads),
         args.q, args.pages.k, args.pages.v, args.table, queries.row_of_seq, queries.kv_len, queries.q_indptr,
-        args.out, lse, scores.scale * LOG2_E, scores.window_left, args.table.shape[1],
+        args.out, lse, scores.scale * LOG2_E, scores.visibility.window_left, args.table.shape[1],
         *args.read_strides, *args.written_strides,
         RATIO=ratio, PAGE_SIZE=form.page_size, HEAD_DIM=form.head_dim, V_HEAD_DIM=form.v_head_dim,
         ROWS=max(_LEAST, next_power_of_2(ratio)), KEYS=_KEYS_OF_A_BLOCK,

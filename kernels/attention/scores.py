@@ -7,14 +7,14 @@
 
 The keys that the token at kv_index i sees follow from one value, Visibility, and are always a range: [first, end).
 
-    causal      end = i + 1; else kv_len
-    window      first = max(0, i - window_left)
+    window      first = max(0, i - window_left), or 0 without a limit
+                end = min(kv_len, i + window_right + 1), or kv_len without one; causal attention has window_right 0
     chunk       first = i - i % chunk                       where chunks and windows meet, the later of both
     span        a span [b, e) of the step with b <= i < e:  end = max(end, e); if spans_pass, first = min(first, b)
 
 Tokens of a span see each other, before and after themselves: those of an image in a causal prompt, a block of drafts,
-or the first tokens of a prefix-LM. Cells of a packed mask replace spans and causality: then end = kv_len, the bits hide
-keys, and a window is counted from the token's depth in its tree (visible_keys.py).
+or the first tokens of a prefix-LM. Cells of a packed mask replace spans and window_right: then end = kv_len, the bits
+hide keys, and window_left is counted from the token's depth in its tree (visible_keys.py).
 """
 
 from __future__ import annotations
@@ -35,28 +35,45 @@ _MOST_BOUNDED_CAP = 60.0
 class Visibility:
     """The keys that tokens of a layer see, as far as the layer determines it; a step may add spans, or cells.
 
-    causal:      whether a token sees nothing after itself
-    window_left: previous keys that a token sees besides its own; -1: all of them. chunk - 1 at most if there are chunks
-    chunk:       keys of a chunk: a token sees none before its own chunk, which begins at a multiple; 0: no chunks
-    masked:      whether the mask of a step counts, if it brings one: spans, or cells
-    spans_pass:  whether tokens of a span see all of it, even what lies before their window or chunk
+    window_left:  previous keys that a token sees besides its own; -1: all of them. At most chunk - 1 with chunks
+    window_right: later keys that it sees; -1: all of them
+    chunk:        keys of a chunk: a token sees none before its own chunk, which begins at a multiple; 0: no chunks
+    masked:       whether the mask of a step counts, if it brings one: spans, or cells
+    spans_pass:   whether tokens of a span see all of it, even what lies before their window or chunk
     """
 
-    causal: bool = True
     window_left: int = UNLIMITED_WINDOW
+    window_right: int = 0
     chunk: int = 0
     masked: bool = False
     spans_pass: bool = False
 
     def __post_init__(self) -> None:
-        assert self.window_left >= UNLIMITED_WINDOW
-        assert self.causal or not self.windowed, "a window is counted from a causal token"
+        assert min(self.window_left, self.window_right) >= UNLIMITED_WINDOW
         assert self.chunk == 0 or 0 <= self.window_left < self.chunk, "a chunk is a window, too"
+        assert self.chunk == 0 or self.causal, "a token sees none of its chunk after itself"
+
+    @property
+    def causal(self) -> bool:
+        """True if a token sees nothing after itself."""
+        return self.window_right == 0
 
     @property
     def windowed(self) -> bool:
         """True if a token may see fewer keys than come before it."""
         return self.window_left != UNLIMITED_WINDOW
+
+    @property
+    def two_sided(self) -> bool:
+        """True if a window lets a token see some keys after itself, or some before itself and all after."""
+        return not self.causal and (self.windowed or self.window_right != UNLIMITED_WINDOW)
+
+    @property
+    def by_ranges(self) -> bool:
+        """True if kernels need a range of keys for each token: by themselves they know window_left of causal tokens,
+        and tokens that see all keys.
+        """
+        return self.chunk > 0 or self.two_sided
 
 
 CAUSAL = Visibility()
@@ -78,21 +95,6 @@ class Scores:
     def __post_init__(self) -> None:
         assert self.scale > 0
         assert self.soft_cap >= 0
-
-    @property
-    def causal(self) -> bool:
-        """See `Visibility`."""
-        return self.visibility.causal
-
-    @property
-    def window_left(self) -> int:
-        """See `Visibility`."""
-        return self.visibility.window_left
-
-    @property
-    def windowed(self) -> bool:
-        """See `Visibility`."""
-        return self.visibility.windowed
 
     @property
     def is_bounded(self) -> bool:

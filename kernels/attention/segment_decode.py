@@ -174,7 +174,7 @@ def launch_segment_decode(
         pages.v_scale,
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         cut.programs,
         table.shape[1],
         *args.read_strides,
@@ -193,11 +193,15 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTi
     decode = tiles.decode(gqa_ratio)
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut == DecodeCut.of(
-        decode, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left, has_slots=True
+        decode,
+        num_kv_heads=num_kv_heads,
+        programs=cut.programs,
+        window_left=scores.visibility.window_left,
+        has_slots=True,
     ), "the schedule was cut for another launch"
     return SegmentDecodeGeometry(
         rows=cut.row_cut(decode, gqa_ratio),
-        keys=key_geometry(args, scores, tiles=tiles.extend, causal=scores.causal, exact=True),
+        keys=key_geometry(args, scores, tiles=tiles.extend, causal=scores.visibility.causal, exact=True),
         QUERY_ROWS=tiles.decode_rows,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=tiles.decode_stages,

@@ -299,7 +299,7 @@ def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: Deco
         queries.first_page,
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         cut.programs,
         table.shape[1],
         *args.read_strides,
@@ -318,7 +318,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
     num_seqs, head_dim, pages = args.queries.num_seqs, args.q.shape[2], args.pages
     cut.check(args.schedule, num_seqs)
     assert cut == DecodeCut.of(
-        tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
+        tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.visibility.window_left
     ), "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
@@ -342,7 +342,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
         BLOCKS=tiles.num_stages,
         SAME_OFFSETS=args.same_offsets,
         WHOLE_ROWS=has_whole_rows(
-            num_seqs * cut.rows, num_programs=cut.programs, window_left=scores.window_left, head_dim=head_dim
+            num_seqs * cut.rows, num_programs=cut.programs, window_left=scores.visibility.window_left, head_dim=head_dim
         ),
         CAPPED=scores.soft_cap > 0,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
+from rocm_attn.kernels.attention.scores import Scores, Visibility
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs import attention as refs
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -37,12 +37,12 @@ def decode_words(num_seqs: int, max_kv_len: int) -> int:
     return _HEAD + num_seqs * (1 + 3 * max_kv_len)
 
 
-def find_keys(queries: Queries, words: Tensor, *, page_size: int, table_width: int, window_left: int) -> None:
+def find_keys(queries: Queries, words: Tensor, *, page_size: int, table_width: int, visibility: Visibility) -> None:
     """Finds the keys of a decode step, for all of its layers.
 
     words: int32, as many as decode_words() says, written; table_width: of the block table
     """
-    run_as_launch(_find_keys, queries, words, page_size, table_width, window_left)
+    run_as_launch(_find_keys, queries, words, page_size, table_width, visibility)
 
 
 def paged_decode(args: AttendArgs, block_table: Tensor, *, scores: Scores) -> None:
@@ -117,13 +117,13 @@ class _Tiles:
         return _Tiles(self.q[some], self.row[some], pages, self.kv_index[some], begin, last, int((last - begin).max()))
 
 
-def _find_keys(queries: Queries, words: Tensor, page_size: int, table_width: int, window_left: int) -> None:
+def _find_keys(queries: Queries, words: Tensor, page_size: int, table_width: int, visibility: Visibility) -> None:
     kv_len, first = queries.kv_len.long(), queries.q_indptr[:-1]
     is_one = queries.q_indptr.diff() == 1
     seq = (is_one & (kv_len > 0)).nonzero().flatten()
     blind = first[is_one & (kv_len <= 0)]
     token, end = first[seq], kv_len[seq]
-    begin = torch.zeros_like(end) if window_left == UNLIMITED_WINDOW else (end - 1 - window_left).clamp(min=0)
+    begin = refs.window_start(end - 1, visibility).clamp(min=0) if visibility.windowed else torch.zeros_like(end)
     num_keys = int((end - begin).max()) if len(seq) else 0
     is_whole = len(seq) == queries.num_tokens and torch.equal(token, torch.arange(len(seq), dtype=token.dtype))
     key = begin[:, None] + torch.arange(num_keys)
@@ -197,8 +197,9 @@ def _extend(args: AttendArgs, scores: Scores) -> None:
         offset = torch.minimum(offset, q_len[seq][:, None] - 1)
         q = args.q[q_indptr[seq][:, None] + offset]
     kv_index = (kv_len - q_len)[seq][:, None] + offset
-    end = kv_index[:, -1] + 1 if scores.causal else kv_len[seq]
-    begin = (kv_index[:, 0] - scores.window_left).clamp(min=0) if scores.windowed else torch.zeros_like(end)
+    seen = scores.visibility
+    end = refs.end_key(kv_index[:, -1], kv_len[seq], seen)
+    begin = refs.window_start(kv_index[:, 0], seen).clamp(min=0) if seen.windowed else torch.zeros_like(end)
     first_page = None if queries.first_page is None else queries.first_page[seq]
     tiles = _Tiles(q, queries.row_of_seq[seq], first_page, kv_index, begin, end, int((end - begin).max()))
     out, lse = (each.flatten(0, 1) for each in _attend(args, tiles, scores))
@@ -261,10 +262,10 @@ def _gathered(args: AttendArgs, tiles: _Tiles, key: Tensor) -> tuple[Tensor, Ten
 
 def _bias(tiles: _Tiles, key: Tensor, ratio: int, scores: Scores) -> Tensor:
     """Float32 [tiles, 1, ratio * tile_len or 1, keys]: -inf for a key that a row does not see."""
-    key, kv_index = key[:, None], tiles.kv_index[:, :, None]
-    hidden = key > kv_index if scores.causal else key >= tiles.end[:, None, None]
-    if scores.windowed:
-        hidden = hidden | (key < kv_index - scores.window_left)
+    key, kv_index, seen = key[:, None], tiles.kv_index[:, :, None], scores.visibility
+    hidden = key >= refs.end_key(kv_index, tiles.end[:, None, None], seen)
+    if seen.windowed:
+        hidden = hidden | (key < refs.window_start(kv_index, seen))
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
-    # Rows of a layer that is not causal see the same keys.
-    return bias.repeat(1, 1, ratio, 1) if scores.causal else bias
+    # Without a window to either side all rows see the same keys.
+    return bias.repeat(1, 1, ratio, 1) if hidden.shape[1] > 1 else bias

@@ -373,7 +373,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
             pages.k_scale,
             pages.v_scale,
             *scores.scales_at_once,
-            scores.window_left,
+            scores.visibility.window_left,
             programs,
             max_blocks,
             table.shape[1],
@@ -407,7 +407,7 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     rows = num_kv_heads * tiles.extend.head_blocks(gqa_ratio)
-    cut.check_layer(rows, causal=scores.causal, window_left=scores.window_left)
+    cut.check_layer(rows, causal=scores.visibility.causal, window_left=scores.visibility.window_left)
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.drawn_blocks:
         assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
@@ -450,9 +450,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         SEGMENT_SLOTS=tiles.segment_slots,
         LEFT_IN_WORKSPACE=tiles.left_in_workspace,
         STRIDE_UNIT=args.stride_unit,
-        CAUSAL=scores.causal,
-        WINDOWED=scores.windowed,
-        OPEN_MIDDLE=scores.windowed and tiles.open_middle,
+        CAUSAL=scores.visibility.causal,
+        WINDOWED=scores.visibility.windowed,
+        OPEN_MIDDLE=scores.visibility.windowed and tiles.open_middle,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         DRAWN_BLOCKS=tiles.drawn_blocks,

@@ -468,7 +468,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: HopperLat
     assert dims == (V_DIM.value + REST.value, V_DIM.value), "the limits refuse other rows"
     assert args.pages.raw_k.is_contiguous(), "the limits refuse other pages"
     assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
-    assert not scores.windowed, "the limits refuse windows"
+    assert not scores.visibility.windowed, "the limits refuse windows"
     assert not scores.soft_cap, "the limits refuse caps"
     assert args.sinks is None, "the limits refuse sinks"
     assert args.queries.first_page is None, "shared prefixes are for launch_latent_decode"
@@ -484,7 +484,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: HopperLat
         PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=latent.key_block,
         STAGES=latent.num_stages,
-        CAUSAL=scores.causal,
+        CAUSAL=scores.visibility.causal,
         EARLY=latent.early,
         VALUE_REGISTERS=tiles.value_registers,
         SCORE_REGISTERS=tiles.score_registers,

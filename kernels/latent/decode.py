@@ -228,7 +228,7 @@ def launch_latent_decode(
     A sequence with kv_len 0 receives 0 and LSE -inf.
     args: with cut's schedule, and a workspace of latent_partials_words(...) or longer; pages are latent
     cut:  of latent_decode_cut, for these tiles and the scores' window; the grid is its programs times head blocks
-    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.visibility. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -252,7 +252,7 @@ def launch_latent_decode(
         queries.first_page,
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         cut.programs,
         table.shape[1],
         *read_strides(args),
@@ -274,15 +274,15 @@ def _geometry(
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == tiles.key_block, "the schedule was cut for other tiles"
     assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
-    assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
+    assert (cut.window_left < 0) == (scores.visibility.window_left < 0), "the schedule was cut for another window"
     if mask is not None:
         mask.check(args.queries.num_seqs, args.queries.num_tokens)
-        assert not scores.windowed, "windows under a mask are for launch_latent_extend"
+        assert not scores.visibility.windowed, "windows under a mask are for launch_latent_extend"
         assert tiles.key_block <= TWO_WORDS
     args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim))
     return LatentDecodeGeometry(
         rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, tiles, causal=scores.causal and mask is None, exact=False),
+        keys=latent_geometry(args, scores, tiles, causal=scores.visibility.causal and mask is None, exact=False),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=tiles.block_heads(num_heads),
         HEAD_BLOCKS=tiles.head_blocks(num_heads),

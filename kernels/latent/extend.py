@@ -112,6 +112,8 @@ def _latent_extend_kernel(
             mask = KeysOfStep(mask_words, mask_indptr, mask_start, visible_first, visible_end, q_indptr)
             seen_rows = keys_of_block(mask, seq, first_token, is_row, end_key, G)
             edge_block, end_key = seen_rows.edge // K.KEY_BLOCK, seen_rows.end
+            if K.WINDOWED:
+                first_key = seen_rows.first
         scale_value = row_scale(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
         q_low, q_high, q_rest, q_rest_high, q_scale_value = load_latent_query(q_rows, is_row, K)
@@ -121,8 +123,10 @@ def _latent_extend_kernel(
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
         seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, mask_words)
         softmax = no_latents_seen(G.QUERY_ROWS, K)
-        if not K.WINDOWED:
-            softmax = attend_latents(softmax, query, rows, seen, KeyRange(0, edge_block), K, False, G.STAGES)
+        # In a range whose rows begin at one key there is one edge, as without a window.
+        if not K.WINDOWED or (RANGED and mask_words is None):
+            open_blocks = KeyRange(first_key // K.KEY_BLOCK, edge_block)
+            softmax = attend_latents(softmax, query, rows, seen, open_blocks, K, False, G.STAGES)
         edge = KeyRange(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
         softmax = scaled_latents(softmax, scale_value, K)
@@ -143,12 +147,12 @@ def launch_latent_extend(
 
     args: with cut's schedule; there is no workspace; pages are latent
     cut:  of latent_extend_cut, for these tiles
-    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.visibility. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     check_rows(args, scores, cut, tiles, mask, "latent extend")
-    causal = scores.causal and mask is None
+    causal = scores.visibility.causal and mask is None
     geometry = latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)
     launch(
         _latent_extend_kernel,
@@ -178,7 +182,7 @@ def row_arguments(args: AttendArgs, scores: Scores, mask: VisibleKeys | None) ->
         *key_arguments(mask),
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         args.table.shape[1],
         *read_strides(args),
         *args.written_strides,

@@ -136,7 +136,7 @@ def latent_geometry(
         KEY_BLOCK=tiles.key_block,
         IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
         CAUSAL=causal,
-        WINDOWED=scores.windowed,
+        WINDOWED=scores.visibility.windowed,
         CAPPED=scores.soft_cap > 0,
         EXACT=exact,
         BY_PAIRS=by_pairs,

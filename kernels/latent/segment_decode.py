@@ -148,7 +148,7 @@ def launch_latent_segment_decode(
         args.pages.k_scale,
         scores.base_2_scale,
         scores.tanh_scale,
-        scores.window_left,
+        scores.visibility.window_left,
         cut.programs,
         table.shape[1],
         *read_strides(args),
@@ -168,11 +168,11 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSeg
     block = tiles.of_decode(num_heads)
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
-    assert cut.window_left == scores.window_left, "the schedule was cut for another window"
+    assert cut.window_left == scores.visibility.window_left, "the schedule was cut for another window"
     assert not cut.is_even, "partial results have slots, which follow rows without a gap"
     return LatentDecodeGeometry(
         rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True, by_pairs=tiles.by_pairs),
+        keys=latent_geometry(args, scores, block, causal=scores.visibility.causal, exact=True, by_pairs=tiles.by_pairs),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=block.block_heads(num_heads),
         HEAD_BLOCKS=block.head_blocks(num_heads),

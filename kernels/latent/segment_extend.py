@@ -128,13 +128,13 @@ def launch_latent_segment_extend(
 
     args: with cut's schedule; there is no workspace; pages are latent
     cut:  of latent_extend_cut, for tiles.block
-    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.visibility. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     queries, block = args.queries, tiles.block
     check_rows(args, scores, cut, block, mask, "deterministic latent extend")
-    causal = scores.causal and mask is None
+    causal = scores.visibility.causal and mask is None
     geometry = latent_block_geometry(
         args, scores, block, causal=causal, segment_len=tiles.segment_len, by_pairs=tiles.by_pairs
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.attention.scores import Visibility
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Visibility
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 
@@ -21,9 +21,12 @@ _TOKENS = 256
 
 
 class RangeGeometry(NamedTuple):
-    """The values that the kernel is compiled for: of Visibility, MASKED only in masked steps; tokens of a program."""
+    """The values that the kernel is compiled for: of Visibility, MASKED only in masked steps; tokens of a program.
 
-    CAUSAL: bool
+    TO_END: whether tokens see all later keys
+    """
+
+    TO_END: bool
     WINDOWED: bool
     CHUNKED: bool
     SPANS_PASS: bool
@@ -32,7 +35,7 @@ class RangeGeometry(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens_padded", "window_left", "chunk"],
+    do_not_specialize=["num_tokens_padded", "window_left", "window_right", "chunk"],
     do_not_specialize_on_alignment=[*FIELDS, "window_start", "first_key", "end_key"],
 )
 def _visible_ranges_kernel(
@@ -48,6 +51,7 @@ def _visible_ranges_kernel(
     end_key,
     num_tokens_padded,
     window_left,
+    window_right,
     chunk,
     G: tl.constexpr,
 ):
@@ -59,7 +63,8 @@ def _visible_ranges_kernel(
     place = tl.load(position_of_token + token, mask=live, other=0)
     # Pads read lengths of the first sequence, and use none.
     length = tl.load(kv_len + seq)
-    end = place + 1 if G.CAUSAL else length
+    # The sum may be more than 32 bits have room for.
+    end = length if G.TO_END else place + tl.minimum(window_right, length - place - 1) + 1
     first = tl.zeros([TOKENS], tl.int32)
     if G.WINDOWED:
         first = tl.maximum(place - window_left, 0)
@@ -108,9 +113,15 @@ def launch_visible_ranges(step: StepTensors, visibility: Visibility, first: Tens
         end,
         num_tokens,
         visibility.window_left,
+        visibility.window_right,
         visibility.chunk,
         G=RangeGeometry(
-            visibility.causal, visibility.windowed, visibility.chunk > 0, visibility.spans_pass, masked, _TOKENS
+            visibility.window_right == UNLIMITED_WINDOW,
+            visibility.windowed,
+            visibility.chunk > 0,
+            visibility.spans_pass,
+            masked,
+            _TOKENS,
         ),
         num_warps=4,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores, Visibility
 from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -41,7 +41,7 @@ def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
         q=args.q[first_token][:, None],
         pages=_pages_of(args),
         kv_index=kv_len - 1,
-        window_start=_window_start(kv_len - 1, scores),
+        window_start=window_start(kv_len - 1, scores.visibility),
         end_key=kv_len,
     )
     result, result_lse = _attend(args, tiles, scores)
@@ -152,11 +152,17 @@ def _pages_of(args: AttendArgs) -> Tensor:
     return pages.gather(1, column.clamp(max=width - 1))
 
 
-def _window_start(kv_index: Tensor, scores: Scores) -> Tensor:
+def window_start(kv_index: Tensor, visibility: Visibility) -> Tensor:
     """The first key of a token's window or chunk, which may lie before the sequence; no meaning without them."""
-    start = kv_index - scores.window_left
-    chunk = scores.visibility.chunk
+    start, chunk = kv_index - visibility.window_left, visibility.chunk
     return torch.maximum(start, kv_index - kv_index % chunk) if chunk else start
+
+
+def end_key(kv_index: Tensor, kv_len: Tensor, visibility: Visibility) -> Tensor:
+    """One past the last key that a token sees; int64, kv_index's shape or, if tokens see all keys, kv_len's."""
+    if visibility.window_right == UNLIMITED_WINDOW:
+        return kv_len.long()
+    return torch.minimum(kv_index.long() + 1 + visibility.window_right, kv_len)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,16 +221,15 @@ class TokenBlocks:
         kv_len = args.queries.kv_len[cut.seq][:, None]
         first_new_key = kv_len - args.queries.q_indptr.diff()[cut.seq][:, None]
         kv_index = first_new_key + cut.offset
-        window_start = _window_start(kv_index, scores)
-        end_key = kv_index + 1 if scores.causal else kv_len
+        start, end = window_start(kv_index, scores.visibility), end_key(kv_index, kv_len, scores.visibility)
         if mask is not None:
-            window_start, end_key = mask.first[cut.token], mask.end[cut.token]
+            start, end = mask.first[cut.token].long(), mask.end[cut.token].long()
         return cls(
             q=args.q[cut.token],
             pages=_pages_of(args)[cut.seq],
             kv_index=kv_index,
-            window_start=window_start,
-            end_key=torch.where(cut.has_token, end_key, 0),
+            window_start=start,
+            end_key=torch.where(cut.has_token, end, 0),
             cells=Cells.of(mask, cut, kv_len) if isinstance(mask, PackedMask) else None,
         )
 
@@ -242,7 +247,7 @@ class TokenBlocks:
     def hidden(self, key: Tensor, scores: Scores) -> Tensor:
         """True for each key that a row does not see, bool [tiles, tile_len, keys]. key: integer [keys]"""
         hidden = key >= self.end_key[:, :, None]
-        if scores.windowed:
+        if scores.visibility.windowed:
             hidden = hidden | (key < self.window_start[:, :, None])
         if self.cells is not None:
             hidden = hidden | ~self.cells.visible(key, ~hidden)

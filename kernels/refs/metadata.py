@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.scores import Visibility
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Visibility
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.metadata.error_word import (
     BAD_PARENT,
@@ -159,7 +159,8 @@ def visible_ranges(step: StepTensors, visibility: Visibility) -> tuple[Tensor, T
     live = torch.arange(num_tokens, device=step.counts.device) < step.counts[1]
     seq, place = step.seq_of_token.long(), step.position_of_token
     length = step.kv_len[seq]
-    end = place + 1 if visibility.causal else length
+    right = visibility.window_right
+    end = length if right == UNLIMITED_WINDOW else place + 1 + (length - place - 1).clamp(max=right)
     first = torch.zeros_like(place)
     if visibility.windowed:
         first = (place - visibility.window_left).clamp(min=0)

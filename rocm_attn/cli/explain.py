@@ -349,12 +349,14 @@ def _geometry(problem: Problem) -> str:
     ]
     if problem.v_head_dim != problem.head_dim:
         parts.insert(2, f"v_head_dim {problem.v_head_dim}")
-    if not problem.causal:
-        parts.append("every token sees all of its sequence")
+    if problem.window_right == UNLIMITED_WINDOW:
+        parts.append("every token sees all later ones of its sequence")
     if problem.chunk:
         parts.append(f"chunks of {problem.chunk} keys")
     if problem.window_left not in (UNLIMITED_WINDOW, problem.chunk - 1):
         parts.append(f"window of {problem.window_left} previous keys")
+    if problem.window_right > 0:
+        parts.append(f"window of {problem.window_right} later keys")
     if problem.logits_soft_cap:
         parts.append(f"soft cap {problem.logits_soft_cap:g}")
     if problem.has_sinks:
@@ -390,7 +392,7 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
             "window_left": problem.window_left,
             "logits_soft_cap": problem.logits_soft_cap,
             "has_sinks": problem.has_sinks,
-            "causal": problem.causal,
+            "window_right": problem.window_right,
             "chunk": problem.chunk,
             "custom_mask": problem.custom_mask,
             "spans_pass_window": problem.spans_pass_window,

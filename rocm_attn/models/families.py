@@ -27,7 +27,14 @@ from rocm_attn.models.hf_attention import (
     window_everywhere_if_used,
 )
 from rocm_attn.models.hf_compressed import compressed_layers
-from rocm_attn.models.hf_encoders import ENCODER_DEFAULTS, encoder_layers
+from rocm_attn.models.hf_encoders import (
+    ENCODER_DEFAULTS,
+    MODERN_BERT_DEFAULTS,
+    encoder_layers,
+    half_if_bidirectional,
+    half_of_local_attention,
+    modern_bert_layers,
+)
 from rocm_attn.models.hf_falcon_h1 import (
     FALCON_H1_DEFAULTS,
     attention_and_state_everywhere,
@@ -168,11 +175,18 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     architecture = architecture_of(config)
     fields = text_fields(config)
     geometry = FAMILIES[architecture].attention(fields)
-    # transformers 5 serves any class whose masks are causal as an encoder, if the file says so.
-    is_encoder = fields.values.get("is_causal") is False
-    if architecture not in _WITH_A_PREFIX:
-        is_encoder = is_encoder or fields.values.get("use_bidirectional_attention") is True
-    return geometry.not_causal() if is_encoder else geometry
+    # transformers 5 serves any class whose masks are causal as an encoder, if the file says so. A window of n keys then
+    # reaches n keys to each side, and in causal masks n - 1 (masking_utils.py).
+    if fields.values.get("is_causal") is False:
+        return geometry.not_causal(more=1)
+    if fields.values.get("use_bidirectional_attention") is not True or architecture in _WITH_A_PREFIX:
+        return geometry
+    if FAMILIES[architecture].derived is not half_if_bidirectional and any(layer.is_local for layer in geometry.layers):
+        raise Unsupported(
+            f"use_bidirectional_attention is true, and layers of {architecture} have windows or chunks; how far they "
+            "then reach is known of Gemma 3 alone"
+        )
+    return geometry.not_causal()
 
 
 # Models whose use_bidirectional_attention means the prompt's beginning alone.
@@ -253,7 +267,9 @@ _MTP = ("mtp.",)
 _GEMMA3_DECODER = Decoder(
     geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
 )
-_GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
+_GEMMA3_FAMILY = Family(
+    GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER, derived=half_if_bidirectional
+)
 _GEMMA3_IMAGE_FAMILY = replace(_GEMMA3_FAMILY, attention=WithSpans(_GEMMA3_FAMILY.attention))
 _GEMMA4_FAMILY = Family(
     gemma4_layers,
@@ -282,6 +298,7 @@ _LLAMA4_FAMILY = Family(
     },
 )
 _ENCODER_FAMILY = Family(encoder_layers, ENCODER_DEFAULTS)
+_MODERN_BERT_FAMILY = Family(modern_bert_layers, MODERN_BERT_DEFAULTS, derived=half_of_local_attention)
 _MINIMAX_M3_FAMILY = Family(
     block_indexed_layers,
     MINIMAX_M3_DEFAULTS,
@@ -418,7 +435,7 @@ FAMILIES: Mapping[str, Family] = {
         Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0),
     ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
-    "Gemma3TextModel": Family(_GEMMA3_FAMILY.attention, _GEMMA3),
+    "Gemma3TextModel": replace(_GEMMA3_FAMILY, decoder=None),
     "Gemma3ForConditionalGeneration": _GEMMA3_IMAGE_FAMILY,
     "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
     "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
@@ -429,6 +446,9 @@ FAMILIES: Mapping[str, Family] = {
     "Llama4ForConditionalGeneration": _LLAMA4_FAMILY,
     "BertModel": _ENCODER_FAMILY,
     "BertForSequenceClassification": _ENCODER_FAMILY,
+    "ModernBertModel": _MODERN_BERT_FAMILY,
+    "ModernBertForMaskedLM": _MODERN_BERT_FAMILY,
+    "ModernBertForSequenceClassification": _MODERN_BERT_FAMILY,
     "RobertaModel": _ENCODER_FAMILY,
     "RobertaForSequenceClassification": _ENCODER_FAMILY,
     "XLMRobertaModel": _ENCODER_FAMILY,

@@ -90,8 +90,8 @@ class AttentionLayer:
 
     scale:       factor on q.k before the softmax
     window_left: previous keys that a query attends to in addition to its own; -1: all of them
+    window_right: later keys that it attends to: 0 in causal attention; -1: all of its sequence
     chunk:       keys of a chunk, before whose first one a query in it attends to none; 0: no chunks
-    causal:      whether a query attends to no key after its own; if not, to every key of its sequence
     sees_spans:  whether tokens of an image, or of a prompt's beginning, attend to each other, in both directions
     spans_pass_window: whether they do so past the window, too
     indexer:     selects the keys that are attended to; whole on every rank, except for selections per KV head
@@ -104,11 +104,11 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window_left: int = UNLIMITED_WINDOW
+    window_right: int = 0
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     latent_dim: int = 0
     chunk: int = 0
-    causal: bool = True
     sees_spans: bool = False
     spans_pass_window: bool = False
     indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
@@ -126,8 +126,10 @@ class AttentionLayer:
 
     def within(self, max_kv_len: int) -> AttentionLayer:
         """The same layer for sequences up to max_kv_len, without a window, or chunks, that none of them outgrows."""
-        window_left = UNLIMITED_WINDOW if self.window_left >= max_kv_len - 1 else self.window_left
-        return replace(self, window_left=window_left, chunk=0 if self.chunk >= max_kv_len else self.chunk)
+        left = UNLIMITED_WINDOW if self.window_left >= max_kv_len - 1 else self.window_left
+        right = UNLIMITED_WINDOW if self.window_right >= max(max_kv_len - 1, 1) else self.window_right
+        chunk = 0 if self.chunk >= max_kv_len else self.chunk
+        return replace(self, window_left=left, window_right=right, chunk=chunk)
 
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
         """The part of one tensor-parallel rank, as Shard.heads cuts it. Every rank holds the one latent row."""
@@ -149,9 +151,9 @@ class AttentionLayer:
             page_size=page_size,
             scale=self.scale,
             window_left=self.window_left,
+            window_right=self.window_right,
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
-            causal=self.causal,
             custom_mask=self.sees_spans,
             chunk=self.chunk,
             spans_pass_window=self.sees_spans and self.spans_pass_window and self.is_local,
@@ -229,15 +231,23 @@ class AttentionGeometry:
         """The same layers where no step has images, or a beginning whose tokens attend to each other."""
         return replace(self, layers=tuple(replace(layer, sees_spans=False) for layer in self.layers))
 
-    def not_causal(self) -> AttentionGeometry:
-        """The same layers, in which every token attends to all of its sequence. Raises Unsupported."""
+    def not_causal(self, more: int = 0) -> AttentionGeometry:
+        """The same layers, in which tokens attend to later keys too: to all, or to as many as before them in a window.
+
+        more: keys that each side of a window has besides window_left
+        Raises Unsupported.
+        """
+        layers = []
         for number, layer in enumerate(self.layers):
-            if layer.is_local or layer.latent_dim or not isinstance(layer.indexer, AllKeys) or self.recurrent:
+            if layer.chunk or layer.latent_dim or not isinstance(layer.indexer, AllKeys) or self.recurrent:
                 raise Unsupported(
-                    f"layer {number} is not causal and has a window to both sides, chunks, latent rows or an indexer, "
-                    "or is one of a model with recurrent layers; only layers over all keys may be not causal here"
+                    f"layer {number} is not causal and has chunks, latent rows or an indexer, or is one of a model "
+                    "with recurrent layers; only layers with K and V heads, with or without a window, may be not "
+                    "causal here"
                 )
-        return replace(self, layers=tuple(replace(layer, causal=False) for layer in self.layers))
+            keys = layer.window_left + more if layer.is_local else UNLIMITED_WINDOW
+            layers.append(replace(layer, window_left=keys, window_right=keys))
+        return replace(self, layers=tuple(layers))
 
     def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; a layer that reads them has that layer's.

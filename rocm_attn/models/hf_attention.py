@@ -30,7 +30,7 @@ def window_everywhere_if_used(fields: Fields, num_layers: int) -> tuple[int, ...
     return window_everywhere(fields, num_layers) if used else no_window(fields, num_layers)
 
 
-def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
+def window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
     """A window on the layers that layer_types names, or without it on those for which `slides` holds."""
     if not fields.has("sliding_window"):
         return no_window(fields, num_layers)
@@ -46,7 +46,7 @@ def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if not fields.flag("use_sliding_window", False):
         return no_window(fields, num_layers)
     first = fields.whole("max_window_layers", 28)
-    return _window_where(fields, num_layers, lambda layer: layer >= first)
+    return window_where(fields, num_layers, lambda layer: layer >= first)
 
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -54,18 +54,18 @@ def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if not fields.flag("use_sliding_window", False):
         return no_window(fields, num_layers)
     end = fields.whole("max_window_layers", 28)
-    return _window_where(fields, num_layers, lambda layer: layer % 2 == 0 and layer < end)
+    return window_where(fields, num_layers, lambda layer: layer % 2 == 0 and layer < end)
 
 
 def even_layers_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """[layers] window_left: on even layers, unless layer_types says otherwise."""
-    return _window_where(fields, num_layers, lambda layer: layer % 2 == 0)
+    return window_where(fields, num_layers, lambda layer: layer % 2 == 0)
 
 
 def all_but_one_in_a_pattern_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """[layers] window_left: on all but each sliding_window_pattern-th layer, unless layer_types says otherwise."""
     period = fields.count("sliding_window_pattern")
-    return _window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
+    return window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
 
 
 def no_chunks(fields: Fields, num_layers: int) -> tuple[int, ...]:

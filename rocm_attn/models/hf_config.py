@@ -25,7 +25,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
     attention = attention_geometry(config).over_text()
-    if not all(layer.causal for layer in attention.layers):
+    if not all(layer.window_right == 0 for layer in attention.layers):
         raise BadModel(f"config.json: {architecture} is not causal here; the runner generates text, token after token")
     return ModelConfig(
         architecture=architecture,

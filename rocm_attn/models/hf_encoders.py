@@ -1,18 +1,32 @@
-"""Encoders such as BERT, from their config.json: every token attends to all of its sequence."""
+"""Encoders, from their config.json: tokens attend to all of their sequence, or to those on both sides in a window.
+
+The numbers and masks are those of transformers 5.24.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.hf_attention import GroupedAttention, no_window
+from rocm_attn.models.hf_attention import GroupedAttention, no_window, window_where
 
-# BertConfig of transformers 5.24, and those of the models after it.
+# BertConfig, and those of the models after it.
 ENCODER_DEFAULTS: dict[str, object] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "max_position_embeddings": 512,
+}
+# ModernBertConfig.
+MODERN_BERT_DEFAULTS: dict[str, object] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8192,
+    "local_attention": 128,
+    "global_attn_every_n_layers": 3,
 }
 
 
@@ -26,3 +40,25 @@ def encoder_layers(fields: Fields) -> AttentionGeometry:
         )
     geometry = GroupedAttention(no_window)(fields)
     return geometry if fields.flag("is_decoder", False) else geometry.not_causal()
+
+
+def modern_bert_layers(fields: Fields) -> AttentionGeometry:
+    """The layers of ModernBERT; all but each n-th have a window. Raises BadModel, Unsupported."""
+    return GroupedAttention(_all_but_each_nth_slide)(fields).not_causal()
+
+
+def _all_but_each_nth_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    period = fields.count("global_attn_every_n_layers")
+    return window_where(fields, num_layers, lambda layer: layer % period != 0)
+
+
+def half_of_local_attention(fields: Fields) -> Mapping[str, object]:
+    """ModernBERT's window, as sliding_window counts it: local_attention is that of both sides together."""
+    return {"sliding_window": fields.count("local_attention") // 2 + 1}
+
+
+def half_if_bidirectional(fields: Fields) -> Mapping[str, object]:
+    """EmbeddingGemma's window: with use_bidirectional_attention Gemma 3's sliding_window is that of both sides."""
+    if fields.values.get("use_bidirectional_attention") is not True or not fields.has("sliding_window"):
+        return {}
+    return {"sliding_window": fields.count("sliding_window") // 2 + 1}

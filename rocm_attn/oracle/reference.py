@@ -3,10 +3,10 @@
 out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
-max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 if attention is not causal. In a
-layer with chunks it sees no key of an earlier chunk. With a mask it sees the keys that the mask shows, with a window
-from p - window_left on: p is the position that the mask gives it. A soft cap comes after the scale, ALiBi's slope *
-(j - i) after the cap; a sink is one more logit without a value.
+i - window_left .. i + window_right of its sequence's; a window of -1 ends nowhere. In a layer with chunks it sees no
+key of an earlier chunk. With a mask it sees the keys that the mask shows, with a window from p - window_left on: p is
+the position that the mask gives it. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is
+one more logit without a value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def attend_sequence(
     key = torch.arange(kv_len, device=q.device)[None, :]
     if weights.alibi_slopes is not None:
         scores = scores + weights.alibi_slopes.double()[:, None, None] * (key - index)
-    hidden = ~visible if visible is not None else (key > index) & problem.causal
+    if visible is not None:
+        hidden = ~visible
+    else:
+        hidden = (key - index > problem.window_right) & (problem.window_right != UNLIMITED_WINDOW)
     if problem.window_left != UNLIMITED_WINDOW:
         position = index if positions is None else positions[:, None]
         hidden = hidden | (key < position - problem.window_left)

@@ -191,7 +191,7 @@ class Limits:
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     page_strides:  True if it reads pages of any strides but the last; if not, it assumes that they are contiguous
     short_kv:      True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
-    chunks:        True if it serves layers with chunks
+    ranges:        True if it serves layers with chunks, or windows with later keys: it reads ranges of keys
     others:        False if it serves no other layers
     least_window:  the fewest keys of a window that it serves
     aligned_sides: True if it reads only K and V that begin at multiples of 16 bytes (LayerPages.has_aligned_sides)
@@ -228,7 +228,7 @@ class Limits:
     non_causal: bool = False
     page_strides: bool = False
     short_kv: bool = False
-    chunks: bool = False
+    ranges: bool = False
     others: bool = True
     least_window: int = 0
     aligned_sides: bool = False
@@ -266,10 +266,13 @@ class Limits:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head; at least {self.least_gqa_ratio} must")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
             reasons.append(f"it has no sliding window (window_left {problem.window_left})")
-        if problem.chunk and not self.chunks:
+        if problem.chunk and not self.ranges:
             reasons.append(f"it has no chunks of keys ({problem.chunk})")
-        if not problem.chunk and not self.others:
-            reasons.append("it serves layers with chunks of keys alone")
+        if problem.visibility.two_sided and not self.ranges:
+            sides = f"window_left {problem.window_left}, window_right {problem.window_right}"
+            reasons.append(f"it has no window with later keys ({sides})")
+        if not problem.visibility.by_ranges and not self.others:
+            reasons.append("it serves layers with chunks, or with windows of later keys, alone")
         if UNLIMITED_WINDOW != problem.window_left < self.least_window - 1:
             reasons.append(f"a window of {problem.window_left + 1} keys is shorter than its least, {self.least_window}")
         if problem.logits_soft_cap and not self.soft_cap:
@@ -291,6 +294,8 @@ class Limits:
             reasons.append("it needs K and V at multiples of 16 bytes, and these may begin anywhere")
         if self.aligned_rows and pool.terms.unaligned_rows:
             reasons.append("it needs rows at multiples of 16 elements, and these may begin anywhere")
+        if pool.terms.short_kv and problem.window_right > 0:
+            reasons.append("sequences may have more new tokens than keys, and a window's later keys need a place")
         if pool.terms.short_kv and not problem.causal and not self.short_kv:
             reasons.append("it cannot serve sequences with more new tokens than keys")
         return tuple(reasons)

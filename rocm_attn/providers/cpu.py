@@ -11,7 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.scores import Scores, Visibility
 from rocm_attn.kernels.cpu import attention, store
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import Target
@@ -34,6 +34,7 @@ _LIMITS = Limits(
     sinks=True,
     dims_alike=True,
     non_causal=True,
+    ranges=True,
     short_kv=True,
 )
 
@@ -46,7 +47,7 @@ class KeysOfDecode:
     """
 
     page_size: int
-    window_left: int
+    visibility: Visibility
     max_kv_len: int
 
     def words(self, shape: PaddedShape) -> int:
@@ -54,7 +55,7 @@ class KeysOfDecode:
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         width = step.block_table.shape[1]
-        attention.find_keys(queries, words, page_size=self.page_size, table_width=width, window_left=self.window_left)
+        attention.find_keys(queries, words, page_size=self.page_size, table_width=width, visibility=self.visibility)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class CpuExtend(TorchKernel):
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CpuDecode:
-    keys = KeysOfDecode(problem.page_size, problem.window_left, pool.max_kv_len)
+    keys = KeysOfDecode(problem.page_size, problem.visibility, pool.max_kv_len)
     return CpuDecode(problem, keys, scores_of(problem))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, Limits, StepBounds
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.schedules import Schedules
@@ -114,4 +114,4 @@ def limits_of_shared_prefix(limits: Limits) -> Limits:
 
 def problem_of_prefixes(problem: Problem) -> Problem:
     """The layer's problem for queries over a prefix: they see all of it, and no sink."""
-    return replace(problem, causal=False, has_sinks=False)
+    return replace(problem, window_right=UNLIMITED_WINDOW, has_sinks=False)

@@ -112,7 +112,8 @@ def extend_choices_of(problem: Problem, target: Target) -> tuple[ExtendTileChoic
 
 def extend_choices_of_table(problem: Problem, target: Target) -> tuple[ExtendTileChoice, ...]:
     """Like `extend_choices_of`, but without measured choices: for masked steps, with which none was measured."""
-    window = ANY_ROWS if problem.window_left == UNLIMITED_WINDOW else problem.window_left + 1
+    sides = problem.window_left, problem.window_right
+    window = ANY_ROWS if UNLIMITED_WINDOW in sides else sum(sides) + 1
     return extend_choices(target.arch, **_shape(problem), window=window)
 
 

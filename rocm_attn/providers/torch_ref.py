@@ -63,7 +63,7 @@ _LIMITS = Limits(
     non_causal=True,
     page_strides=True,
     short_kv=True,
-    chunks=True,
+    ranges=True,
     encodings=tuple(KVEncoding),
     scales=tuple(Scales),
 )

@@ -40,7 +40,7 @@ from rocm_attn.providers.tiles import (
     extend_choices_of_table,
     extend_cut,
 )
-from rocm_attn.providers.triton_entries import ARCHS, Ranged, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import ARCHS, RANGE_KINDS, Ranged, triton_entry, triton_ops
 from rocm_attn.providers.triton_later import triton_launches
 
 _LIMITS = Limits(
@@ -61,9 +61,10 @@ _LIMITS = Limits(
     scales=SCALES_BESIDE_ROWS,
 )
 
-# Kernels that read ranges of keys serve chunks, too. Those of steps without a mask serve nothing else.
-_RANGED_LIMITS = replace(_LIMITS, chunks=True)
-_CHUNK_LIMITS = replace(_RANGED_LIMITS, others=False, non_causal=False)
+# Kernels that read ranges of keys serve chunks and two-sided windows, too. Those of steps without a mask serve nothing
+# else.
+_RANGED_LIMITS = replace(_LIMITS, ranges=True)
+_RANGES_ALONE = replace(_RANGED_LIMITS, others=False)
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
@@ -199,13 +200,16 @@ def _bind_ranged(problem: Problem, target: Target, *, by_cells: bool) -> BoundKe
         # 1238.
         fits = is_short or (codes is CodeKind.BY_TOKEN and target.is_nvidia)
         tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
+        if problem.visibility.two_sided:
+            # Rows are short, and there are many: every token of a text is new.
+            tiles = _of_whole_rows(tiles)
         cut = extend_cut(problem, target, tiles, causal=problem.causal and not by_cells)
         return Ranged(TritonExtend(problem, scores_of(problem), tiles, cut), problem.visibility)
 
     return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
 
 
-def _bind_chunks(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+def _bind_ranges(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     return _bind_ranged(problem, target, by_cells=False)
 
 
@@ -273,17 +277,13 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Bo
     return _in_turn_or_at_once(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend), target)
 
 
-# The kinds of step that every layer needs a kernel for. That of masked steps serves chunks, too.
-_CHUNK_KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+def _ranges_entry(kind: StepKind) -> KernelEntry:
+    return triton_entry("triton.ranges", kind, _bind_ranges, limits=_RANGES_ALONE)
 
 
-def _chunk_entry(kind: StepKind) -> KernelEntry:
-    return triton_entry("triton.chunks", kind, _bind_chunks, limits=_CHUNK_LIMITS)
-
-
-def _segment_chunk_entry(kind: StepKind) -> KernelEntry:
+def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
     bind = triton_segments.bind_masked
-    return triton_entry("triton.segment_chunks", kind, bind, limits=_CHUNK_LIMITS, batch_invariant=True)
+    return triton_entry("triton.segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
 
 
 TRITON = Provider(
@@ -363,8 +363,8 @@ TRITON = Provider(
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
-        *map(_chunk_entry, _CHUNK_KINDS),
-        *map(_segment_chunk_entry, _CHUNK_KINDS),
+        *map(_ranges_entry, RANGE_KINDS),
+        *map(_segment_ranges_entry, RANGE_KINDS),
     ),
     ops=triton_ops,
 )

@@ -21,6 +21,9 @@ from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
 
+# The kinds of step that every layer needs a kernel for. That of masked steps serves ranges, too.
+RANGE_KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+
 # tl.dot of Triton 3.6 to 3.9's interpreter, which keeps bfloat16 in NumPy's uint16.
 INTERPRETED_BFLOAT16 = Fault(
     "Triton's interpreter multiplies the bits of bfloat16 as whole numbers",

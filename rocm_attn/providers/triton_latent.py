@@ -6,7 +6,7 @@ longer ones have a program for each query block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
@@ -25,7 +25,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_hopper_latent
-from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import BoundKernel, KernelEntry, Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -37,7 +37,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
-from rocm_attn.providers.triton_entries import ARCHS, Ranged, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import ARCHS, RANGE_KINDS, Ranged, triton_entry, triton_ops
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
@@ -58,6 +58,8 @@ _LIMITS = Limits(
     page_strides=True,
     short_kv=True,
 )
+_RANGED_LIMITS = replace(_LIMITS, ranges=True)
+_RANGES_ALONE = replace(_RANGED_LIMITS, others=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,15 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
 
 
+def _ranges_entry(kind: StepKind) -> KernelEntry:
+    return triton_entry("triton.latent_ranges", kind, _bind_masked, limits=_RANGES_ALONE)
+
+
+def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
+    bind = _bind_masked_segments
+    return triton_entry("triton.latent_segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
+
+
 ENTRIES = (
     triton_entry(
         "triton.hopper_latent_decode",
@@ -250,7 +261,7 @@ ENTRIES = (
         clears_pads=False,
     ),
     triton_entry("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_entry("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
+    triton_entry("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
     triton_entry(
         "triton.latent_shared_prefix",
         StepKind.SHARED,
@@ -269,7 +280,7 @@ ENTRIES = (
         StepKind.MASKED,
         _bind_masked_segments,
         Need.MASK,
-        limits=_LIMITS,
+        limits=_RANGED_LIMITS,
         batch_invariant=True,
     ),
     triton_entry(
@@ -279,4 +290,6 @@ ENTRIES = (
         limits=_LIMITS,
         batch_invariant=True,
     ),
+    *map(_ranges_entry, RANGE_KINDS),
+    *map(_segment_ranges_entry, RANGE_KINDS),
 )

@@ -123,7 +123,7 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Ranged:
-    """Binds deterministic attention of steps with a mask, or in layers with chunks. Raises NoTiles."""
+    """Binds deterministic attention of steps with a mask, or in layers whose keys are ranges. Raises NoTiles."""
     tiles = _tiles(problem, target)
     extend = _extend_in(tiles.of_masked_steps() if target.is_nvidia else tiles, problem)
     return Ranged(extend, problem.visibility)

@@ -81,7 +81,7 @@ class EdgeRows:
 def _edges(problem: Problem, query: int, kv_len: int) -> tuple[int, ...]:
     """The first key that a query sees, the one before it, the last one and the one after it."""
     first = 0 if problem.window_left == UNLIMITED_WINDOW else max(0, query - problem.window_left)
-    last = query if problem.causal else kv_len - 1
+    last = kv_len - 1 if problem.window_right == UNLIMITED_WINDOW else min(query + problem.window_right, kv_len - 1)
     return first, first - 1, last, last + 1
 
 

@@ -24,8 +24,9 @@ CPU those for CPUs before PyTorch's. A prefill step is an extend step in which n
 without a kernel of its own it runs as an extend step. A verify step has up to four new tokens in each sequence, and a
 masked step its own mask; layers without a kernel for one run it as a mixed step. A shared step decodes sequences that
 share prefixes; layers that cannot share them run it as a decode step. One table has sliding windows, soft caps, sinks,
-ALiBi slopes and attention that is not causal; another has the encodings of K and V. `triton.rows` and `torch.rows`
-attend to [rows of several tokens](compressed.md), and no other kernel of these steps does.
+ALiBi slopes and attention that is not causal; another has the encodings of K and V. *Ranges* are chunks, and windows
+with later keys ([which keys a token sees](steps.md#which-keys-a-token-sees)). `triton.rows` and `torch.rows` attend to
+[rows of several tokens](compressed.md), and no other kernel of these steps does.
 
 Vectorised pages hold K and V in another order, which some of AITER's kernels read, and torch's reference; a function
 that reads both orders has two entries. `--pool auto --page-size auto` chooses layout and page size before a pool is
@@ -249,15 +250,15 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
 }
 
 
-def _chunks(limits: Limits) -> str:
-    return ("yes" if limits.others else "only these") if limits.chunks else "no"
+def _ranges(limits: Limits) -> str:
+    return ("yes" if limits.others else "only these") if limits.ranges else "no"
 
 
 _SCORES: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
     "window": lambda line: _window(line[0].limits),
-    "chunks": lambda line: _chunks(line[0].limits),
+    "ranges": lambda line: _ranges(line[0].limits),
     "soft cap": lambda line: _yes(line[0].limits.soft_cap),
     "sinks": lambda line: _yes(line[0].limits.sinks),
     "ALiBi": lambda line: _yes(line[0].limits.alibi),

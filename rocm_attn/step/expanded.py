@@ -35,7 +35,7 @@ from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import ALL_KEYS, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.packed import PackedRows, PackedVarlen, packed_varlen
 from rocm_attn.providers.scores import scores_of
@@ -67,7 +67,7 @@ class ExpandedPrefill:
         problem = self.problem
         if problem.pool is not PoolKind.LATENT:
             raise BadProblem(f"only latent layers can be expanded, and this layer has {problem.pool.value}")
-        if not problem.causal or scores_of(problem).windowed:
+        if not problem.causal or scores_of(problem).visibility.windowed:
             raise BadProblem("expanded attention must be causal and without a window; attend to this layer absorbed")
 
     def attend(
@@ -240,7 +240,7 @@ class PackedAttention:
             kv_encoding=KVEncoding.LIKE_Q,
             kv_scales=Scales.NONE,
             indexer=ALL_KEYS,
-            causal=causal,
+            window_right=0 if causal else UNLIMITED_WINDOW,
             has_sinks=causal and self.sinks is not None,
             wants_lse=True,
         )
@@ -294,7 +294,7 @@ class PackedAttention:
             schedule=torch.empty(0, dtype=torch.int32, device=q.device),
             workspace=torch.empty(0, dtype=torch.float32, device=q.device),
         )
-        scores = replace(scores_of(self.problem), visibility=Visibility(causal))
+        scores = replace(scores_of(self.problem), visibility=Visibility(window_right=0 if causal else UNLIMITED_WINDOW))
         if q.device.type == "cpu" and not self.target.is_interpreted:
             paged_extend(args, scores=scores)
             return out.float(), lse

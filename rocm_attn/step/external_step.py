@@ -23,11 +23,11 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Causality(enum.Enum):
-    """Keys that a step's tokens see: those up to each token, all, or as each layer's problem says."""
+    """Keys that a step's tokens see: those up to each token, later ones too, or as each layer's problem says."""
 
     OF_LAYERS = "as its layers' problems say"
     CAUSAL = "they see themselves and what comes before"
-    NOT_CAUSAL = "they see all of their sequence's KV"
+    NOT_CAUSAL = "they see all of their sequence's KV, or a window's keys on both sides"
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,9 +201,10 @@ class NeedleQueries:
         lowest = (token - problem.window_left).clamp(min=0) if windowed else torch.full_like(token, of_row - 1)
         if problem.chunk:
             lowest = torch.maximum(lowest, token - token % problem.chunk)
-        highest = (token + 1) // of_row * of_row - 1 if problem.causal else torch.full_like(token, end - 1)
+        right = end if problem.window_right == UNLIMITED_WINDOW else problem.window_right
+        highest = ((token + 1 + right) // of_row * of_row - 1).clamp(max=end - 1)
         before, after, sees_none = lowest - of_row, highest + of_row, highest < lowest
-        is_hidden = (before >= 0) | (problem.causal & (after < end))
+        is_hidden = (before >= 0) | (after < end)
         is_hidden &= turn == _NUM_KINDS - 1
         hidden = torch.where(before >= 0, before, after)
         places = _row_end(_places(lowest, highest.clamp(min=0), turn, problem.page_size, generator), problem)

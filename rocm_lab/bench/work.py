@@ -57,9 +57,11 @@ def _rows(problem: Problem, group: Group) -> int:
 
 def _pairs(problem: Problem, group: Group) -> int:
     """Returns the number of pairs of a new token and a key that it sees, per sequence."""
-    if not problem.causal:
-        return group.new * group.kv_len
-    return sum(_spans(problem, group))
+    if problem.causal:
+        return sum(_spans(problem, group))
+    left, right = (group.kv_len if keys < 0 else keys for keys in (problem.window_left, problem.window_right))
+    places = range(group.stored, group.kv_len)
+    return sum(min(group.kv_len, place + right + 1) - max(0, place - left) for place in places)
 
 
 def _spans(problem: Problem, group: Group) -> Iterator[int]:

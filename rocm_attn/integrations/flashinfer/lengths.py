@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadBatch, BadTensor
-from rocm_attn.problem import UNLIMITED_WINDOW
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -71,11 +70,11 @@ class BatchLengths:
         """The number of pairs of a new token and a key of its sequence."""
         return int((self.q_len * self.kv_len).sum())
 
-    def sight(self, *, causal: bool, window_left: int, has_mask: bool, one_is_causal: bool) -> Sight:
+    def sight(self, *, causal: bool, has_mask: bool, one_is_causal: bool) -> Sight:
         """Returns the rule for the keys that are seen: causality, everything, or a mask.
 
         In a causal step, only sequences after the last one with KV may have fewer tokens in their KV than new ones.
-        They have no KV and count as padding. A step that is not causal has no window.
+        They have no KV and count as padding.
         one_is_causal: whether a batch with one new token per sequence may count as causal, since it sees the same keys
         """
         if has_mask:
@@ -88,7 +87,7 @@ class BatchLengths:
             return Sight.CAUSAL if can_be_causal else Sight.CELLS
         if one_is_causal and can_be_causal and q_len.max(initial=0) <= 1:
             return Sight.CAUSAL
-        return Sight.ALL if window_left == UNLIMITED_WINDOW else Sight.CELLS
+        return Sight.ALL
 
 
 def on_host(*tensors: Tensor) -> list[Int64Array]:

@@ -197,7 +197,6 @@ class PlannedAttention:
         """Returns the rule for the keys that tokens see. Raises BadBatch if it changes although run() is captured."""
         sight = batch.lengths.sight(
             causal=geometry.causal,
-            window_left=geometry.window_left,
             has_mask=batch.mask is not None,
             one_is_causal=self._fixed is None,
         )

@@ -18,7 +18,7 @@ _EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEnco
 
 # Arguments that FlashInfer takes and no kernel here supports -> the reason.
 _REFUSED = {
-    "window_right": "a window covers keys before a query only",
+    "window_right": "decode is causal, so no window has keys after a query",
     "jit_args": "it is CUDA source for FlashInfer's own kernels",
     "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
     "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
@@ -178,11 +178,11 @@ class Geometry:
             self.page_size,
             v_head_dim=self.v_head_dim,
             scale=self.scale,
-            window_left=self.window_left if causal else UNLIMITED_WINDOW,
+            window_left=UNLIMITED_WINDOW if masked else self.window_left,
+            window_right=0 if causal else UNLIMITED_WINDOW,
             logits_soft_cap=self.soft_cap,
             has_sinks=self.sinks,
             has_alibi_slopes=self.alibi,
-            causal=causal,
             custom_mask=masked,
             pool=self.pool,
             kv_encoding=_EIGHT_BITS.get(self.kv_dtype, KVEncoding.LIKE_Q),

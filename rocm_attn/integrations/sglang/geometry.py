@@ -30,6 +30,8 @@ from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelect
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 _DECODER, _ENCODER = "decoder", "encoder_only"
+# Of models whose prompts are not causal and whose text is. One that writes no text, as EmbeddingGemma, is an encoder.
+_BIDIRECTIONAL = "decoder_bidirectional"
 # Names in models of SGLang for the logits that their heads add to the softmax denominator.
 _SINK_NAMES = ("sinks", "attention_sink_bias")
 
@@ -261,6 +263,7 @@ class ModelLayers:
         layer, encoding = found.layer, Encoding.of(pool.get_key_buffer(found.layer.layer_id).dtype)
         is_coded = encoding.is_fp8
         of_rows = Scales.LAYER if is_coded else Scales.NONE
+        window = max(layer.sliding_window_size, UNLIMITED_WINDOW)
         return Problem(
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
@@ -269,9 +272,9 @@ class ModelLayers:
             dtype=self._runner.dtype,
             page_size=self._page_size,
             scale=layer.scaling,
-            window_left=max(layer.sliding_window_size, UNLIMITED_WINDOW),
+            window_left=window,
+            window_right=0 if _is_causal(found) else window,
             chunk=_chunk(layer, self._runner),
-            causal=_is_causal(found),
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
             custom_mask=self._with_masks or sees_images(layer, self._runner),
@@ -328,8 +331,8 @@ def _kind(layer: RadixAttentionView) -> str:
 
 
 def _is_causal(found: ModelLayer) -> bool:
-    """True unless every token of a step sees all of its sequence: in an encoder, and in a draft model of blocks."""
-    return _kind(found.layer) != _ENCODER
+    """True unless tokens of a step see later ones: in an encoder, and in a draft model of blocks."""
+    return _kind(found.layer) == _DECODER
 
 
 def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
@@ -342,8 +345,8 @@ def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) ->
     kind = _kind(layer)
     requested = (
         (layer.is_cross_attention, "cross attention over an encoder's keys"),
-        (kind not in (_DECODER, _ENCODER), f"attention of the kind {kind!r}"),
-        (kind == _ENCODER and layer.sliding_window_size >= 0, "a window to both sides of a token"),
+        (kind not in (_DECODER, _ENCODER, _BIDIRECTIONAL), f"attention of the kind {kind!r}"),
+        (kind == _BIDIRECTIONAL and runner.is_generation, "text after prompts that are not causal"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
         (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),
         (layer.xai_temperature_len > 0, "a temperature that grows with the length"),

@@ -90,6 +90,7 @@ class Runner(Protocol):
     req_to_token_pool: ReqToTokenView
     token_to_kv_pool: KVPoolView
     attention_chunk_size: int | None
+    is_generation: bool
 
 
 class Mode(Protocol):

@@ -220,6 +220,12 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
     ) -> RocmAttnMetadata:
+        """Begins a step.
+
+        common_prefix_len: not read. vLLM 0.26 counts tokens that all requests have in common, for builders that ask for
+                           it (use_cascade_attention) to attend to them once for all; from 0.32 on it is 0. Block tables
+                           and lengths are those of whole requests either way, so what tokens see is the same
+        """
         step = self.group.begin(common_attn_metadata)
         return RocmAttnMetadata(self.group, step, common_attn_metadata.causal)
 

@@ -123,10 +123,10 @@ class LayerTerms:
                 f"of its own; set --kv-cache-dtype to one of {', '.join(KV_CACHE_DTYPES)}"
             )
         causal = self.kind == _DECODER
-        if self.sliding_window is not None and not causal:
+        if self.sliding_window is not None and self.kind == CROSS:
             raise Unsupported(
-                f"a layer of attention type {self.kind} has a window of {self.sliding_window} keys, which has two "
-                "sides; rocm_attn serves windows in decoders, so choose another attention backend for this model"
+                f"a layer of cross attention has a window of {self.sliding_window} keys, and its tokens have no "
+                "distance from their keys; choose another attention backend for this model"
             )
         if self.alibi_slopes is not None and self.kind == CROSS:
             raise Unsupported(
@@ -144,7 +144,7 @@ class LayerTerms:
             page_size=cache.block_size,
             scale=float(self.scale),
             window_left=window,
-            causal=causal,
+            window_right=0 if causal else window,
             chunk=mask.chunk,
             custom_mask=mask.spans and causal,
             spans_pass_window=mask.spans_pass_window and window != UNLIMITED_WINDOW,

@@ -158,7 +158,7 @@ class SharedContextGroup:
 def _of_context(problem: Problem, ranks: int) -> Problem:
     """Returns the problem of a rank's part of contexts: all ranks' query heads, all keys seen, no sinks."""
     heads = problem.num_q_heads * ranks
-    return replace(problem, num_q_heads=heads, has_sinks=False, causal=False, wants_lse=True)
+    return replace(problem, num_q_heads=heads, has_sinks=False, window_right=UNLIMITED_WINDOW, wants_lse=True)
 
 
 def _require_plain(name: str, problem: Problem) -> None:

@@ -33,7 +33,7 @@ class FlashAttention3:
             raise NotServed(reason)
         ops = self._loaded()
         windowed = problem.window_left != UNLIMITED_WINDOW
-        window = (problem.window_left, 0) if windowed else (-1, -1)
+        window = (problem.window_left, problem.window_right) if windowed else (-1, -1)
         longest = max(data.batch.q_len), max(data.batch.kv_len)
         dims = problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.v_head_dim
         lengths = data.step.kv_len, data.step.q_indptr, *(None,) * 4

@@ -17,7 +17,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadProblem, Unsupported
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import KernelEntry, LayerKernel, Limits, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -102,7 +102,7 @@ def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[P
     yield replace(base, has_sinks=True), "sinks"
     yield replace(base, logits_soft_cap=2.0), "soft cap"
     yield replace(base, has_alibi_slopes=True), "slopes"
-    yield replace(base, causal=False), "not causal"
+    yield replace(base, window_right=UNLIMITED_WINDOW), "not causal"
     yield replace(base, num_q_heads=2), "as many KV heads"
     yield replace(base, num_q_heads=16, num_kv_heads=1), "16 heads on one"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.probe_runs import FailedProbe, edge_run, random_run
 from tests.amd.aiter import (
@@ -156,7 +156,7 @@ def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, ait
         {"logits_soft_cap": 50.0},
         {"has_sinks": True},
         {"has_alibi_slopes": True},
-        {"causal": False},
+        {"window_right": UNLIMITED_WINDOW},
         {"page_size": 1},
         {"scale": 1.5},
     ],

@@ -17,7 +17,7 @@ from rocm_attn.machine.aiter_marks import FLOAT16_IN_SPLITS, SMALL_TILES_AT_512,
 from rocm_attn.machine.aiter_switches import SWITCHES
 from rocm_attn.machine.releases import UNKNOWN, Release, ReleaseRange, Releases, installed_releases
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
-from rocm_attn.problem import KVEncoding, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from tests.amd.aiter.checks import EIGHT_BITS, ContractBroken
@@ -307,7 +307,7 @@ def test_causal_batch_prefill_is_refused_on_gfx950_with_rocm_7_2(name: str, kind
     assert reason.endswith("before 7.3; here 7.2.53211)")
     for target in (on("gfx950", rocm="7.1.1"), on("gfx950", rocm="7.3.0"), on("gfx942", rocm="7.2.4")):
         assert refusals(name, kind, problem, target, SMALLEST_POOL) == ()
-    capped, both_ways = replace(problem, logits_soft_cap=30.0), replace(problem, causal=False)
+    capped, both_ways = replace(problem, logits_soft_cap=30.0), replace(problem, window_right=UNLIMITED_WINDOW)
     for each in (capped, both_ways):
         assert refusals(name, kind, each, on("gfx950", rocm="7.2.4"), SMALLEST_POOL) == ()
 

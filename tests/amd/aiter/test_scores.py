@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
@@ -51,7 +51,7 @@ PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
         replace(SMALL, has_alibi_slopes=True, logits_soft_cap=1.5),
         (UNIFIED, UNIFIED, UNIFIED, UNIFIED),
     ),
-    "not causal": (replace(WIDE, causal=False), (VARLEN, RAGGED, PAGED, PAGED)),
+    "not causal": (replace(WIDE, window_right=UNLIMITED_WINDOW), (VARLEN, RAGGED, PAGED, PAGED)),
     "sinks in bfloat16": (replace(WIDE, has_sinks=True, dtype=torch.bfloat16), (PAGED, UNIFIED, PAGED, UNIFIED)),
 }
 # A prompt, a decode, an extend and a mixed step; the windows end within, at and after pages and tiles.
@@ -157,7 +157,7 @@ OVER_VECTORISED: Mapping[str, tuple[Problem, Sequence[str]]] = {
     "window and sinks": (replace(VECTORISED, window_left=20, has_sinks=True), (VARLEN, GLUON, PAGED, UNIFIED)),
     "soft cap": (replace(VECTORISED, logits_soft_cap=1.5), (VARLEN, UNIFIED, PAGED, UNIFIED)),
     "slopes": (replace(VECTORISED, has_alibi_slopes=True), (VARLEN, UNIFIED, PAGED, UNIFIED)),
-    "not causal": (replace(VECTORISED, causal=False), (VARLEN, GLUON, PAGED, PAGED)),
+    "not causal": (replace(VECTORISED, window_right=UNLIMITED_WINDOW), (VARLEN, GLUON, PAGED, PAGED)),
 }
 
 
@@ -235,7 +235,7 @@ TOGETHER = [
         "mixed: not aiter.unified_attention: its ALiBi slopes are wrong together with attention sinks",
     ),
     (
-        replace(WIDE, causal=False, has_alibi_slopes=True),
+        replace(WIDE, window_right=UNLIMITED_WINDOW, has_alibi_slopes=True),
         "extend: not aiter.mha_batch_prefill_func: its ALiBi slopes also penalise keys after the query",
     ),
 ]

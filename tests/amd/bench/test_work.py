@@ -12,22 +12,25 @@ from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.work import work_of
 from tests.amd.bench.layers import LATENT, LAYER
 
-WINDOWS = (-1, 0, 5, 100)
+WINDOWS = ((-1, 0), (0, 0), (5, 0), (100, 0), (5, 3), (0, 9), (3, -1), (-1, 2), (-1, -1))
 
 
 def seen(problem: Problem, batch: BatchSpec) -> list[list[set[int]]]:
     """Returns the keys that each new token of each sequence sees."""
-    left = problem.window_left if problem.window_left >= 0 else 1 << 30
+    left, right = (1 << 30 if keys < 0 else keys for keys in (problem.window_left, problem.window_right))
     return [
-        [set(range(max(0, place - left), place + 1)) for place in range(kv_len - q_len, kv_len)]
+        [
+            {key for key in range(kv_len) if place - left <= key <= place + right}
+            for place in range(kv_len - q_len, kv_len)
+        ]
         for kv_len, q_len in zip(batch.kv_len, batch.q_len, strict=True)
     ]
 
 
-@pytest.mark.parametrize("window_left", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("text", ["1d1", "3d40", "2x7", "2x7+30", "1x40+3", "2d9+1x12+4"])
-def test_bytes_and_products_are_those_of_what_tokens_see(text: str, window_left: int) -> None:
-    batch, problem = BatchSpec.parse(text), replace(LAYER, window_left=window_left)
+def test_bytes_and_products_are_those_of_what_tokens_see(text: str, window: tuple[int, int]) -> None:
+    batch, problem = BatchSpec.parse(text), replace(LAYER, window_left=window[0], window_right=window[1])
     keys = seen(problem, batch)
     rows = sum(len(set().union(*of_seq)) for of_seq in keys)
     pairs = sum(len(of_token) for of_seq in keys for of_token in of_seq)

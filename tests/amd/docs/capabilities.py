@@ -14,7 +14,7 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Limits
 from rocm_attn.providers.select import ENTRIES, INDEXER_ENTRIES, Selection, select
 from tests.amd.docs.pages import DOCS
@@ -72,7 +72,7 @@ def layers(fp8: KVEncoding) -> dict[str, Problem]:
         "dense, a window of 4,096": _problem(heads, plain, window_left=4095),
         "dense, soft cap 50": _problem(heads, plain, logits_soft_cap=50.0),
         "dense, ALiBi slopes": _problem(heads, plain, has_alibi_slopes=True),
-        "dense, not causal": _problem(heads, plain, causal=False),
+        "dense, not causal": _problem(heads, plain, window_right=UNLIMITED_WINDOW),
         "64/8 heads of 64, sinks, a window of 128 (gpt-oss)": _problem(
             (64, 8), (64, 64), has_sinks=True, window_left=127
         ),
@@ -247,7 +247,7 @@ _REACH: Mapping[str, Callable[[Sequence[Limits]], str]] = {
     "page sizes": _pages,
     "query heads on a KV head": lambda all_: f"up to {max(each.max_gqa_ratio for each in all_)}",
     "windows": lambda all_: _some(all_, lambda each: each.window),
-    "chunks": lambda all_: _some(all_, lambda each: each.chunks),
+    "chunks, windows with later keys": lambda all_: _some(all_, lambda each: each.ranges),
     "soft caps": lambda all_: _some(all_, lambda each: each.soft_cap),
     "sinks": lambda all_: _some(all_, lambda each: each.sinks),
     "ALiBi slopes": lambda all_: _some(all_, lambda each: each.alibi),

@@ -101,6 +101,18 @@ def write_gemma3(folder: Path) -> None:
     write_random(folder, lambda: Gemma3ForCausalLM(config))
 
 
+def write_embedding_gemma(folder: Path) -> None:
+    """Writes the small Gemma 3 as an EmbeddingGemma: tokens of layers with a window see 12 on each side, others all."""
+    from safetensors.torch import load_file
+
+    write_gemma3(folder)
+    # Published files have the layers alone.
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.removeprefix("model."): each for name, each in weights.items()}
+    fields = json.loads((folder / "config.json").read_text())
+    write(folder, weights, {**fields, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True})
+
+
 def write_llama4(folder: Path) -> None:
     """Writes a small Llama 4 with random weights: chunks of 24 keys in all layers but the fourth.
 
@@ -448,6 +460,7 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
+    "embedding_gemma": write_embedding_gemma,
     "llama4": write_llama4,
     "bert": write_bert,
     "gemma3_images": write_gemma3_images,

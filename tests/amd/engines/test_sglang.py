@@ -315,6 +315,26 @@ def test_an_encoder_gives_the_embeddings_of_sglangs_own_backend(
 
 
 @pytest.mark.nightly
+def test_windows_to_both_sides_give_the_embeddings_of_transformers(sglang: SglangVenv, tmp_path: Path) -> None:
+    """An EmbeddingGemma embeds the mean of all tokens. SGLang's own backend for a CPU has causal windows alone."""
+    from transformers import Gemma3TextModel
+
+    whole: dict[str, Any] = {"is_embedding": True, "chunked_prefill_size": -1, "disable_radix_cache": True}
+    requested = replace(run(sglang, "embedding_gemma", 0, page_size=16, **whole), embeds=True)
+    (ours,) = sglang.ours([requested], tmp_path)
+    reference: Any = Gemma3TextModel.from_pretrained(model("embedding_gemma", sglang.folder), dtype=torch.float32)
+    with torch.inference_mode():
+        means = [
+            reference(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+            for of_round in requested.rounds
+            for prompt in of_round
+        ]
+    rows = torch.tensor([row for of_round in ours.rows for row in of_round])
+    torch.testing.assert_close(rows, torch.nn.functional.normalize(torch.stack(means), dim=1), atol=1e-5, rtol=1e-4)
+    assert torch.pdist(rows[: len(requested.rounds[0])]).min() > 0.01
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("one_pool", [False, True])
 def test_chunks_of_llama_4_give_the_tokens_of_transformers(one_pool: bool, sglang: SglangVenv, tmp_path: Path) -> None:
     """SGLang's own backend for a CPU sees all keys there; those for GPUs have chunks."""

@@ -186,6 +186,18 @@ def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vl
 
 
 @pytest.mark.nightly
+def test_requests_with_a_common_prefix_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """In the second round all of them share a cached block. Release 0.26 still has cascades over such a prefix."""
+    beginning = prompts()[-1]
+    sharing = [beginning + prompt[:20] for prompt in prompts()[:-3]]
+    requested = replace(run(vllm, "vllm_llama", 24, disable_cascade_attn=False), rounds=[sharing, sharing])
+    (stock,) = vllm.stock([requested], tmp_path)
+    (ours,) = vllm.ours([requested], tmp_path, release="0.26.0")
+    assert_equal([ours], stock)
+    assert min(ours.cached[1]) >= STOCK_BLOCK
+
+
+@pytest.mark.nightly
 def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_path: Path) -> None:
     """Drafts are looked up in the prompt, so prompts repeat themselves."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -232,9 +244,10 @@ def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_
 
 
 @pytest.mark.nightly
-def test_embeddings_of_an_encoder_are_vllms_own(vllm: VllmVenv, tmp_path: Path) -> None:
-    """A BERT, whose tokens see all of their prompt, and which keeps no KV."""
-    requested = run(vllm, "vllm_encoder", runner="pooling", max_num_batched_tokens=512)
+@pytest.mark.parametrize("name", ["encoder", "local_encoder", "local_embeddings"])
+def test_embeddings_of_an_encoder_are_vllms_own(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
+    """A BERT, whose tokens see all of their prompt; a ModernBERT and an EmbeddingGemma, with windows to both sides."""
+    requested = run(vllm, f"vllm_{name}", runner="pooling", max_num_batched_tokens=512)
     requested = replace(requested, asked=EMBEDDINGS)
     (stock,) = vllm.stock([requested], tmp_path)
     (ours,) = vllm.ours([requested], tmp_path)

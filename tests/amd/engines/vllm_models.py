@@ -17,6 +17,7 @@ from tests.amd.engines.models import (
     SMALL_DEEPSEEK,
     VOCABULARY,
     write,
+    write_embedding_gemma,
     write_gemma3,
     write_random,
     written_once,
@@ -118,6 +119,38 @@ def write_encoder(folder: Path) -> None:
         architectures=["BertModel"],
     )
     write_random(folder, lambda: BertModel(config))
+    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+
+
+def write_local_encoder(folder: Path) -> None:
+    """Writes a small ModernBERT: two layers whose tokens see 12 on each side for each layer whose tokens see all."""
+    from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast
+
+    config = ModernBertConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        local_attention=24,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        architectures=["ModernBertModel"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: ModernBertModel(config))
+    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+
+
+def write_local_embeddings(folder: Path) -> None:
+    """Writes the small EmbeddingGemma, and a tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    write_embedding_gemma(folder)
     PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
 
 
@@ -302,6 +335,8 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "eagle": write_eagle,
     "block_drafts": write_block_drafts,
     "encoder": write_encoder,
+    "local_encoder": write_local_encoder,
+    "local_embeddings": write_local_embeddings,
     "speech": write_speech,
     "chunks": write_chunks,
     "images": write_images,

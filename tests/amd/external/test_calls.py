@@ -15,7 +15,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Layer
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.step.external_step import (
     ONE_EACH,
     BoolCells,
@@ -123,10 +123,28 @@ def test_causality_may_change_from_step_to_step(device: torch.device, provider: 
         filled.attention.begin(filled.step(q_len, causality=Causality.CAUSAL))
 
 
-def test_a_window_is_refused_without_causality() -> None:
-    with pytest.raises(BadProblem, match="a window needs causal attention"):
+@pytest.mark.fast(interpreted=0)
+def test_a_window_has_two_sides_without_causality(device: torch.device, provider: str) -> None:
+    both = (Causality.OF_LAYERS, Causality.NOT_CAUSAL)
+    filled = Filled(device, provider, options=ExternalOptions(provider=provider, causalities=both), window_left=3)
+    q_len, q = [3, 9, 2, 1], filled.rows(15, Q_HEADS, DIM)
+    for causality, later in ((Causality.OF_LAYERS, 0), (Causality.NOT_CAUSAL, 3), (Causality.OF_LAYERS, 0)):
+        out, _ = filled.attend(q_len, filled.step(q_len, causality=causality), q)
+        first = 0
+        for (k, v), new, length in zip(filled.stored, q_len, filled.kv_len, strict=False):
+            distance = np.arange(length) - np.arange(length - new, length)[:, None]
+            shown = ((distance >= -3) & (distance <= later)).astype(np.float64)
+            here = slice(first, first + new)
+            want, _ = attention(q[here].double().cpu().numpy(), k, v, scale=SCALE, shown=shown)
+            assert np.allclose(out[here].cpu(), want, atol=2e-5)
+            first += new
+    filled.attention.check_device()
+
+
+def test_chunks_are_refused_without_causality() -> None:
+    with pytest.raises(BadProblem, match="chunks need window_right 0"):
         ExternalAttention(
-            [LayerSource(problem(window_left=3))],
+            [LayerSource(problem(chunk=8))],
             TableSource(torch.zeros(4, 4, dtype=torch.int32)),
             device="cpu",
             bounds=BOUNDS,
@@ -137,7 +155,7 @@ def test_a_window_is_refused_without_causality() -> None:
 def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.device, provider: str) -> None:
     """Parts of a context on several ranks, or cross-attention: a sequence may have no key at all."""
     options = ExternalOptions(provider=provider, short_kv=True)
-    filled = Filled(device, provider, options=options, causal=False)
+    filled = Filled(device, provider, options=options, window_right=UNLIMITED_WINDOW)
     q_len, kv_len, q = [9, 3, 2, 4], [5, 33, 0, 1], filled.rows(18, Q_HEADS, DIM)
     found = filled.attend(q_len, filled.step(q_len, kv_len), q)
     filled.assert_right(q_len, found, q, causal=False, kv_len=kv_len)

@@ -16,7 +16,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Layer
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.adopted import TableSource
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
@@ -56,7 +56,7 @@ def reasons(selection: Selection) -> set[str]:
         {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 64, "has_sinks": True, "window_left": 127},
         {"num_kv_heads": 2, "page_size": 32, "wants_lse": True},
         {"window_left": 4095, "logits_soft_cap": 50.0},
-        {"causal": False, "page_size": 64},
+        {"window_right": UNLIMITED_WINDOW, "page_size": 64},
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_t
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.adopted import TableSource
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
 from rocm_attn.providers.select import Selection, select
@@ -313,7 +313,7 @@ def test_prefixes_are_seen_whole() -> None:
     bound = chosen(LAYER, on(TRITONS[0])).kernel(StepKind.SHARED).bound
     assert isinstance(bound, SharedPrefixKernel)
     prefix = hopper_of(bound.prefix)
-    assert not prefix.scores.causal
+    assert not prefix.scores.visibility.causal
     assert not prefix.cut.sharing.causal
 
 
@@ -489,7 +489,7 @@ def test_a_prefill_has_room_for_all_that_its_kernel_takes(num_seqs: int, dim: in
         {"head_dim": 200, "v_head_dim": 200},
         {"num_q_heads": 33, "num_kv_heads": 1},
         {"logits_soft_cap": 30.0},
-        {"causal": False},
+        {"window_right": UNLIMITED_WINDOW},
         {"window_left": 1023},
         CODED,
     ],

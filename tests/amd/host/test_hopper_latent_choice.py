@@ -12,7 +12,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import select
@@ -38,7 +38,13 @@ PLAIN = ("latent_decode", "latent_extend", "latent_extend+decode")
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"num_q_heads": 17}, {"page_size": 1, "dtype": torch.float16}, {"wants_lse": True}, {"causal": False}],
+    [
+        {},
+        {"num_q_heads": 17},
+        {"page_size": 1, "dtype": torch.float16},
+        {"wants_lse": True},
+        {"window_right": UNLIMITED_WINDOW},
+    ],
     ids=str,
 )
 def test_it_serves_rows_of_512_and_64_elements(more: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def batch(q_len: list[int], prefix: int = 0) -> StepBatch:
         ({"window_left": float("nan")}, "window_left is nan; it must be a whole number"),
         ({"window_left": sys.maxsize}, "it must be a number of previous keys below"),
         ({"logits_soft_cap": 1e39}, "logits_soft_cap is 1e"),
-        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
+        ({"custom_mask": "no"}, "custom_mask is 'no'; it must be True or False"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"dtype": torch.int8}, "dtype"),
         ({"window_left": -2}, "window_left is -2"),

@@ -19,6 +19,7 @@ Array = npt.NDArray[np.float64]
 class Scores:
     """The computation of weights from logits. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality
 
+    window_right: later keys that a token sees without causality; -1: all
     chunk: keys of a chunk, of which a token sees none before its own; 0: there are none
     spans: first and last places of tokens that see each other
     spans_pass: whether they do so outside of their windows, too
@@ -27,6 +28,7 @@ class Scores:
     scale: float
     causal: bool = True
     window_left: int = -1
+    window_right: int = -1
     cap: float = 0.0
     slopes: Array | None = None
     sinks: Array | None = None
@@ -44,7 +46,10 @@ class Scores:
             return self.spans_pass or not is_hidden
         if is_hidden:
             return False
-        return bool(self.shown[token, key]) if self.shown is not None else key <= position or not self.causal
+        if self.shown is not None:
+            return bool(self.shown[token, key])
+        is_near = self.window_right < 0 or key <= position + self.window_right
+        return key <= position or (is_near and not self.causal)
 
 
 def attention(q: Array, k: Array, v: Array, scores: Scores) -> tuple[Array, Array]:

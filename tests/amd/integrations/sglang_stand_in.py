@@ -188,7 +188,7 @@ class Engine:
         self.page_size, self.windows, self.is_latent, self.device = page_size, tuple(windows), is_latent, device
         self.chunked, self.causal = frozenset(chunked), not is_encoder
         if is_encoder:
-            given["attn_type"] = SimpleNamespace(value="encoder_only")
+            given.setdefault("attn_type", SimpleNamespace(value="encoder_only"))
         self.random = np.random.default_rng(0)
         num_pages = 1 + (NUM_ROWS - 1) * -(-ROOM // page_size)
         num_slots = num_pages * page_size
@@ -230,6 +230,7 @@ class Engine:
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             token_to_kv_pool=self.pool,
             attention_chunk_size=CHUNK if chunked else None,
+            is_generation=not is_encoder,
         )
         self.serving = Serving(
             RadixAttention,
@@ -375,6 +376,7 @@ class Engine:
                     *self.stored[place, request.row],
                     scale=layer.scaling,
                     window_left=window,
+                    window_right=window,
                     causal=self.causal,
                     shown=cells,
                 )

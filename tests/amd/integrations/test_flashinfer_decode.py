@@ -157,7 +157,7 @@ def test_scores_may_be_those_of_a_deprecated_forward(device: torch.device) -> No
 REFUSED_PLANS = [
     ({"pos_encoding_mode": "ROPE_LLAMA"}, Unsupported, "rotate queries and keys"),
     ({"pos_encoding_mode": "rope"}, BadSetting, "it must be NONE, ROPE_LLAMA or ALIBI"),
-    ({"window_right": 4}, Unsupported, "window_right is not served: a window covers keys before"),
+    ({"window_right": 4}, Unsupported, "window_right is not served: decode is causal"),
     ({"q_data_type": torch.float8_e4m3fn}, Unsupported, "pass them in 16 bits"),
     ({"kv_data_type": "bfloat16"}, Unsupported, "give both one dtype"),
     ({"kv_data_type": torch.uint8}, Unsupported, "no kernel here reads NVFP4 pages"),

@@ -419,7 +419,7 @@ def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str, device: torch.
 
 REFUSED: list[Any] = [
     pytest.param({"is_cross_attention": True}, "cross attention", id="cross attention"),
-    pytest.param({"attn_type": SimpleNamespace(value="decoder_bidirectional")}, "'decoder_bidir", id="a prefix"),
+    pytest.param({"attn_type": SimpleNamespace(value="decoder_bidirectional")}, "text after prompts", id="a prefix"),
     pytest.param({"pos_encoding_mode": "ALIBI"}, "positions encoded in the kernel", id="positions"),
     pytest.param({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "a soft cap by sigmoid", id="a cap"),
     pytest.param({"xai_temperature_len": 1024}, "a temperature that grows", id="a temperature"),
@@ -594,9 +594,17 @@ def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str,
 
 
 @pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [("encoder_only", (-1, -1)), ("encoder_only", (3, 1)), ("decoder_bidirectional", (5, -1))],
+)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_tokens_of_an_encoder_see_all_of_their_sequence(page_size: int, provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, page_size=page_size, is_encoder=True, windows=(-1, -1))
+def test_tokens_of_an_encoder_see_their_sequence_or_a_window_to_both_sides(
+    page_size: int, kind: str, windows: tuple[int, int], provider: str, device: torch.device
+) -> None:
+    """SGLang's FlashAttention backend gives its kernel (sliding_window_size, sliding_window_size)."""
+    of_kind = SimpleNamespace(value=kind)
+    engine = Engine(provider, device, page_size=page_size, is_encoder=True, windows=windows, attn_type=of_kind)
     one, two, three = (engine.admit() for _ in range(3))
     engine.run(Mode.EXTEND, [one, two], [7, 13])
     engine.run(Mode.EXTEND, [three], [1])
@@ -606,7 +614,7 @@ def test_tokens_of_an_encoder_see_all_of_their_sequence(page_size: int, provider
 @pytest.mark.fast(interpreted=0)
 def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
     """DFlash: SGLang runs a draft model's block as a step that verifies drafts, in layers of the encoder's kind."""
-    engine = Engine(provider, device, is_encoder=True)
+    engine = Engine(provider, device, is_encoder=True, windows=(-1, 2))
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
     engine.run(Mode.TARGET_VERIFY, requests[:2], [4, 4])
@@ -620,14 +628,13 @@ def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, 
     engine.hooks.attention.check_device()
 
 
-def test_an_encoder_whose_prompts_come_in_parts_or_that_has_a_window_is_refused(
-    provider: str, device: torch.device
-) -> None:
+def test_an_encoder_whose_prompts_come_in_parts_is_refused(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, is_encoder=True, serve=False)
     with pytest.raises(Unsupported, match="a prompt may come in parts; use --chunked-prefill-size -1 and"):
         AttentionHooks(engine.runner, replace(engine.serving, whole_prompts=False))
-    engine.layers[0].sliding_window_size = 5
-    with pytest.raises(Unsupported, match="layer 0: a window to both sides of a token is not served"):
+    engine.layers[0].attn_type = SimpleNamespace(value="decoder_bidirectional")
+    engine.runner.is_generation = True
+    with pytest.raises(Unsupported, match="layer 0: text after prompts that are not causal is not served"):
         AttentionHooks(engine.runner, engine.serving)
 
 

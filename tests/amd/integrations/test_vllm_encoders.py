@@ -76,12 +76,14 @@ class Layers:
         )
 
     def assert_right(self, name: str, new: Sequence[int], q: Tensor, out: Tensor, kv: Sequence[Any]) -> None:
-        """Checks the rows of each sequence, whose tokens see all of its K and V."""
+        """Checks the rows of each sequence, whose tokens see all of its K and V, or as many on both sides."""
         terms, first = self.terms[name], 0
         sinks = None if terms.sinks is None else terms.sinks.double().cpu().numpy()
+        side = -1 if terms.sliding_window is None else terms.sliding_window - 1
+        scores = Scores(SCALE, causal=False, window_left=side, window_right=side, sinks=sinks)
         for count, (k, v) in zip(new, kv, strict=True):
             here, (keys, values) = slice(first, first + count), (each.double().cpu().numpy() for each in (k, v))
-            want, _ = attention(q[here].double().cpu().numpy(), keys, values, Scores(SCALE, causal=False, sinks=sinks))
+            want, _ = attention(q[here].double().cpu().numpy(), keys, values, scores)
             assert np.allclose(out[here].cpu(), want, atol=3e-5), f"{name}, tokens from {first} on"
             first += count
 
@@ -98,7 +100,8 @@ def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     """The layers take turns in the same memory; a cache of another dtype means nothing to them."""
     plain = LayerTerms(HEADS, DIM, SCALE, KV_HEADS, attn_type=kind)
     with_sinks = replace(plain, sinks=torch.linspace(-1, 1, HEADS), kv_cache_dtype="fp8")
-    layers = Layers([plain, plain, with_sinks], device)
+    local = [replace(plain, sliding_window=keys) for keys in (1, 4, 12)]
+    layers = Layers([plain, plain, with_sinks, *local], device)
     group = EncoderGroup(layers.of_group, SIZES, device, options(provider))
     nothing = torch.zeros(4, 1, dtype=torch.int32, device=device)
     for new in ([9, 1, 17], [5], [1, 1, 1, 1]):

@@ -69,14 +69,22 @@ def test_terms_that_are_not_served_are_refused(named: dict[str, Any], what: str)
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"attn_type": "encoder_only", "sliding_window": 8}, "type encoder_only has a window of 8 keys, which has two"),
-        ({"attn_type": "encoder_decoder", "sliding_window": 8}, "type encoder_decoder has a window of 8 keys"),
+        ({"attn_type": "encoder_decoder", "sliding_window": 8}, "cross attention has a window of 8 keys"),
         ({"attn_type": "encoder_decoder", "alibi_slopes": [0.5] * 32}, "cross attention has ALiBi slopes"),
     ],
 )
 def test_features_without_a_meaning_outside_of_decoders_are_refused(changes: dict[str, Any], refusal: str) -> None:
     with pytest.raises(Unsupported, match=refusal):
         replace(TERMS, **changes).problem(CACHE)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
+def test_a_window_of_an_encoder_has_two_sides(kind: str) -> None:
+    """vLLM's FLASH_ATTN and TRITON_ATTN give their kernels (sliding_window - 1, sliding_window - 1)."""
+    problem = replace(TERMS, attn_type=kind, sliding_window=8).problem(CACHE)
+    assert (problem.window_left, problem.window_right) == (7, 7)
+    causal = replace(TERMS, sliding_window=8).problem(CACHE)
+    assert (causal.window_left, causal.window_right) == (7, 0)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only", "encoder_decoder"])

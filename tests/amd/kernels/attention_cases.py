@@ -85,7 +85,7 @@ class Case:
     kv_len, q_len:   one number per sequence
     tail:            padded tokens after the last sequence's
     spread:          true if q, out and the pages are views with gaps, in an order of dimensions of their own
-    window_left, soft_cap, causal: see Scores
+    window_left, window_right, soft_cap: see Scores
     sinks, slopes:   true if the heads have them
     ranged:          true if each token sees a random range of keys: few, all, or none
     masked:          true if a random packed mask gives each token's position and visible keys: few, all, or none
@@ -104,8 +104,8 @@ class Case:
     tail: int = 0
     spread: bool = False
     window_left: int = UNLIMITED_WINDOW
+    window_right: int = 0
     soft_cap: float = 0.0
-    causal: bool = True
     sinks: bool = False
     slopes: bool = False
     ranged: bool = False
@@ -205,7 +205,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     pages_of_seq = [-(-length // page_size) for length in case.kv_len]
     num_pages = sum(pages_of_seq) + 4
     num_tokens = sum(case.q_len) + case.tail
-    scores = Scores(head_dim**-0.5, Visibility(case.causal, case.window_left), case.soft_cap)
+    scores = Scores(head_dim**-0.5, Visibility(case.window_left, case.window_right), case.soft_cap)
     sinks = torch.randn(num_q_heads, generator=generator) * 2 if case.sinks else None
     slopes = torch.rand(num_q_heads, generator=generator) if case.slopes else None
 
@@ -386,14 +386,14 @@ def _scale_values(*shape: int, generator: torch.Generator) -> Tensor:
 
 def _visible(case: Case, length: int, kv_index: int) -> range:
     """Returns the keys that the token at kv_index sees."""
-    if not case.causal:
-        return range(length)
-    return range(0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1)
+    first = 0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left)
+    last = length - 1 if case.window_right == UNLIMITED_WINDOW else min(length - 1, kv_index + case.window_right)
+    return range(first, last + 1)
 
 
 def _random_range(case: Case, length: int, kv_index: int, generator: torch.Generator) -> tuple[int, int]:
     """Returns the range of keys of a token: of the window, if there is one, and up to its place if it is causal."""
-    most = kv_index + 1 if case.causal else length
+    most = kv_index + 1 if case.window_right == 0 else length
     least = 0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left)
     end = [0, most, most, int(torch.randint(least, most + 1, (), generator=generator))][
         int(torch.randint(4, (), generator=generator))
@@ -561,7 +561,7 @@ def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: RowSharing, *, min
         return cut
     of_layer = sharing._replace(
         rows=tensors.case.heads[1] // tiles.heads_per_row * tiles.head_blocks(tensors.gqa_ratio),
-        causal=tensors.scores.causal and not isinstance(tensors.mask, PackedMask),
+        causal=tensors.scores.visibility.causal and not isinstance(tensors.mask, PackedMask),
         window_left=tensors.case.window_left,
     )
     return replace(cut, sharing=of_layer)

@@ -57,7 +57,7 @@ def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
 def _without_pages_before_windows(tensors: Tensors) -> Tensors:
     """Removes pages from the table that no sequence of decode sees."""
     case, table = tensors.case, tensors.table.clone()
-    if tensors.scores.windowed:
+    if tensors.scores.visibility.windowed:
         for row, length, new in zip(tensors.row_of_seq.tolist(), case.kv_len, case.q_len, strict=True):
             first_key = max(length - 1 - case.window_left, 0)
             table[row, : first_key // case.page_size if new == 1 else 0] = NO_PAGE

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.cpu import attention
@@ -33,6 +35,9 @@ FORMS: Mapping[str, dict[str, object]] = {
     "window_of_one": {"window_left": 0, "page_size": 3},
     "sinks": {"sinks": True, "heads": (6, 2)},
     "window_sinks": {"sinks": True, "window_left": 20, "page_size": 7},
+    "both_sides": {"window_left": 20, "window_right": 9, "page_size": 7},
+    "few_later": {"window_right": 2, "sinks": True},
+    "window_and_all_later": {"window_left": 4, "window_right": UNLIMITED_WINDOW},
 }
 
 
@@ -41,10 +46,8 @@ def run_decode(tensors: Tensors) -> None:
     table, form = tensors.table[tensors.row_of_seq], tensors.pages.format
     most = form.page_size * table.shape[1]
     words = torch.full((attention.decode_words(tensors.num_seqs, most),), 0x7F7F7F7F, dtype=torch.int32)
-    window = tensors.scores.window_left
-    attention.find_keys(
-        tensors.queries, words, page_size=form.page_size, table_width=table.shape[1], window_left=window
-    )
+    seen = tensors.scores.visibility
+    attention.find_keys(tensors.queries, words, page_size=form.page_size, table_width=table.shape[1], visibility=seen)
     attention.paged_decode(tensors.args(words), table, scores=tensors.scores)
 
 
@@ -59,7 +62,7 @@ def test_decode_equals_the_reference(form: dict[str, object], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", {**FORMS, "whole": {"causal": False}}.values(), ids=[*FORMS, "whole"])
+@pytest.mark.parametrize("form", {**FORMS, "whole": {"window_right": UNLIMITED_WINDOW}}.values(), ids=[*FORMS, "whole"])
 def test_extend_equals_the_reference(form: dict[str, object], dtype: torch.dtype) -> None:
     assert_serves(run_extend, replace(EXTENDS, dtype=dtype, **form), CPU)  # type: ignore[arg-type]
 
@@ -73,6 +76,36 @@ def test_both_equal_the_plain_twins(form: dict[str, object]) -> None:
         twin(plain.args(), scores=plain.scores)
         assert_attention_close(own.out, plain.out.double(), torch.float32)
         assert_lse_close(own.lse, plain.lse.double(), torch.float32)
+
+
+def run_plain_extend(tensors: Tensors) -> None:
+    refs.paged_extend(tensors.args(), scores=tensors.scores)
+
+
+@st.composite
+def _any_windows(draw: st.DrawFn) -> Case:
+    """A step over pages of any size, whose tokens see any number of keys on each side of theirs."""
+    q_len = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    sides = st.sampled_from([UNLIMITED_WINDOW, 0, 1, 3, 16, 33, 2**31 - 2])
+    return Case(
+        kv_len=[new + draw(st.integers(0, 50)) for new in q_len],
+        q_len=q_len,
+        heads=draw(st.sampled_from([(1, 1), (4, 2)])),
+        dims=(16, 16),
+        page_size=draw(st.sampled_from([1, 3, 16, 64])),
+        tail=draw(st.integers(0, 3)),
+        window_left=draw(sides),
+        window_right=draw(sides),
+        sinks=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(_any_windows())
+def test_any_window_over_any_pages_is_that_of_the_brute_force_reference(case: Case) -> None:
+    """Keys that no token sees are NaN in the pages."""
+    assert_serves(run_extend, case, CPU)
+    assert_serves(run_plain_extend, case, CPU)
 
 
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 5])

@@ -28,6 +28,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 )
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM
 from rocm_attn.providers.triton_later import hopper_launches
@@ -155,8 +156,8 @@ def test_extend_equals_the_reference(
         {"window_left": 5000, "page_size": 64},
         {"sinks": True},
         {"sinks": True, "window_left": 63, "page_size": 128},
-        {"causal": False},
-        {"causal": False, "sinks": True, "page_size": 128},
+        {"window_right": UNLIMITED_WINDOW},
+        {"window_right": UNLIMITED_WINDOW, "sinks": True, "page_size": 128},
     ],
     ids=str,
 )
@@ -172,7 +173,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     [
         {"page_size": 16},
         {"page_size": 2, "heads": (6, 2), "window_left": 100},
-        {"page_size": 1, "sinks": True, "soft_cap": 30.0, "causal": False},
+        {"page_size": 1, "sinks": True, "soft_cap": 30.0, "window_right": UNLIMITED_WINDOW},
         {"page_size": 64, "dtype": torch.float16, "window_left": 5000},
     ],
     ids=str,
@@ -253,7 +254,7 @@ CAPS: list[dict[str, Any]] = [
     {"soft_cap": 30.0, "dtype": torch.float16},
     {"soft_cap": 60.0, "sinks": True, "window_left": 100},
     {"soft_cap": 61.0, "sinks": True},
-    {"soft_cap": 50.0, "causal": False},
+    {"soft_cap": 50.0, "window_right": UNLIMITED_WINDOW},
     {"soft_cap": 50.0, "kv": Encoding.E4M3FN, "scales": Scales.HEAD},
     {"soft_cap": 50.0, "kv": Encoding.E5M2, "scales": Scales.TOKEN, "dtype": torch.float16},
 ]
@@ -316,7 +317,9 @@ def test_extend_of_eight_bit_pages_equals_the_reference(
 @coded_dims
 @codings
 @pytest.mark.parametrize(
-    "scores", [{"window_left": 100}, {"sinks": True, "window_left": 63, "page_size": 128}, {"causal": False}], ids=str
+    "scores",
+    [{"window_left": 100}, {"sinks": True, "window_left": 63, "page_size": 128}, {"window_right": UNLIMITED_WINDOW}],
+    ids=str,
 )
 def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
     scores: dict[str, Any], kv: Encoding, scales: Scales, dims: tuple[int, int], device: torch.device
@@ -382,7 +385,9 @@ def test_a_step_of_nothing_but_padding_is_all_zeros(
     kv_len: list[int], q_len: list[int], causal: bool, dim: int, device: torch.device
 ) -> None:
     """Rows with head_dim 96 are drawn, those with 128 are assigned."""
-    case = replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim), causal=causal)
+    case = replace(
+        RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim), window_right=0 if causal else UNLIMITED_WINDOW
+    )
     tensors = build(case, device)
     run_hopper(tensors, ALL_SHARED)
     assert_served(tensors)

@@ -18,6 +18,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_segment_tiles,
 )
 from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
@@ -64,7 +65,7 @@ DRAFTED = {
     "70_heads": replace(DRAFTS, heads=(70, 1), dims=(24, 16)),
     "12_of_kimi_k3": replace(DRAFTS, kv_len=[50, 9], q_len=[8, 5], dims=(576, 512), heads=(12, 1), dtype=torch.float16),
     "window": replace(DRAFTS, heads=(20, 1), window_left=11, sinks=True),
-    "not_causal": replace(DRAFTS, causal=False),
+    "not_causal": replace(DRAFTS, window_right=UNLIMITED_WINDOW),
     "masked": replace(DRAFTS, masked=True),
     "tree": replace(DRAFTS, masked=True, mask_keys=0, heads=(20, 1), sinks=True),
     "masked_cap": replace(DRAFTS, masked=True, mask_keys=7, soft_cap=1.5),
@@ -76,10 +77,14 @@ EXTENDED = {
     "plain": CHUNKS,
     "odd": replace(CHUNKS, heads=(5, 1), window_left=13, soft_cap=2.0, sinks=True, page_size=3, spread=True),
     "70_heads": replace(CHUNKS, heads=(70, 1), dims=(32, 32), kv_len=[40], q_len=[19]),
-    "not_causal": replace(CHUNKS, causal=False),
+    "not_causal": replace(CHUNKS, window_right=UNLIMITED_WINDOW),
     "masked": replace(CHUNKS, masked=True),
     "masked_window": replace(CHUNKS, masked=True, mask_keys=7, window_left=10, soft_cap=1.5),
     "tree": replace(CHUNKS, masked=True, mask_keys=0),
+    "ranges": replace(CHUNKS, ranged=True, window_right=UNLIMITED_WINDOW),
+    "ranges_of_a_window": replace(CHUNKS, ranged=True, window_left=20, window_right=UNLIMITED_WINDOW, sinks=True),
+    # A token in each query block, so that its rows begin at one key, and whole key blocks need no mask.
+    "chunk": replace(CHUNKS, kv_len=[140], q_len=[19], heads=(70, 1), dims=(32, 32), ranged=True, window_left=127),
 }
 
 
@@ -234,7 +239,7 @@ DETERMINISTIC = {
     "plain": replace(DECODES, kv_len=[130, 65, 1], q_len=[5, 2, 1]),
     "window": replace(DECODES, kv_len=[200, 67], q_len=[20, 4], window_left=40, sinks=True, heads=(12, 1)),
     "many_heads": replace(DECODES, kv_len=[100, 66], q_len=[4, 1], heads=(71, 1), dims=(32, 32), soft_cap=3.0),
-    "not_causal": replace(DECODES, kv_len=[130, 70], q_len=[1, 1], causal=False),
+    "not_causal": replace(DECODES, kv_len=[130, 70], q_len=[1, 1], window_right=UNLIMITED_WINDOW),
 }
 
 

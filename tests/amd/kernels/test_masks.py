@@ -15,6 +15,7 @@ from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
@@ -59,9 +60,10 @@ FEATURES = {
 # Without cells a kernel reads ranges alone; with a window also where they begin.
 RANGES = {
     "causal": {},
-    "any_end": {"causal": False},
+    "any_end": {"window_right": UNLIMITED_WINDOW},
     "window": {"window_left": 20, "heads": (6, 2)},
-    "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "causal": False},
+    "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "window_right": UNLIMITED_WINDOW},
+    "window_and_later": {"window_left": 20, "window_right": UNLIMITED_WINDOW, "sinks": True},
     "chunk": {"window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
 }
 
@@ -127,8 +129,10 @@ def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     tensors.mask.words.zero_()
     run(tensors)
     masked, masked_lse = tensors.out.clone(), tensors.lse.clone()
-    scores = replace(tensors.scores, visibility=Visibility(causal=False))
-    before = replace(tensors, case=replace(case, causal=False), kv_len=tensors.mask.start, mask=None, scores=scores)
+    scores = replace(tensors.scores, visibility=Visibility(window_right=UNLIMITED_WINDOW))
+    before = replace(
+        tensors, case=replace(case, window_right=UNLIMITED_WINDOW), kv_len=tensors.mask.start, mask=None, scores=scores
+    )
     run(before)
     torch.testing.assert_close(masked, before.out)
     torch.testing.assert_close(masked_lse, before.lse)

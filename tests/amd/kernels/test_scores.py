@@ -14,6 +14,7 @@ import torch
 
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
@@ -48,8 +49,8 @@ FEATURES = {
     "padded_dims": {"window_left": 9, "sinks": True, "dims": (40, 24)},
     "narrow_v": {"dims": (64, 32)},
     "wide_v": {"dims": (16, 64)},
-    "not_causal": {"causal": False},
-    "not_causal_all": {"causal": False, "soft_cap": 1.5, "slopes": True, "sinks": True},
+    "not_causal": {"window_right": UNLIMITED_WINDOW},
+    "not_causal_all": {"window_right": UNLIMITED_WINDOW, "soft_cap": 1.5, "slopes": True, "sinks": True},
 }
 
 RUN_DECODES = (run_decode, run_shared_decode, run_decode_twin)
@@ -133,7 +134,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     """Cross-attention has an encoder's KV, with its length."""
-    case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, causal=False)
+    case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, window_right=UNLIMITED_WINDOW)
     assert_serves(run, case, kernel_device)
 
 

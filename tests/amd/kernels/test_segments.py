@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, assert_serves, build, dtypes
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import (
@@ -52,7 +53,7 @@ CASES = {
     "window": Case([200, 67], [20, 4], window_left=40, sinks=True),
     "long_window": Case([300], [90], heads=(4, 1), window_left=150, page_size=3),
     "cap_slopes": Case([130, 70], [66, 2], soft_cap=3.0, slopes=True),
-    "not_causal": Case([130, 70], [1, 1], causal=False),
+    "not_causal": Case([130, 70], [1, 1], window_right=UNLIMITED_WINDOW),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -137,7 +137,7 @@ def extend(memory: Memory) -> None:
         (HEADS, (16, 16), 43, 5, SCORES),
         ((20, 1), DIMS, 43, 0, SCORES),  # more than a tile has rows
         ((20, 1), DIMS, 43, 9, SCORES),
-        (HEADS, DIMS, 19, 0, {"causal": False}),
+        (HEADS, DIMS, 19, 0, {"window_right": UNLIMITED_WINDOW}),
         (HEADS, DIMS, 29, 5, {"masked": True}),
         (HEADS, (16, 16), 11, 0, {"masked": True}),
         (HEADS, (16, 16), 29, 0, {"masked": True, "window_left": 9, "slopes": True}),
@@ -156,7 +156,7 @@ def segments(memory: Memory) -> None:
     for dims, case in (
         (DIMS, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
         ((16, 16), {"kv_len": [67, 40], "q_len": [3, 5], **SCORES}),
-        (DIMS, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
+        (DIMS, {"kv_len": [40, 33], "q_len": [2, 1], "window_right": UNLIMITED_WINDOW, "tail": 3}),
         (DIMS, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
         (DIMS, {"kv_len": [97], "q_len": [1]}),  # every slot of the workspace is used
         (DIMS, {"kv_len": [97, 33], "q_len": [1] * 2, **SCORES}),

@@ -9,6 +9,7 @@ from typing import Any
 
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import Case, assert_served
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
@@ -40,7 +41,12 @@ def latents(memory: Memory) -> None:
         (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
         (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | {"masked": True, "mask_keys": 4}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
-        (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
+        (
+            run_latent_extend,
+            19,
+            LATENT_DIMS,
+            {"kv_len": [21], "q_len": [2], "window_right": UNLIMITED_WINDOW, "tail": 1},
+        ),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
     ):
         serve_latents(memory, partial(run, tiles=LATENT_TILES), heads, dims, case)
@@ -50,7 +56,7 @@ def latent_segments(memory: Memory) -> None:
     """Checks deterministic latent extend and decode: cuts and diagonals within tiles, a window, empty sequences."""
     for run, case in (
         (run_latent_segment_extend, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
-        (run_latent_segment_extend, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
+        (run_latent_segment_extend, {"kv_len": [40, 33], "q_len": [2, 1], "window_right": UNLIMITED_WINDOW, "tail": 3}),
         (run_latent_segment_decode, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
         (run_latent_segment_decode, {"kv_len": [97], "q_len": [1], **LATENT_SCORES}),
     ):

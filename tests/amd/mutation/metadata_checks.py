@@ -39,6 +39,7 @@ from rocm_attn.kernels.metadata.visible_ranges import launch_visible_ranges
 from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.refs import engine_metadata, page_watch
 from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_check_pages,
@@ -315,10 +316,12 @@ def visible_ranges(memory: Memory) -> None:
     inputs += [torch.cat([ints(list(each)), garbage(tail)]) for each in (range(-4, 5), begins, ends)]
     for visibility in (
         Visibility(masked=True),
-        Visibility(causal=False),
+        Visibility(window_right=UNLIMITED_WINDOW),
         Visibility(window_left=2, masked=True, spans_pass=True),
         Visibility(window_left=6, chunk=8, masked=True),
         Visibility(window_left=3, chunk=4),
+        Visibility(window_left=2, window_right=1),
+        Visibility(window_right=2, masked=True),
     ):
         launch = of_visible_ranges(launch_visible_ranges, visibility)
         assert_same(memory, launch, of_visible_ranges(_twin_of_ranges, visibility), inputs, [garbage(12), garbage(12)])

@@ -112,9 +112,9 @@ def _rows_of(tensors: Tensors, words: list[int], row_keys: int) -> list[Row]:
         seq, token, num_tokens, kv_index, num_keys = words[first : first + 5]
         if seq < 0:
             break
-        ratio, window = tensors.gqa_ratio, tensors.scores.window_left
+        ratio, window = tensors.gqa_ratio, tensors.scores.visibility.window_left
         line = torch.arange(num_tokens * ratio)
-        first_key = max(kv_index - window, 0) if tensors.scores.windowed else 0
+        first_key = max(kv_index - window, 0) if tensors.scores.visibility.windowed else 0
         for kv_head in range(tensors.case.heads[1]):
             of_line = token + line // ratio, kv_head * ratio + line % ratio, kv_index + line // ratio
             rows.append(Row(seq, *of_line, first_key, kv_index + num_tokens, num_keys + row_keys, start))
@@ -143,8 +143,8 @@ def _keep(tensors: Tensors, parts: Parts, row: Row, slot: int, keys: range) -> N
     k, v = (side[at[0], at[1], kv_head].double() for side in (tensors.k_pages, tensors.v_pages))
     scores = tensors.q[row.token, row.head].double() @ k.T * tensors.scores.scale / math.log(2)
     seen = key <= row.kv_index[:, None]
-    if tensors.scores.windowed:
-        seen &= key >= row.kv_index[:, None] - tensors.scores.window_left
+    if tensors.scores.visibility.windowed:
+        seen &= key >= row.kv_index[:, None] - tensors.scores.visibility.window_left
     scores = scores.masked_fill(~seen, -math.inf)
     maximum = scores.amax(1) if len(key) else torch.full((lines,), -math.inf, dtype=torch.float64)
     weights = torch.exp2(scores - maximum.clamp_min(-1e30)[:, None])

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.providers.triton_later import triton_launches
 from tests.amd.offline.matrix import ROWS, Row, launch_all
@@ -96,7 +95,7 @@ def launched_tiles(row: Row) -> tuple[LaunchedTiles, ...]:
 
     def noting(launcher: Callable[..., None]) -> Callable[..., None]:
         def note(*args: Any, **options: Any) -> None:
-            has_window = options["scores"].window_left != UNLIMITED_WINDOW
+            has_window = options["scores"].visibility.windowed
             found.append(LaunchedTiles(options["tiles"], has_window, getattr(options["cut"], "merge_group", 0) > 0))
             launcher(*args, **options)
 

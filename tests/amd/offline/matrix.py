@@ -111,10 +111,11 @@ class Row:
             scored = replace(plain, logits_soft_cap=50.0, window_left=4095, has_sinks=True)
             encoding = KVEncoding.E4M3FNUZ if self.arch == "gfx942" else KVEncoding.E4M3FN
             return [plain, replace(scored, kv_encoding=encoding, kv_scales=Scales.LAYER)]
-        if self.dims[0] == 64:  # gpt-oss
-            return [plain, replace(plain, window_left=127, has_sinks=True)]
+        if self.dims[0] == 64:  # gpt-oss, ModernBERT
+            both_sides = replace(plain, window_left=64, window_right=64)
+            return [plain, replace(plain, window_left=127, has_sinks=True), both_sides]
         if self.dims[0] == 80:
-            return [plain, replace(plain, has_alibi_slopes=True), replace(plain, causal=False)]
+            return [plain, replace(plain, has_alibi_slopes=True), replace(plain, window_right=UNLIMITED_WINDOW)]
         if self.dims[0] == 96:  # which rows of windows serve
             return [plain, replace(plain, window_left=1023)]
         # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers.

@@ -24,6 +24,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
@@ -45,7 +46,7 @@ CASE = Case([300], [200], heads=(8, 2), dtype=torch.bfloat16)
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_left": 100, "sinks": True},
-    "to_all": {"causal": False},
+    "to_all": {"window_right": UNLIMITED_WINDOW},
     "float16": {"dtype": torch.float16, "page_size": 8},
     "capped": {"soft_cap": 50.0},
     "capped_float16": {"soft_cap": 50.0, "dtype": torch.float16},

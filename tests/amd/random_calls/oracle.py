@@ -42,8 +42,8 @@ class Layer:
     values: Floats
     scale: float
     window_left: int
+    window_right: int
     cap: float
-    causal: bool
     takes_masks: bool
     sinks: Floats
     slopes: Floats
@@ -165,7 +165,8 @@ def visible(layer: Layer, tokens: Tokens) -> Bools:
     if layer.takes_masks and tokens.shows is not None:
         sees, counted_from = tokens.shows, np.maximum(np.array(tokens.positions, np.int64), first)[:, None]
     else:
-        sees, counted_from = key <= place if layer.causal else np.ones((num_tokens, kv_len), np.bool_), place
+        last = kv_len if layer.window_right < 0 else place + layer.window_right
+        sees, counted_from = np.broadcast_to(key <= last, (num_tokens, kv_len)), place
     if layer.window_left >= 0:
         sees = sees & (key >= counted_from - layer.window_left)
     return sees

@@ -148,7 +148,7 @@ def test_a_window_that_no_sequence_outgrows_is_no_window(max_kv_len: int, left: 
             BadModel,
             "qk_rope_head_dim is -1; it must be at least 0",
         ),
-        ({"use_bidirectional_attention": True}, Unsupported, "layer 0 is not causal and has a window to both"),
+        ({"use_bidirectional_attention": True}, Unsupported, "is known of Gemma 3 alone"),
         ({"layer_types": ["linear_attention"] * 2}, Unsupported, "'linear_attention' is not served"),
         ({"layer_types": ["full_attention"] * 3}, BadModel, "3 layer_types for num_hidden_layers 2"),
         ({"sliding_window": 0}, BadModel, "sliding_window is 0"),

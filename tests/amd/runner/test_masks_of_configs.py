@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from rocm_attn.batch.mask import TokenSpans
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.families import attention_geometry
-from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -40,6 +40,8 @@ _SMALL: dict[str, Any] = {
 _OF_IMAGES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION = {**_OF_IMAGES, "image_size": 16, "patch_size": 8}
 _TYPES = ["full_attention", "sliding_attention"] * 2
+_MODERN_BERT = {name: size for name, size in _SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+_MODERN_BERT["pad_token_id"] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,28 @@ CASES = {
         "Gemma3TextConfig",
         {**_SMALL, "layer_types": ["full_attention"] * 4, "use_bidirectional_attention": True},
     ),
+    "EmbeddingGemma": Case(
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        {**_SMALL, "layer_types": _TYPES, "sliding_window": 9, "use_bidirectional_attention": True},
+    ),
+    "EmbeddingGemma, said twice": Case(
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        {**_SMALL, "layer_types": _TYPES, "sliding_window": 8, "use_bidirectional_attention": True, "is_causal": False},
+    ),
+    "Gemma 3 that is not causal": Case(
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        {**_SMALL, "layer_types": _TYPES, "sliding_window": 6, "is_causal": False},
+    ),
+    "Mistral as an encoder": Case(
+        "MistralForCausalLM", "MistralConfig", {**_SMALL, "sliding_window": 5, "is_causal": False}
+    ),
+    "ModernBERT": Case("ModernBertModel", "ModernBertConfig", {**_MODERN_BERT, "local_attention": 9}),
+    "ModernBERT, layers named": Case(
+        "ModernBertModel", "ModernBertConfig", {**_MODERN_BERT, "local_attention": 6, "layer_types": _TYPES}
+    ),
 }
 
 
@@ -198,7 +222,7 @@ def outputs_and_references(
     results: list[tuple[Tensor, Tensor]] = []
     for layer, (problem, rows) in enumerate(zip(world.problems, world.rows, strict=True)):
         plain = replace(
-            problem, causal=True, window_left=UNLIMITED_WINDOW, chunk=0, custom_mask=False, spans_pass_window=False
+            problem, window_left=UNLIMITED_WINDOW, window_right=0, chunk=0, custom_mask=False, spans_pass_window=False
         )
         k, v, weights = request.k[layer], request.v[layer], world.runtime.head_weights.of(layer)
         want, _ = attend_sequence(rows.q[used], k, v, plain, weights, masks[layer])
@@ -224,7 +248,10 @@ def test_layers_of_a_config_see_what_transformers_lets_them_see(name: str) -> No
         ("Gemma 3", {"spans_pass_window": True}),
         ("Gemma 4", {"sees_spans": True}),
         ("PaliGemma 2", {"spans_pass_window": False}),
-        ("BERT", {"causal": True}),
+        ("BERT", {"window_right": 0}),
+        ("EmbeddingGemma", {"window_right": 0}),
+        ("ModernBERT", {"window_left": 5, "window_right": 4}),
+        ("ModernBERT", {"window_left": 4, "window_right": 5}),
     ],
 )
 def test_layers_that_are_read_otherwise_see_other_keys(name: str, broken: dict[str, Any]) -> None:
@@ -267,10 +294,10 @@ def test_the_runner_serves_text_and_no_images() -> None:
         ("BERT", {"position_embedding_type": "relative_key"}, Unsupported, "only 'absolute' is served"),
         ("PaliGemma", {"text_config": {"model_type": "llama"}}, Unsupported, "type 'llama' is not served"),
         (
-            "Gemma 3 as an encoder",
-            {"layer_types": ["sliding_attention"] * 4},
+            "Llama 4",
+            {"is_causal": False},
             Unsupported,
-            "layer 0 is not causal and has a window to both sides",
+            "layer 0 is not causal and has chunks",
         ),
     ],
 )
@@ -279,6 +306,26 @@ def test_visibility_of_another_kind_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(error, match=sentence):
         attention_geometry({**CASES[name].file(), **changes})
+
+
+def test_files_of_modern_bert_may_name_a_period_instead_of_layers() -> None:
+    """Those on the Hub do, and leave out what ModernBertConfig has."""
+    file = CASES["ModernBERT"].file()
+    del file["layer_types"]
+    layers = attention_geometry(file | {"global_attn_every_n_layers": 2, "local_attention": 128}).layers
+    assert [(each.window_left, each.window_right) for each in layers] == [(-1, -1), (64, 64)] * 2
+    assert attention_geometry({"architectures": ["ModernBertForMaskedLM"]}).layers[3:5] == (
+        AttentionLayer(12, 12, 64, 0.125, window_right=-1),
+        AttentionLayer(12, 12, 64, 0.125, window_left=64, window_right=64),
+    )
+
+
+def test_a_window_that_no_sequence_outgrows_is_none_on_either_side() -> None:
+    geometry = attention_geometry(CASES["ModernBERT"].file())
+    assert {layer.window_right for layer in geometry.without_idle_windows(6).layers} == {-1, 4}
+    assert {(layer.window_left, layer.window_right) for layer in geometry.without_idle_windows(5).layers} == {(-1, -1)}
+    causal = attention_geometry(CASES["Llama 4 without chunks"].file()).without_idle_windows(1)
+    assert {layer.window_right for layer in causal.layers} == {0}
 
 
 def test_the_runner_refuses_an_encoder() -> None:

@@ -14,11 +14,12 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch
 from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World
 
-CROSS = replace(small_problem(has_sinks=True), causal=False)
+CROSS = replace(small_problem(has_sinks=True), window_right=UNLIMITED_WINDOW)
 
 
 def encoded(device: torch.device, provider: str, lengths: Sequence[int]) -> tuple[World, list[Request]]:

@@ -15,7 +15,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, DeviceFault, WrongState
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -148,7 +148,7 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
 @pytest.mark.fast(interpreted=0)
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
     """Decoders do so over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
-    problem = replace(small_problem(), causal=False)
+    problem = replace(small_problem(), window_right=UNLIMITED_WINDOW)
     world = World.build([problem], device, provider, capture_sizes=(4,))
     runtime = world.runtime
     encoder, beam = family(world, 10, 10)

@@ -18,7 +18,7 @@ from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero
@@ -29,7 +29,7 @@ PROBLEMS = {
     "cap": small_problem(logits_soft_cap=1.5),
     "wide": small_problem(num_q_heads=8, num_kv_heads=1, head_dim=40, v_head_dim=24),
     "odd": small_problem(num_q_heads=3, num_kv_heads=3, head_dim=7, v_head_dim=5, dtype=torch.float16),
-    "not causal": replace(small_problem(), causal=False),
+    "not causal": replace(small_problem(), window_right=UNLIMITED_WINDOW),
     "masks in other steps": small_problem(custom_mask=True),
 }
 

@@ -16,7 +16,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import KVEncoding, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
 from rocm_attn.providers.contract import StoringKernel
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
@@ -138,7 +138,7 @@ def test_a_store_that_is_not_the_kernels_own_is_asked_for_by_itself(kernel_devic
     [
         ("sm_90", {}, True),
         ("sm_90", {"window_left": 127, "has_sinks": True}, True),
-        ("sm_90", {"causal": False}, False),
+        ("sm_90", {"window_right": UNLIMITED_WINDOW}, False),
         ("sm_90", {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, False),
         ("gfx942", {}, False),
         ("gfx950", {}, False),

@@ -28,6 +28,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
@@ -45,7 +46,15 @@ LAYERS = {
     "chunks with a window": replace(small_problem(window_left=3), chunk=8),
     "chunks that hide spans": replace(MASKED, chunk=8),
     "chunks that spans pass": replace(MASKED, chunk=8, spans_pass_window=True),
-    "all keys": replace(MASKED, causal=False),
+    "a window on both sides": small_problem(window_left=5, window_right=5, has_sinks=True),
+    "scores of a window on both sides": small_problem(
+        window_left=9, window_right=3, logits_soft_cap=2.0, has_alibi_slopes=True
+    ),
+    "a few later keys": small_problem(window_right=4),
+    "a window and all later keys": small_problem(window_left=3, window_right=UNLIMITED_WINDOW),
+    "a window on both sides that hides spans": replace(MASKED, window_left=4, window_right=2),
+    "a window on both sides that spans pass": replace(MASKED, window_left=4, window_right=2, spans_pass_window=True),
+    "all keys": replace(MASKED, window_right=UNLIMITED_WINDOW),
     "causal": small_problem(),
 }
 LAYERS["chunks"] = replace(LAYERS["chunks"], chunk=8)
@@ -55,7 +64,7 @@ def sees(problem: Problem, spans: Sequence[tuple[int, int]], query: int, key: in
     """True if a query sees a key of its sequence, by the definitions. spans: of the sequence in this step"""
     together = problem.custom_mask and any(begin <= query < end and begin <= key < end for begin, end in spans)
     if key > query:
-        return together or not problem.causal
+        return together or problem.window_right == UNLIMITED_WINDOW or key - query <= problem.window_right
     too_far = problem.window_left != UNLIMITED_WINDOW and query - key > problem.window_left
     elsewhere = problem.chunk > 0 and query // problem.chunk != key // problem.chunk
     return not (too_far or elsewhere) or (together and problem.spans_pass_window)
@@ -136,7 +145,7 @@ def test_every_layer_sees_what_its_definition_says(provider: str, device: torch.
 @pytest.mark.fast(interpreted=0)
 def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> None:
     """Masked steps of one size share a graph, whether they bring spans or cells of trees, in turn."""
-    names = ["spans", "chunks", "chunks that spans pass"]
+    names = ["spans", "chunks", "chunks that spans pass", "a window on both sides", "a few later keys"]
     world, requests = built(
         device, provider, names, graphs=True, capture_sizes=(4,), capture_tokens=(48,), max_kv_len=128, num_pages=99
     )
@@ -202,21 +211,28 @@ def test_halves_have_their_own_spans(provider: str, device: torch.device) -> Non
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("provider", deterministic_providers())
-def test_latent_layers_see_spans(provider: str, deterministic: bool, device: torch.device) -> None:
+def test_latent_layers_see_spans_ranges_and_chunks(provider: str, deterministic: bool, device: torch.device) -> None:
     """With and without a window, in sequences that decode serves and in longer ones."""
-    plain = small_problem(num_kv_heads=1, head_dim=24, custom_mask=True)
-    plain = replace(plain, pool=PoolKind.LATENT)
-    layers = [plain, replace(plain, window_left=5, spans_pass_window=True)]
+    plain = small_problem(num_kv_heads=1, head_dim=24, pool=PoolKind.LATENT)
+    masked = replace(plain, custom_mask=True)
+    layers = [
+        masked,
+        replace(masked, window_left=5, spans_pass_window=True),
+        replace(plain, window_left=5, window_right=4),
+        replace(plain, window_right=3, has_sinks=True),
+        replace(plain, chunk=8),
+    ]
     world = World.build(layers, device, provider, deterministic=deterministic)
     requests = world.admit_all(2)
     run(world, requests, [3, 20], [(0, 0, 2), (1, 4, 18)])
     run(world, requests, [20, 2], [(0, 1, 19), (1, 0, 2)])
+    run(world, requests, [1, 1], None)
 
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_steps_see_the_same(provider: str, device: torch.device) -> None:
-    names = ["spans", "scores of chunks", "a window that spans pass"]
+    names = ["spans", "scores of chunks", "a window that spans pass", "scores of a window on both sides"]
     world, requests = built(device, provider, names, deterministic=True)
     for q_len, spans in STORY[:4]:
         run(world, requests, q_len, spans)
@@ -287,7 +303,28 @@ def test_chunks_refuse_trees_and_other_kernels_refuse_chunks(device: torch.devic
     assert {kernel.entry.provider for kernel in chosen.kernels.values()} == {"triton"}
     assert any("no chunks of keys (8192)" in refusal.reason for refusal in chosen.refusals)
     hopper = select(llama4, known_target("sm_90"), "auto")
-    assert next(iter(hopper.kernels.values())).entry.name == "triton.chunks"
+    assert next(iter(hopper.kernels.values())).entry.name == "triton.ranges"
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90", "cpu"])
+@pytest.mark.parametrize("right", [64, UNLIMITED_WINDOW])
+def test_kernels_that_read_no_ranges_refuse_windows_with_later_keys(arch: str, right: int) -> None:
+    """AITER's kernels take a window and later keys, but each function means something of its own by both."""
+    modern_bert = Problem(12, 12, 64, torch.bfloat16, 16, window_left=64, window_right=right)
+    chosen = select(modern_bert, known_target(arch), "auto")
+    names = {kernel.entry.name for kernel in chosen.kernels.values()}
+    assert names == ({"cpu.decode", "cpu.extend"} if arch == "cpu" else {"triton.ranges"})
+    refusals = {refusal.reason for refusal in chosen.refusals if "window with later keys" in refusal.reason}
+    assert (len(refusals) > 0) == (arch != "cpu")
+    assert all(f"window_left 64, window_right {right}" in reason for reason in refusals)
+
+
+def test_sequences_with_fewer_keys_than_new_tokens_have_no_window_of_later_keys() -> None:
+    pool = replace(SMALLEST_POOL, terms=replace(SMALLEST_POOL.terms, short_kv=True))
+    problem = small_problem(window_left=5, window_right=5)
+    with pytest.raises(Unsupported, match="later keys need a place"):
+        select(problem, known_target("cpu"), "auto", pool=pool)
+    assert select(replace(problem, window_right=UNLIMITED_WINDOW), known_target("cpu"), "auto", pool=pool).kernels
 
 
 def test_problems_of_chunks_and_spans_are_checked() -> None:
@@ -297,8 +334,8 @@ def test_problems_of_chunks_and_spans_are_checked() -> None:
         replace(MASKED, chunk=-1)
     with pytest.raises(BadProblem, match="spans_pass_window is True"):
         replace(MASKED, spans_pass_window=True)
-    with pytest.raises(BadProblem, match="a window needs causal attention"):
-        replace(MASKED, causal=False, chunk=8)
+    with pytest.raises(BadProblem, match="chunks need window_right 0"):
+        replace(MASKED, window_right=UNLIMITED_WINDOW, chunk=8)
 
 
 @st.composite
@@ -306,11 +343,12 @@ def _steps(draw: st.DrawFn) -> tuple[Problem, list[int], list[int], list[Span], 
     """A layer, lengths of sequences, spans among their new tokens, and padded tokens."""
     q_len = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
     kv_len = [new + draw(st.integers(0, 20)) for new in q_len]
-    causal = draw(st.integers(0, 3)) > 0
-    chunk = draw(st.sampled_from([0, 1, 3, 8])) if causal else 0
-    window = draw(st.sampled_from([UNLIMITED_WINDOW, 0, 2, 7])) if causal else UNLIMITED_WINDOW
-    limited = chunk > 0 or window != UNLIMITED_WINDOW
-    problem = replace(MASKED, causal=causal, chunk=chunk, window_left=window, custom_mask=draw(st.booleans()))
+    left, right = (draw(st.sampled_from([UNLIMITED_WINDOW, 0, 2, 7, 2**31 - 2])) for _ in range(2))
+    right = draw(st.sampled_from([0, right]))
+    chunk = draw(st.sampled_from([0, 1, 3, 8])) if right == 0 else 0
+    limited = chunk > 0 or left != UNLIMITED_WINDOW
+    windows = {"window_left": left, "window_right": right}
+    problem = replace(MASKED, **windows, chunk=chunk, custom_mask=draw(st.booleans()))  # type: ignore[arg-type]
     problem = replace(problem, spans_pass_window=limited and problem.custom_mask and draw(st.booleans()))
     spans: list[Span] = []
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):

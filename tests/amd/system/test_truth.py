@@ -19,6 +19,7 @@ from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.problem import (
     ALL_KEYS,
+    UNLIMITED_WINDOW,
     AllKeys,
     EarlierSelection,
     Indexer,
@@ -261,9 +262,12 @@ def test_a_wrong_encoding_is_found(written: KVEncoding, read: Encoding, device: 
 
 
 @pytest.mark.parametrize("by", [-1, 1])
-def test_a_window_that_is_off_by_one_is_found(by: int, device: torch.device) -> None:
+@pytest.mark.parametrize("side", ["window_left", "window_right"])
+def test_a_window_that_is_off_by_one_is_found(side: str, by: int, device: torch.device) -> None:
+    problem = WINDOW if side == "window_left" else replace(WINDOW, window_left=UNLIMITED_WINDOW, window_right=9)
+
     def with_another_window(selection: Selection) -> Selection:
-        other = replace(selection.problem, window_left=selection.problem.window_left + by)
+        other = replace(problem, **{side: getattr(problem, side) + by})
         kernels = {
             kind: LayerKernel(kernel.entry, replace(kernel.bound, problem=other))  # type: ignore[type-var]
             for kind, kernel in selection.kernels.items()
@@ -271,7 +275,8 @@ def test_a_window_that_is_off_by_one_is_found(by: int, device: torch.device) -> 
         return replace(selection, kernels=kernels)
 
     plan = replace(SHORT, provider="torch")
-    report = truth([WINDOW], device, plan, with_launches(with_another_window))
+    assert truth([problem], device, plan).passed
+    report = truth([problem], device, plan, with_launches(with_another_window))
     assert not report.passed
     assert {miss.visible for miss in report.misses} == {by < 0}
 

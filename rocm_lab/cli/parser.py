@@ -95,7 +95,7 @@ def _add_read_report(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(module="rocm_lab.cli.read_report")
     arch = a.ARCH.but(default="gfx942", help="gfx942 or gfx950, or a GPU's name: the report must be of it (gfx942)")
     triton = a.TRITON_RELEASE.but(help="Triton release that rows are for: the report must be of it (the installed one)")
-    add_options(parser, (o.REPORT, arch, triton, o.FOLDER, a.JSON))
+    add_options(parser, (o.REPORT, arch, triton, o.FOLDER, o.OBJDUMP, a.JSON))
 
 
 def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:

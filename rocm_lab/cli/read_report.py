@@ -16,6 +16,7 @@ from rocm_lab.first_run.findings import discrepancies
 from rocm_lab.first_run.report import GpuReport
 from rocm_lab.first_run.rows import rows_of
 from rocm_lab.first_run.times import layer_times
+from rocm_lab.waits.objects import OBJDUMPS
 
 TUNING, CONSTANTS, DIFFERENCES = "tuning.json", "constants.json", "differences.json"
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     rows = rows_of(report, options.triton_release or triton_version())
     decode = fit_decode(times.decodes, options.arch)
     constants = decode, fit_extend(times.extends, options.arch, decode)
-    differences = discrepancies(report, times)
+    differences = discrepancies(report, times, (options.objdump,) if options.objdump else OBJDUMPS)
     facts = {
         "device": report.device,
         "arch": report.target.arch,

@@ -15,7 +15,7 @@ import binascii
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,11 @@ class Discrepancy:
         return f"{self.kind}: {self.subject}: expected {self.expected}; found {self.found}"
 
 
-def discrepancies(report: GpuReport, times: LayerTimes) -> list[Discrepancy]:
-    """All differences of a report. Raises BadSetting for one that is damaged."""
+def discrepancies(report: GpuReport, times: LayerTimes, objdumps: Sequence[str]) -> list[Discrepancy]:
+    """All differences of a report. objdumps: commands that may disassemble. Raises BadSetting for a damaged one."""
     return [
         *_of_tests(report),
-        *(each for test, packed in report.measured("evidence") for each in _of_evidence(test, packed)),
+        *(each for test, packed in report.measured("evidence") for each in _of_evidence(test, packed, objdumps)),
         *_of_tiles(report),
         *_of_kernels(report),
         *_of_times(report, times),
@@ -73,7 +73,7 @@ def _of_tests(report: GpuReport) -> Iterator[Discrepancy]:
             )
 
 
-def _of_evidence(test: ReportedTest, packed: object) -> Iterator[Discrepancy]:
+def _of_evidence(test: ReportedTest, packed: object, objdumps: Sequence[str]) -> Iterator[Discrepancy]:
     with tempfile.NamedTemporaryFile(suffix=".evidence") as file:
         try:
             file.write(zlib.decompress(base64.b64decode(str(packed), validate=True)))
@@ -85,7 +85,10 @@ def _of_evidence(test: ReportedTest, packed: object) -> Iterator[Discrepancy]:
         kernels = ", ".join(dict.fromkeys(launch.name for launch in evidence.launches))
         subject, of_gpu = f"{test.name}, {kernels}", evidence.error(evidence.recorded)
         try:
-            out = output_of(evidence)
+            out = output_of(evidence, objdumps)
+        except BadSetting as missing:  # code of another LLVM is disassembled
+            yield Discrepancy("result", subject, "the simulator's error", f"not compared: {missing}")
+            return
         except (SimulationFault, UnknownInstruction) as fault:
             yield Discrepancy(
                 "result", subject, f"{of_gpu:.2g} of the bound, as the GPU has", f"the simulator ends: {fault}"
@@ -93,7 +96,7 @@ def _of_evidence(test: ReportedTest, packed: object) -> Iterator[Discrepancy]:
             return
         of_simulator = evidence.error(out)
         if of_gpu > 1:
-            cause = judge(evidence, path).cause.value
+            cause = judge(evidence, path, objdumps).cause.value
             yield Discrepancy(
                 "result", subject, f"{of_simulator:.2g} of the bound", f"{of_gpu:.2g}; the cause: {cause}"
             )

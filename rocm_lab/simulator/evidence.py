@@ -81,7 +81,7 @@ def judge(evidence: StepEvidence, path: Path, objdumps: Sequence[str] = OBJDUMPS
     return Judgement(Cause.WAIT if faults else Cause.HARDWARE, (*lines, *faults))
 
 
-def output_of(evidence: StepEvidence, objdumps: Sequence[str] = OBJDUMPS) -> Tensor:
+def output_of(evidence: StepEvidence, objdumps: Sequence[str]) -> Tensor:
     """The output of the recorded code on the simulator.
 
     Raises SimulationFault, UnknownInstruction, and BadSetting for a code object that needs an llvm-objdump.

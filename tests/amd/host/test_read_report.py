@@ -68,7 +68,7 @@ def values(*fitted: FittedConstants) -> dict[str, float]:
 
 
 def differences(report: GpuReport) -> list[Discrepancy]:
-    return discrepancies(report, layer_times(report))
+    return discrepancies(report, layer_times(report), ())
 
 
 def named(found: list[Discrepancy], kind: str) -> list[Discrepancy]:

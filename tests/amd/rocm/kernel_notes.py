@@ -35,13 +35,21 @@ class KernelNotes:
         self._run = run = JITFunction.run
 
         def noted(kernel: Any, *args: Any, warmup: bool, **given: Any) -> Any:
-            self.launched.add(f"{kernel.fn.__module__}:{kernel.fn.__qualname__}")
             compiled = run(kernel, *args, warmup=warmup, **given)
-            if not warmup and compiled is not None and compiled.hash not in self.variants:
-                self.variants[compiled.hash] = _entry(kernel, compiled)
+            if not warmup and compiled is not None:
+                self._note(f"{kernel.fn.__module__}:{kernel.fn.__qualname__}", compiled)
             return compiled
 
         JITFunction.run = noted
+
+    def _note(self, name: str, compiled: Any) -> None:
+        self.launched.add(name)
+        if compiled.hash in self.variants:
+            return
+        try:
+            self.variants[compiled.hash] = _entry(name, compiled)
+        except Exception as error:  # a driver or an assembly unlike any that is known must fail no test
+            self.variants[compiled.hash] = {"kernel": name, "static": None, "failure": repr(error)}
 
     def stop(self) -> None:
         """Ends. Must follow start()."""
@@ -55,13 +63,13 @@ class KernelNotes:
         self.launched.clear()
 
 
-def _entry(kernel: Any, compiled: Any) -> dict[str, Any]:
-    """A variant as docs/rocm.md describes it."""
+def _entry(name: str, compiled: Any) -> dict[str, Any]:
+    """A variant as docs/rocm.md describes it. name: "module:name" of the jitted function"""
     metadata = compiled.metadata
     assembly, code = compiled.asm.get("amdgcn"), compiled.asm.get("hsaco") or compiled.asm.get("cubin") or b""
     static = assembly and asdict(CodeFigures.of(assembly, metadata.target.arch, metadata.shared, metadata.num_warps))
     return {
-        "kernel": f"{kernel.fn.__module__}:{kernel.fn.__qualname__}",
+        "kernel": name,
         "arch": str(metadata.target.arch),
         "sha256": hashlib.sha256(code).hexdigest(),
         "num_waves": metadata.num_warps,

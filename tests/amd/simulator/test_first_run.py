@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.backends.amd import driver
 
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import BadSetting
@@ -28,8 +31,10 @@ from rocm_lab.first_run.times import layer_times
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import simulated
 from tests.amd.house.source_tree import ROOT
+from tests.amd.rocm import kernel_notes
 from tests.amd.rocm.stand_in import Gpu, Report
 from tests.amd.rocm.test_simulated import LAYERS, record
+from tests.amd.simulator.kernel_cases import run_merge_states
 
 ARCH = "gfx942"
 AS_PREDICTED = Gpu(hbm=4.05e12, latency=1.6e-6, launches=5e-6, of_none=0.72, start=7e-6)
@@ -56,16 +61,25 @@ def measured(path: Path, outer: LayerTap, layer: str = DECODE[0], step: str = DE
     with simulated(ARCH):
         target = replace(known_target(ARCH), compute_units=2)
         record(LAYERS[layer], step, torch.device("cpu"), target, path, outer)
+    return packed_of(path)
+
+
+def packed_of(path: Path) -> str:
+    """A file as a report holds it."""
     return base64.b64encode(zlib.compress(path.read_bytes())).decode()
+
+
+def read(folder: Path, content: dict[str, Any]) -> GpuReport:
+    path = folder / "report.json"
+    path.write_text(json.dumps(content))
+    return GpuReport.read(path, ARCH)
 
 
 def differences(folder: Path, packed: str) -> list[Discrepancy]:
     content = Report(AS_PREDICTED, candidates=()).content
     content["tests"]["small"] = {"outcome": "passed", "seconds": 1.0, "measured": {"evidence": packed}}
-    path = folder / "report.json"
-    path.write_text(json.dumps(content))
-    report = GpuReport.read(path, ARCH)
-    return discrepancies(report, layer_times(report))
+    report = read(folder, content)
+    return discrepancies(report, layer_times(report), ())
 
 
 @pytest.mark.parametrize(
@@ -115,11 +129,68 @@ def test_an_end_of_the_simulator_is_its_own_difference(tmp_path: Path, monkeypat
     assert found.found == "the simulator ends: an address is in no storage"
 
 
+def test_code_of_another_compiler_is_compared_only_with_a_disassembler(tmp_path: Path) -> None:
+    path = tmp_path / "a.evidence"
+    measured(path, LayerTap())
+    content = torch.load(path, weights_only=True)
+    content["launches"][0]["code"][-1] ^= 1
+    torch.save(content, path)
+    (found,) = differences(tmp_path, packed_of(path))
+    assert "not compared: no llvm-objdump is found for" in found.found
+
+
 @pytest.mark.parametrize("damage", [lambda packed: packed[:-8], lambda packed: "?", lambda packed: ""])
 def test_damaged_evidence_is_refused(damage: Callable[[str], str], tmp_path: Path) -> None:
     packed = damage(base64.b64encode(zlib.compress(b"no evidence")).decode())
     with pytest.raises(BadSetting):
         differences(tmp_path, packed)
+
+
+def test_a_kernel_that_cannot_be_noted_fails_no_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is unlike any that is known, for instance."""
+
+    def raises(compiled: object) -> int:
+        raise OSError("libamdhip64.so: no such file")
+
+    monkeypatch.setattr(kernel_notes, "programs_per_cu", raises)
+    notes = kernel_notes.KernelNotes()
+    notes.start()
+    try:
+        run_merge_states(ARCH, torch.float16)
+    finally:
+        notes.stop()
+    (entry,) = notes.variants.values()
+    assert (entry["static"], entry["failure"]) == (None, "OSError('libamdhip64.so: no such file')")
+    assert notes.launched == {entry["kernel"]}
+    content = Report(AS_PREDICTED, candidates=()).content
+    content["kernels"].append(entry)
+    assert len(read(tmp_path, content).kernels) == 2
+
+
+def test_the_driver_is_asked_for_the_room_of_a_whole_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    class Driver:
+        def __init__(self, path: str) -> None:
+            assert path == "/opt/rocm/lib/libamdhip64.so"
+
+        @staticmethod
+        def hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(
+            count: Any, function: ctypes.c_void_p, lanes: ctypes.c_int, lds_bytes: ctypes.c_size_t
+        ) -> int:
+            asked.append((function.value or 0, lanes.value, lds_bytes.value))
+            count._obj.value = 3
+            return 1 if lds_bytes.value > 65536 else 0
+
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    monkeypatch.setattr(driver, "_get_path_to_hip_runtime_dylib", lambda: "/opt/rocm/lib/libamdhip64.so")
+    target = SimpleNamespace(warp_size=64)
+    for lds_bytes, programs in ((8192, 3), (1 << 20, 0)):
+        compiled = SimpleNamespace(function=7, metadata=SimpleNamespace(num_warps=4, target=target, shared=lds_bytes))
+        assert kernel_notes.programs_per_cu(compiled) == programs
+    assert asked == [(7, 256, 8192), (7, 256, 1 << 20)]
 
 
 def run_the_command(path: Path, *given: str) -> None:

@@ -63,9 +63,9 @@ class FittedConstants:
 
     kind: str
     points: int
-    residual: float
-    worst: float
-    worst_layer: str
+    residual: float = 0.0
+    worst: float = 0.0
+    worst_layer: str = ""
     refused: str = ""
     constants: tuple[Constant, ...] = ()
     vague: tuple[str, ...] = ()
@@ -88,49 +88,44 @@ class FittedConstants:
 
 def fit_decode(layers: Sequence[TimedLayer[DecodeWork]], arch: str) -> FittedConstants:
     """Bandwidth of HBM (bytes per second), latency and launches (seconds)."""
-    hbm, latency, launches = GPUS[arch].hbm, LATENCY, LAUNCHES
-    starts = itertools.product(*([math.sqrt(low * high) * each for each in _GRID] for low, high in (hbm, latency)))
-    works, seconds = [each.work for each in layers], np.array([each.seconds for each in layers])
-    fits = [] if len(layers) < LEAST_POINTS else [_fit_parts(works, seconds, start) for start in starts]
-    best = min((each for each in fits if each is not None), key=lambda fit: fit.cost, default=None)
-    if best is None:
-        return _refused("decode", layers, "the formula fits them with no bandwidth")
+    if len(layers) < LEAST_POINTS:
+        return _too_few("decode", len(layers))
+    hbm = GPUS[arch].hbm
+    starts = itertools.product(*([math.sqrt(low * high) * each for each in _GRID] for low, high in (hbm, LATENCY)))
+    fits = (_fit_parts(layers, 1 / bandwidth, latency) for bandwidth, latency in starts)
+    best = min(fits, key=lambda fit: fit.cost)
     reads, wait, launch = best.values
-    of_hbm = sum(each.loaded * reads > max(each.own + each.waits * wait, each.busy) for each in works)
-    if of_hbm < LEAST_BOUND:
-        return _refused("decode", layers, f"{of_hbm} of them are bound by HBM; at least {LEAST_BOUND} must be")
+    bound = _parts(layers, reads, wait).count(0)
+    if bound < LEAST_BOUND:
+        few = f"{bound} of {len(layers)} layers are bound by HBM, and {LEAST_BOUND} are needed"
+        return FittedConstants("decode", len(layers), refused=few)
     constants = (
         Constant("hbm", 1 / reads, best.errors[0] / reads**2, hbm),
-        Constant("latency", wait, best.errors[1], latency),
-        Constant("launches", launch, best.errors[2], launches),
+        Constant("latency", wait, best.errors[1], LATENCY),
+        Constant("launches", launch, best.errors[2], LAUNCHES),
     )
     return _judged("decode", layers, lambda work: work.seconds(1 / reads, wait, launch), constants)
 
 
 def fit_extend(layers: Sequence[TimedLayer[ExtendWork]], arch: str, decode: FittedConstants) -> FittedConstants:
     """The share of `none` that is reached, and the seconds that a tile of a CU takes to start and to end."""
+    if len(layers) < LEAST_POINTS:
+        return _too_few("extend", len(layers))
     launches = next((each.value for each in decode.constants if each.name == "launches"), None)
     if launches is None:
-        return _refused("extend", layers, "their launches are those of decode, which are not known")
+        unknown = "their launches are those of decode, which are not known"
+        return FittedConstants("extend", len(layers), refused=unknown)
     seconds = np.array([each.seconds for each in layers])
-    peak = [each.work.computed / GPUS[arch].matrix_ops / none_of(each.work.busy) for each in layers]
-    found = len(layers) >= LEAST_POINTS and _least_squares(
-        np.array([[busy, each.work.tiles_of_cu] for busy, each in zip(peak, layers, strict=True)]),
-        seconds - launches,
-        seconds,
-    )
-    if not found:
-        return _refused("extend", layers, "the formula fits them with no share")
+    busy = [each.work.computed / GPUS[arch].matrix_ops / none_of(each.work.busy) for each in layers]
+    rows = np.array([[known, each.work.tiles_of_cu] for known, each in zip(busy, layers, strict=True)])
+    found = _least_squares(rows, seconds - launches, seconds)
     slower, start = found.values
     constants = (
         Constant("of_none", 1 / slower, found.errors[0] / slower**2, share_of_none(arch)),
         Constant("start", start, found.errors[1], TILE_START),
     )
     return _judged(
-        "extend",
-        layers,
-        lambda work: work.seconds(arch, none_of(work.busy) / slower, start, launches),
-        constants,
+        "extend", layers, lambda work: work.seconds(arch, none_of(work.busy) / slower, start, launches), constants
     )
 
 
@@ -143,24 +138,24 @@ class _Fit:
     cost: float
 
 
-def _fit_parts(works: Sequence[DecodeWork], seconds: Array, start: tuple[float, ...]) -> _Fit | None:
-    """The fit that a start leads to; None if it leads to none."""
-    hbm, latency = start
-    parts = _parts(works, 1 / hbm, latency)
+def _fit_parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: float) -> _Fit:
+    """The fit that a start leads to. Its cost is infinite if it does not end with the parts that it was made for."""
+    seconds = np.array([each.seconds for each in layers])
+    parts = _parts(layers, reads, latency)
     for _ in range(_MOST_TURNS):
-        rows = [_row(work, part) for work, part in zip(works, parts, strict=True)]
-        known = np.array([(0.0, work.own, work.busy)[part] for work, part in zip(works, parts, strict=True)])
-        found = _least_squares(np.array(rows), seconds - known, seconds)
-        if found is None:
-            return None
-        before, parts = parts, _parts(works, found.values[0], found.values[1])
+        works = [(each.work, part) for each, part in zip(layers, parts, strict=True)]
+        rows = np.array([_row(work, part) for work, part in works])
+        known = np.array([(0.0, work.own, work.busy)[part] for work, part in works])
+        found = _least_squares(rows, seconds - known, seconds)
+        before, parts = parts, _parts(layers, found.values[0], found.values[1])
         if parts == before:
             return found
-    return None
+    return replace(found, cost=math.inf)
 
 
-def _parts(works: Sequence[DecodeWork], reads: float, latency: float) -> list[int]:
+def _parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: float) -> list[int]:
     """The largest part of each time: bytes, waits, units."""
+    works = (each.work for each in layers)
     each = ((work.loaded * reads, work.own + work.waits * latency, work.busy) for work in works)
     return [parts.index(max(parts)) for parts in each]
 
@@ -169,8 +164,8 @@ def _row(work: DecodeWork, part: int) -> tuple[float, float, float]:
     return (work.loaded if part == 0 else 0.0, work.ends + (work.waits if part == 1 else 0.0), 1.0)
 
 
-def _least_squares(rows: Array, wanted: Array, seconds: Array) -> _Fit | None:
-    """Values with rows @ values close to wanted, relative to seconds; None if the first of them is not positive."""
+def _least_squares(rows: Array, wanted: Array, seconds: Array) -> _Fit:
+    """The values with rows @ values closest to wanted, relative to seconds."""
     rows, wanted = rows / seconds[:, None], wanted / seconds
     sizes = np.linalg.norm(rows, axis=0)
     sizes[sizes == 0] = 1.0
@@ -182,12 +177,12 @@ def _least_squares(rows: Array, wanted: Array, seconds: Array) -> _Fit | None:
     variance = max(cost, len(rows) * _ROUNDING**2) / (len(rows) - len(values))
     errors = np.sqrt(variance * np.square(turned.T / np.maximum(singular, _ROUNDING * singular[0])).sum(1)) / sizes
     values /= sizes
-    return _Fit(tuple(values.tolist()), tuple(errors.tolist()), cost) if values[0] > 0 else None
+    return _Fit(tuple(values.tolist()), tuple(errors.tolist()), cost)
 
 
-def _refused(kind: str, layers: Sequence[TimedLayer[Work]], reason: str) -> FittedConstants:
-    few = f"there are {len(layers)} layers with a time, and {LEAST_POINTS} are needed"
-    return FittedConstants(kind, len(layers), 0.0, 0.0, "", few if len(layers) < LEAST_POINTS else reason)
+def _too_few(kind: str, points: int) -> FittedConstants:
+    few = f"there are {points} layers with a time, and {LEAST_POINTS} are needed"
+    return FittedConstants(kind, points, refused=few)
 
 
 def _judged(

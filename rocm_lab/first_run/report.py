@@ -15,7 +15,6 @@ import torch
 
 from rocm_attn.errors import BadProblem, BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredLayer
-from rocm_attn.machine.choices import DTYPES
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import plain_value
@@ -159,8 +158,6 @@ def layer_in(given: object) -> tuple[MeasuredLayer, Problem]:
     """A layer of a report, and a problem of that layer. Raises BadSetting."""
     try:
         layer: MeasuredLayer = plain_value(MeasuredLayer, given, "layer")
-        if layer.dtype not in DTYPES:
-            raise ValueError(f"dtype {layer.dtype!r} is not one of {', '.join(DTYPES)}")
         return layer, Problem(
             layer.num_q_heads,
             layer.num_kv_heads,
@@ -177,7 +174,7 @@ def layer_in(given: object) -> tuple[MeasuredLayer, Problem]:
             has_alibi_slopes=layer.alibi,
             causal=layer.causal,
         )
-    except (ValueError, KeyError, BadProblem) as error:
+    except (ValueError, KeyError, AttributeError, BadProblem) as error:
         raise BadSetting(f"a layer of the report is not one that this release knows ({error})") from error
 
 

@@ -117,8 +117,9 @@ def test_times_that_the_formula_does_not_explain_give_no_constants(read: Read) -
     assert "are not known" in extend.refused
 
 
-def test_shapes_that_are_alike_tell_no_constant_from_another(read: Read) -> None:
-    content = Report(NOISY).content
+@pytest.mark.parametrize("gpu", [Gpu(), NOISY])
+def test_shapes_that_are_alike_tell_no_constant_from_another(gpu: Gpu, read: Read) -> None:
+    content = Report(gpu).content
     for test in content["tests"].values():
         if test["measured"].get("shape", [0, 0, 0])[0] < 64 and "us" in test["measured"]:
             test["outcome"] = "skipped"
@@ -127,6 +128,17 @@ def test_shapes_that_are_alike_tell_no_constant_from_another(read: Read) -> None
     assert "launches" in decode.vague
     assert "launches" not in values(decode)
     assert values(decode)["hbm"] == pytest.approx(NOISY.hbm, rel=0.05)
+
+
+def test_steps_that_read_little_give_no_bandwidth(read: Read) -> None:
+    content = Report(Gpu(hbm=20e12)).content
+    for test in content["tests"].values():
+        num_seqs, kv_len, _ = test["measured"].get("shape", (0, 0, 0))
+        if num_seqs * kv_len > 8192:
+            test["outcome"] = "skipped"
+    decode, _ = fits(read(content))
+    assert decode.points == 16
+    assert decode.refused == "0 of 16 layers are bound by HBM, and 3 are needed"
 
 
 def test_a_time_of_other_tiles_than_todays_is_not_used(read: Read) -> None:
@@ -161,6 +173,17 @@ def test_the_planted_row_is_found_and_the_loader_serves_it(gpu: Gpu, read: Read,
     assert (of.device, of.triton, of.torch, of.rocm) == ("AMD Instinct MI300X", TRITON, "2.10.0", "7.2.4")
     assert (of.commit, of.date, of.samples, of.compute_units) == ("0123456789ab", "2026-11-26T10:15:00+00:00", 15, 304)
     assert of.gain == pytest.approx(0.1, abs=0.02)
+
+
+def test_the_fastest_of_all_searches_of_a_layers_steps_is_kept(read: Read) -> None:
+    ratios = {1: 0.93, 3: 0.8, 4: 0.9}
+    candidates = tuple(Candidate((("num_stages", stages),), ratio) for stages, ratio in ratios.items())
+    content = Report(Gpu(), candidates=candidates).content
+    measured = content["tests"]["tiles"]["measured"]
+    (slower,) = Report(Gpu(), candidates=candidates[:1]).content["tests"]["tiles"]["measured"]["tile trials"]
+    for trials in ([*measured["tile trials"], slower], [slower, *measured["tile trials"]]):
+        measured["tile trials"] = trials
+        assert only_row(rows(read(content))).num_stages == 3
 
 
 @pytest.mark.parametrize("left", range(1, len(CANDIDATES)))
@@ -256,7 +279,15 @@ def test_a_damaged_report_is_refused(damage: Callable[[Content], object], read: 
         read(content)
 
 
-@pytest.mark.parametrize(("field", "value"), [("us", 0), ("us", float("nan")), ("shape", [1, 2]), ("layer", {})])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("us", us) for us in (0, float("nan"), "12")),
+        *(("shape", shape) for shape in ([1, 2], [0, 1, 1], [1, 2, 3], [1, 8, 0])),
+        *(("layer", layer) for layer in ({}, {**layer_fields(LAYERS[0]), "dtype": "nn"})),
+        ("layer", {**layer_fields(LAYERS[0]), "dtype": "none of torch's"}),
+    ],
+)
 def test_a_damaged_time_is_refused(field: str, value: object, read: Read) -> None:
     content = Report(Gpu()).content
     next(test for test in content["tests"].values() if "us" in test["measured"])["measured"][field] = value

@@ -4,9 +4,9 @@
     extend   computed / (peak * none * of_none) + tiles start + launches
 
 Of each layer loaded, own, waits, busy, ends, computed and tiles are known, as DecodeWork and ExtendWork say. With a
-decode's largest part known, its time is linear in 1 / hbm, latency and launches. So parts are guessed from constants on
-a grid, and constants fitted to parts, until the parts are those that the constants make the largest; the best of all
-starts is kept. Extend takes the launches of decode. Errors are relative, as the times of layers differ by 100 times.
+decode's largest part known, its time is linear in 1 / hbm, latency and launches. So parts are guessed from the model's
+constants, and constants fitted to parts, in turns, until the parts are those that the constants make the largest.
+Extend takes the launches of decode. Errors are relative, as the times of layers differ by 100 times.
 
 Constants are refused if the points are few, or if the formula leaves more than MOST_RESIDUAL of the times unexplained;
 a constant alone, if the points do not tell it from the others.
@@ -14,7 +14,6 @@ a constant alone, if the points do not tell it from the others.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +31,6 @@ MOST_RESIDUAL, MOST_ERROR = 0.15, 0.2
 # Points that a bandwidth bounds, at least.
 LEAST_BOUND = 3
 _MOST_TURNS = 50
-# Starts of the fit, as multiples of the middle of today's range.
-_GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Of times, relative to them, and of singular values, relative to the largest one.
 _ROUNDING = 1e-6
 
@@ -91,18 +88,16 @@ def fit_decode(layers: Sequence[TimedLayer[DecodeWork]], arch: str) -> FittedCon
     if len(layers) < LEAST_POINTS:
         return _too_few("decode", len(layers))
     hbm = GPUS[arch].hbm
-    starts = itertools.product(*([math.sqrt(low * high) * each for each in _GRID] for low, high in (hbm, LATENCY)))
-    fits = (_fit_parts(layers, 1 / bandwidth, latency) for bandwidth, latency in starts)
-    best = min(fits, key=lambda fit: fit.cost)
-    reads, wait, launch = best.values
+    found = _fit_parts(layers, 1 / hbm[0], LATENCY[0])
+    reads, wait, launch = found.values
     bound = _parts(layers, reads, wait).count(0)
     if bound < LEAST_BOUND:
         few = f"{bound} of {len(layers)} layers are bound by HBM, and {LEAST_BOUND} are needed"
         return FittedConstants("decode", len(layers), refused=few)
     constants = (
-        Constant("hbm", 1 / reads, best.errors[0] / reads**2, hbm),
-        Constant("latency", wait, best.errors[1], LATENCY),
-        Constant("launches", launch, best.errors[2], LAUNCHES),
+        Constant("hbm", 1 / reads, found.errors[0] / reads**2, hbm),
+        Constant("latency", wait, found.errors[1], LATENCY),
+        Constant("launches", launch, found.errors[2], LAUNCHES),
     )
     return _judged("decode", layers, lambda work: work.seconds(1 / reads, wait, launch), constants)
 
@@ -131,15 +126,14 @@ def fit_extend(layers: Sequence[TimedLayer[ExtendWork]], arch: str, decode: Fitt
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """errors: standard errors of the values; cost: the sum of squares that is left"""
+    """errors: standard errors of the values"""
 
     values: tuple[float, ...]
     errors: tuple[float, ...]
-    cost: float
 
 
 def _fit_parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: float) -> _Fit:
-    """The fit that a start leads to. Its cost is infinite if it does not end with the parts that it was made for."""
+    """The fit that a start leads to: with the parts that its own values make the largest, unless turns run out."""
     seconds = np.array([each.seconds for each in layers])
     parts = _parts(layers, reads, latency)
     for _ in range(_MOST_TURNS):
@@ -149,8 +143,8 @@ def _fit_parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: 
         found = _least_squares(rows, seconds - known, seconds)
         before, parts = parts, _parts(layers, found.values[0], found.values[1])
         if parts == before:
-            return found
-    return replace(found, cost=math.inf)
+            break
+    return found
 
 
 def _parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: float) -> list[int]:
@@ -177,7 +171,7 @@ def _least_squares(rows: Array, wanted: Array, seconds: Array) -> _Fit:
     variance = max(cost, len(rows) * _ROUNDING**2) / (len(rows) - len(values))
     errors = np.sqrt(variance * np.square(turned.T / np.maximum(singular, _ROUNDING * singular[0])).sum(1)) / sizes
     values /= sizes
-    return _Fit(tuple(values.tolist()), tuple(errors.tolist()), cost)
+    return _Fit(tuple(values.tolist()), tuple(errors.tolist()))
 
 
 def _too_few(kind: str, points: int) -> FittedConstants:

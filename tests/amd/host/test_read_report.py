@@ -27,9 +27,9 @@ from rocm_lab.first_run.rows import ReportedRows, rows_of
 from rocm_lab.first_run.times import layer_times
 from rocm_lab.tune.jobs import jobs_of
 from rocm_lab.tune.journal import Journal
-from rocm_lab.tune.search import Search
 from tests.amd.host.test_tune import FakeBench
 from tests.amd.rocm.stand_in import CANDIDATES, LAYERS, TRITON, Candidate, Gpu, Report, failed, kernel, layer_fields
+from tests.amd.rocm.test_tiles import search_for
 from tests.amd.rocm.tile_trials import RecordedBench
 
 Content = dict[str, Any]
@@ -383,26 +383,34 @@ def test_the_command_refuses_another_file_in_a_sentence(tmp_path: Path, capsys: 
     assert not (tmp_path / "read").exists()
 
 
-def test_a_search_that_is_recorded_becomes_the_row_that_it_found(tmp_path: Path, read: Read) -> None:
-    """What tests/amd/rocm/test_tiles.py writes is what is read here; times are from a formula."""
-    target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
+@pytest.mark.parametrize("triton", [TRITON, "3.9.0"])
+def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tmp_path: Path, read: Read) -> None:
+    """What tests/amd/rocm/test_tiles.py writes is what is read here; times are from a formula.
+
+    With Triton 3.9.0 decode for CDNA serves: tiles of both kernels are compared with it, and its own are faster.
+    """
+    target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(triton)))
     _, problem = layer_in(layer_fields(LAYERS[0]))
-    (job,), _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
-    bench = RecordedBench(
-        FakeBench(
-            lambda tiles: 100.0 - 20.0 * (tiles.num_stages == 3) - 30.0 * (tiles.key_block == 64),
-            lambda tiles: "wrong: off by 3" if tiles.key_block == 64 else "",
-        )
-    )
+    jobs, _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
+
+    def cost(tiles: Tiles) -> float:
+        is_first = type(tiles) is type(jobs[0].tiles)
+        stages = 1 if jobs[0].tiles.num_stages == 3 else 3
+        return 100.0 - 20.0 * (is_first and tiles.num_stages == stages) - 5.0 * (tiles.programs_per_cu == 4)
+
+    bench = RecordedBench(FakeBench(cost, lambda tiles: "wrong: off by 3" if tiles.programs_per_cu == 16 else ""))
     journal = Journal(tmp_path / "trials", {})
-    tried = list(Search(bench, target, journal, lambda: True, lambda *_: None, lambda _: None).run([job]))
+    for job in jobs:
+        search_for(60, bench, target, journal, job)
     journal.close()
     content = Report(AS_PREDICTED).content
-    content["tests"]["tiles"]["measured"]["tile trials"] = bench.trials
+    content["environment"]["versions"]["triton"] = triton
+    content["tests"] = {"tiles": {"outcome": "passed", "seconds": 1.0, "measured": {"tile trials": bench.trials}}}
     report = read(content)
-    assert only_row(rows(report)).num_stages == 3
-    assert rows(report).rows[0].measured.gain == pytest.approx(0.2)
-    (trial,) = bench.trials
-    assert len(trial["candidates"]) == len(tried) + 1
-    assert bench.verdicts[job, job.in_use] == ""
-    assert "decode with key_block 64" in [each.subject for each in named(differences(report), "tiles")]
+    found = rows_of(report, triton)
+    assert cost(only_row(found)) == 75.0
+    assert found.rows[0].measured.gain == pytest.approx(0.25)
+    assert (len(found.left_out), len(bench.trials)) == (0, len(jobs))
+    assert [bench.verdicts[job, job.in_use] for job in jobs] == [""] * len(jobs)
+    wrong = [each.subject for each in named(differences(report), "tiles")]
+    assert f"{jobs[0].table.value} with programs_per_cu 16" in wrong

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,25 +118,22 @@ def _of_tiles(report: GpuReport) -> Iterator[Discrepancy]:
 
 
 def _of_kernels(report: GpuReport) -> Iterator[Discrepancy]:
-    """A line for each kernel and difference, however many variants have it."""
-    variants = Counter((each.kernel, *found) for each in report.kernels for found in _of_driver(each))
-    for (kernel, kind, expected, found), count in variants.items():
-        yield Discrepancy(kind, f"{kernel.rpartition(':')[2]}, {count} variants", expected, found)
+    """A difference of each kernel once, however many variants have it."""
+    variants = Counter(found for kernel in report.kernels for found in _of_driver(kernel))
+    return (replace(found, subject=f"{found.subject}, {count} variants") for found, count in variants.items())
 
 
-def _of_driver(kernel: ReportedKernel) -> Iterator[tuple[str, str, str]]:
-    static, driver = kernel.static, kernel.driver
+def _of_driver(kernel: ReportedKernel) -> Iterator[Discrepancy]:
+    static, driver, name = kernel.static, kernel.driver, kernel.kernel.rpartition(":")[2]
     if static.vgprs != driver.registers:
-        yield "registers", f"{static.vgprs}", f"{driver.registers}"
+        yield Discrepancy("registers", name, f"{static.vgprs}", f"{driver.registers}")
     if static.scratch_bytes != driver.scratch_bytes:
-        yield "scratch", f"{static.scratch_bytes} bytes of a lane", f"{driver.scratch_bytes}"
+        yield Discrepancy("scratch", name, f"{static.scratch_bytes} bytes of a lane", f"{driver.scratch_bytes}")
     # Whole programs take room, so that of a program of eight waves on four SIMDs are an even number of waves.
     programs = static.waves_per_simd * _SIMDS_PER_CU // kernel.num_waves
-    waves, has_room_for = (
-        max(1, each * kernel.num_waves // _SIMDS_PER_CU) for each in (programs, driver.programs_per_cu)
-    )
-    if driver.programs_per_cu and waves != has_room_for:
-        yield "waves", f"{waves} of a SIMD", f"{has_room_for}"
+    waves, stated = (max(1, each * kernel.num_waves // _SIMDS_PER_CU) for each in (programs, driver.programs_per_cu))
+    if driver.programs_per_cu and waves != stated:
+        yield Discrepancy("waves", name, f"{waves} of a SIMD", f"{stated}")
 
 
 def _of_times(report: GpuReport, times: LayerTimes) -> Iterator[Discrepancy]:

@@ -154,11 +154,11 @@ def _kernel(given: Mapping[str, Any]) -> ReportedKernel:
     return kernel
 
 
-def layer_in(given: object) -> tuple[MeasuredLayer, Problem]:
-    """A layer of a report, and a problem of that layer. Raises BadSetting."""
+def problem_in(given: object) -> Problem:
+    """A layer of a report. Raises BadSetting."""
     try:
         layer: MeasuredLayer = plain_value(MeasuredLayer, given, "layer")
-        return layer, Problem(
+        return Problem(
             layer.num_q_heads,
             layer.num_kv_heads,
             layer.head_dim,

@@ -16,7 +16,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles, TileTable
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.tuning_file import TuningFile, plain_value
-from rocm_lab.first_run.report import PASSED, GpuReport, layer_in, shape_in
+from rocm_lab.first_run.report import PASSED, GpuReport, problem_in, shape_in
 from rocm_lab.tune.candidates import CandidateTiles
 from rocm_lab.tune.jobs import TuneJob, jobs_of
 from rocm_lab.tune.search import CONFIRM, MORE_SPILLED, FasterTiles, Times, gain_of, row_of
@@ -70,7 +70,8 @@ def _refusals(report: GpuReport, triton: str) -> Iterator[str]:
 def _row(report: GpuReport, trial: Mapping[str, Any]) -> MeasuredTileChoice | str:
     """The row of a search, or why there is none."""
     try:
-        job, in_use, candidates = _read(report, trial)
+        job, in_use = _job_of_today(report, trial), _tiles(trial["in_use"])
+        candidates = [_candidate(each, len(trial["shapes"])) for each in trial["candidates"]]
     except (ValueError, KeyError, TypeError) as error:
         raise BadSetting(f"the times of tiles in the report are damaged ({type(error).__name__}: {error})") from error
     if job is None or job.in_use != in_use:
@@ -108,14 +109,12 @@ class _Candidate:
     times: tuple[Times, Times]
 
 
-def _read(report: GpuReport, trial: Mapping[str, Any]) -> tuple[TuneJob | None, Tiles, list[_Candidate]]:
-    """The search of today's tables with the same layer, steps and shapes, if any; the tiles in use; the candidates."""
-    _, problem = layer_in(trial["layer"])
+def _job_of_today(report: GpuReport, trial: Mapping[str, Any]) -> TuneJob | None:
+    """The search of today's tables with the same layer, steps and shapes; None if there is none."""
     shapes = tuple(shape_in(each) for each in trial["shapes"])
-    jobs, _ = jobs_of([problem], replace(report.target, measured=()), shapes)
-    table, max_rows = TileTable(trial["table"]), plain_value(int, trial["max_rows"], "max_rows")
-    job = next((each for each in jobs if (each.table, each.max_rows, each.shapes) == (table, max_rows, shapes)), None)
-    return job, _tiles(trial["in_use"]), [_candidate(each, len(shapes)) for each in trial["candidates"]]
+    jobs, _ = jobs_of([problem_in(trial["layer"])], replace(report.target, measured=()), shapes)
+    wanted = TileTable(trial["table"]), plain_value(int, trial["max_rows"], "max_rows"), shapes
+    return next((each for each in jobs if (each.table, each.max_rows, each.shapes) == wanted), None)
 
 
 def _tiles(given: Mapping[str, Any]) -> Tiles:

@@ -8,8 +8,9 @@ from typing import Generic, TypeVar
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.tuning_file import plain_value
+from rocm_attn.providers.tiles import layer_of
 from rocm_lab.cost.cost import CostShape, DecodeWork, ExtendWork, work_of
-from rocm_lab.first_run.report import PASSED, GpuReport, layer_in, shape_in
+from rocm_lab.first_run.report import PASSED, GpuReport, problem_in, shape_in
 
 Work = TypeVar("Work", DecodeWork, ExtendWork)
 
@@ -42,13 +43,13 @@ def layer_times(report: GpuReport) -> LayerTimes:
         if test.outcome != PASSED or "layer" not in test.measured:
             continue
         try:
-            (layer, problem), shape = layer_in(test.measured["layer"]), shape_in(test.measured["shape"])
+            problem, shape = problem_in(test.measured["layer"]), shape_in(test.measured["shape"])
             seconds, kernel = plain_value(float, given, "us") / 1e6, plain_value(str, test.measured["kernel"], "kernel")
         except (ValueError, KeyError) as error:
             raise BadSetting(f"the time of {test.name} is damaged ({type(error).__name__}: {error})") from error
         if seconds <= 0:
             raise BadSetting(f"the time of {test.name} is {given} us; it must be positive")
-        name, work = f"{layer}, at {shape}", work_of(problem, report.target, shape)
+        name, work = f"{layer_of(problem)}, at {shape}", work_of(problem, report.target, shape)
         if work is None:
             left_out.append(f"{name}: the model has no figures of its kernel")
         elif not kernel.startswith(f"{work.kernel}:") or str(work.tiles) not in kernel:

@@ -22,7 +22,7 @@ from rocm_attn.providers.select import select
 from rocm_lab.cost.cost import CostShape
 from rocm_lab.first_run.constants import FittedConstants, fit_decode, fit_extend
 from rocm_lab.first_run.findings import Discrepancy, discrepancies
-from rocm_lab.first_run.report import GpuReport, layer_in
+from rocm_lab.first_run.report import GpuReport, problem_in
 from rocm_lab.first_run.rows import ReportedRows, rows_of
 from rocm_lab.first_run.times import layer_times
 from rocm_lab.tune.jobs import jobs_of
@@ -172,7 +172,7 @@ def test_the_planted_row_is_found_and_the_loader_serves_it(gpu: Gpu, read: Read,
     TuningFile(found.rows).write(place)
     target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
     serving = sorted_for(target, TuningFile.read(place).rows).serving
-    _, problem = layer_in(layer_fields(LAYERS[0]))
+    problem = problem_in(layer_fields(LAYERS[0]))
     described = select(problem, replace(target, measured=serving), "triton").kernel(StepKind.DECODE).bound.describe()
     assert str(only_row(found)) in described
     of = found.rows[0].measured
@@ -390,7 +390,7 @@ def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tm
     With Triton 3.9.0 decode for CDNA serves: tiles of both kernels are compared with it, and its own are faster.
     """
     target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(triton)))
-    _, problem = layer_in(layer_fields(LAYERS[0]))
+    problem = problem_in(layer_fields(LAYERS[0]))
     jobs, _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
 
     def cost(tiles: Tiles) -> float:

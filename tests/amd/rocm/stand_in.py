@@ -116,7 +116,7 @@ class Report:
         iterations = math.ceil(rows * blocks / programs) * tiles["programs_per_cu"] / figures["programs"]
         # A part of a row costs two blocks more, and a row has one part more than it needs.
         parts = math.ceil(blocks / math.ceil(rows * (blocks + 2) / programs)) + 1
-        step = merge_shape(rows, programs, q_heads // kv_heads * together, dim, False).parts
+        step = merge_shape(rows, programs, q_heads // kv_heads * together, dim).parts
         ends = 2 + 1 + math.ceil(parts / step)
         gpu, a_key = self._gpu, kv_heads * seqs * tokens
         own = 4 * figures["own"] / CLOCK + figures["latencies"] * gpu.latency

@@ -100,10 +100,10 @@ def _choice(content: object, where: str) -> MeasuredTileChoice:
     if given["table"] not in names:
         raise ValueError(f"{where}: table is {given['table']!r}, not one of {', '.join(names)}")
     table = TileTable(given["table"])
-    layer = _value(MeasuredLayer, given["layer"], f"{where}, layer")
-    tiles: Tiles = _value(table.tiles, given["tiles"], f"{where}, tiles")
-    measured = _value(Provenance, given["measured"], f"{where}, measured")
-    max_rows = _value(int, given["max_rows"], f"{where}, max_rows")
+    layer = plain_value(MeasuredLayer, given["layer"], f"{where}, layer")
+    tiles: Tiles = plain_value(table.tiles, given["tiles"], f"{where}, tiles")
+    measured = plain_value(Provenance, given["measured"], f"{where}, measured")
+    max_rows = plain_value(int, given["max_rows"], f"{where}, max_rows")
     if min(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, max_rows) < 1:
         raise ValueError(f"{where}: heads, dims and rows must be at least 1")
     if layer.num_q_heads % layer.num_kv_heads:
@@ -128,17 +128,17 @@ def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]
     return content
 
 
-def _value(kind: Any, content: object, where: str) -> Any:
+def plain_value(kind: Any, content: object, where: str) -> Any:
     """Reads a value of a class of plain fields, or of a plain type, from JSON; exactly those fields or that type."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         given = _fields(content, list(hints), where)
         make: Any = kind
-        return make(**{name: _value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
+        return make(**{name: plain_value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
     if typing.get_origin(kind) is tuple:
         if not isinstance(content, list):
             raise ValueError(f"{where} is not a list")
-        return tuple(_value(typing.get_args(kind)[0], each, where) for each in content)
+        return tuple(plain_value(typing.get_args(kind)[0], each, where) for each in content)
     if kind is float and type(content) in (int, float):
         number = float(typing.cast(float, content))
         if math.isfinite(number):

@@ -326,12 +326,16 @@ class StepEvidence:
 
     def is_right(self, out: Tensor) -> bool:
         """True if an output agrees with the reference where this was compared."""
-        return all(self._allows(each, out[slice(*each["tokens"])]) for each in self._right)
+        return self.error(out) <= 1
+
+    def error(self, out: Tensor) -> float:
+        """The largest error of an output, relative to its bound, where it was compared; inf for NaN."""
+        return max(
+            min(allowed.error(out[slice(*each["tokens"])]) for allowed in self._allowed_in(each))
+            for each in self._right
+        )
 
     @staticmethod
-    def _allows(right: Mapping[str, Any], out: Tensor) -> bool:
-        each: Iterator[AllowedOutputs] = (
-            AllowedOutputs(given["want"], Bound(given["atol"], given["rtol"]), given["size"])
-            for given in right["allowed"]
-        )
-        return any(allowed.allows(out) for allowed in each)
+    def _allowed_in(right: Mapping[str, Any]) -> Iterator[AllowedOutputs]:
+        for given in right["allowed"]:
+            yield AllowedOutputs(given["want"], Bound(given["atol"], given["rtol"]), given["size"])

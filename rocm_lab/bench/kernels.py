@@ -19,12 +19,13 @@ from rocm_lab.bench.contestant import Contestant, LayerLaunch, NotServed
 from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.judge import Comparison, ExpectedOutput, failed
+from rocm_lab.bench.machine import cache_bytes
 from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.bench.suites import SuiteCase
 from rocm_lab.bench.work import LayerWork, work_of
 
-# KV bytes between two uses of a page, as a multiple of the L2; and the most sets of pages, to bound the preparation.
-_PAST_L2, _MOST_SETS = 4, 24
+# KV bytes between two uses of a page, as a multiple of the cache; and the most sets of pages, to bound the preparation.
+_PAST_CACHE, _MOST_SETS = 4, 24
 # If a kernel is faster than the lower bound by more than this, its launches have not done their work.
 _MOST_SHARE = 1.1
 _NO_SAMPLES = Sampled((), ())
@@ -168,7 +169,7 @@ class Race:
         truth = truths[runner.launch.rounds_queries]
         verdict = self._judged(truth, runner.launch, data, runner.timed.microseconds)
         wrong = "" if verdict.is_right else f"after it was timed, {verdict.wrong}"
-        if not wrong and self._is_past_l2(row.work, len(data)) and row.share > _MOST_SHARE:
+        if not wrong and self._is_past_cache(row.work, len(data)) and row.share > _MOST_SHARE:
             wrong = (
                 f"it ran at {row.share:.2f} times the speed that memory and products allow, so it did not do the work"
             )
@@ -178,15 +179,11 @@ class Race:
         """Returns the number of steps, each over pages of its own."""
         if self.device.type != "cuda":
             return 1
-        return max(1, min(_MOST_SETS, -(-_PAST_L2 * self._l2_bytes() // work.kv_bytes)))
+        return max(1, min(_MOST_SETS, -(-_PAST_CACHE * cache_bytes(self.device) // work.kv_bytes)))
 
-    def _is_past_l2(self, work: LayerWork, sets: int) -> bool:
+    def _is_past_cache(self, work: LayerWork, sets: int) -> bool:
         """True if this many steps read from a GPU's memory each time. It is unknown, so False, for a CPU."""
-        return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * self._l2_bytes()
-
-    def _l2_bytes(self) -> int:
-        found: int = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return found
+        return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * cache_bytes(self.device)
 
     def _prepared(
         self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, ExpectedOutput]

@@ -13,6 +13,15 @@ import torch
 
 from rocm_attn.machine.releases import triton_version
 
+# Of MI300 and MI350, in front of HBM; torch does not know of it (AMD, "CDNA 3 architecture", 2023).
+INFINITY_CACHE_BYTES = 256 << 20
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The largest cache of a GPU apart from its memory."""
+    l2: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(l2, INFINITY_CACHE_BYTES) if torch.version.hip is not None else l2
+
 
 def describe_machine() -> dict[str, str]:
     """Returns device, versions, commit and date."""

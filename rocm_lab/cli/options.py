@@ -5,6 +5,8 @@ from __future__ import annotations
 from rocm_attn.cli.options import option, positive, switch
 
 DUMP = option("dump", metavar="DUMP", help="file that a flight recorder wrote, or evidence")
+REPORT = option("report", metavar="REPORT.json", help="file that `bash scripts/test.sh rocm` wrote")
+FOLDER = option("--folder", default="first_run", help="folder for what is written (first_run)")
 SCRIPT = option("script", metavar="FILE.py", help="script that launches Triton kernels on tensors of the CPU")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")

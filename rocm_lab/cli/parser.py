@@ -31,6 +31,12 @@ examples:
   rocm-attn simulate check_softmax.py --arch gfx950 --json
 """
 
+_READ_REPORT_EXAMPLES = """\
+examples:
+  rocm-attn read-report reports/rocm-node7-20261126-101500.json
+  rocm-attn read-report report.json --arch mi355x --triton-release 3.6.0 --folder from_mi355x
+"""
+
 _WAITS_EXAMPLES = """\
 examples:
   rocm-attn waits ~/.triton/cache                                        everything that Triton compiled
@@ -40,8 +46,9 @@ examples:
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Adds the laboratory's commands to `rocm-attn`."""
-    for add in (_add_tune, _add_cost, _add_replay_step, _add_simulate, _add_soak, _add_waits, add_bench):
+    for add in (_add_tune, _add_cost, _add_read_report, _add_replay_step, _add_simulate, _add_soak, _add_waits):
         add(commands)
+    add_bench(commands)
 
 
 def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -73,6 +80,22 @@ def _add_cost(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.set_defaults(module="rocm_lab.cli.cost", engine=None)  # our own pages
     add_options(parser, EXPLAINED)
+
+
+def _add_read_report(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "read-report",
+        help="make tuning rows, constants and a list of differences of the report of an AMD GPU; needs no GPU",
+        description="Read the report of the first run on an AMD GPU. Write tuning.json with tiles that it measured to "
+        "be faster, constants.json with the cost model's constants fitted to its times, and differences.json with what "
+        "the simulator, the compiler's figures or the model have otherwise.",
+        examples=_READ_REPORT_EXAMPLES,
+    )
+    parser.set_defaults(module="rocm_lab.cli.read_report")
+    arch = a.ARCH.but(default="gfx942", help="gfx942 or gfx950, or a GPU's name: the report must be of it (gfx942)")
+    triton = a.TRITON_RELEASE.but(help="Triton release that rows are for: the report must be of it (the installed one)")
+    add_options(parser, (o.REPORT, arch, triton, o.FOLDER, o.OBJDUMP, a.JSON))
 
 
 def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:

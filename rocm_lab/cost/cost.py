@@ -46,7 +46,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.kernels.attention.cuts import merge_shape
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
@@ -111,9 +111,9 @@ GPUS = {
 }
 FIGURES = StaticFigures.read()
 # Seconds; see above.
-_LATENCY = (1.0e-6, 2.5e-6)
-_LAUNCHES = (3e-6, 8e-6)
-_TILE_START = (4e-6, 16e-6)
+LATENCY = (1.0e-6, 2.5e-6)
+LAUNCHES = (3e-6, 8e-6)
+TILE_START = (4e-6, 16e-6)
 # A row starts with a page number and then its first keys.
 _START_LATENCIES = 2
 _CLOCKS_PER_CYCLE = 4
@@ -176,6 +176,67 @@ class Prediction:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """The parts of a decode's time that follow from machine code and shape.
+
+    loaded: bytes of K and V
+    own:    seconds of a program's iterations, if loads took no time
+    waits:  latencies that these iterations wait for, one after another
+    busy:   seconds of the busiest unit
+    ends:   latencies of a row's start and of the merge
+    """
+
+    kernel: str
+    tiles: DecodeTiles
+    loaded: int
+    own: float
+    waits: float
+    busy: float
+    ends: int
+
+    def seconds(self, hbm: float, latency: float, launches: float) -> float:
+        """The time of a layer. hbm: bytes per second; latency, launches: seconds"""
+        return max(self.loaded / hbm, self.own + self.waits * latency, self.busy) + self.ends * latency + launches
+
+    def predicted(self, shape: CostShape, arch: str) -> Prediction:
+        """The prediction with the constants that are published and assumed."""
+        slow, fast = GPUS[arch].hbm
+        least = self.seconds(fast, LATENCY[0], LAUNCHES[0])
+        took = Range.between(least, self.seconds(slow, LATENCY[1], LAUNCHES[1]))
+        return Prediction(shape, self.kernel, took, took.per(self.loaded))
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendWork:
+    """The parts of an extend's time that follow from machine code and shape.
+
+    busy:         of the loop
+    visible:      operations of products with visible keys
+    computed:     operations that are computed
+    tiles_of_cu:  tiles that a CU computes
+    """
+
+    kernel: str
+    tiles: ExtendTiles
+    busy: Busy
+    visible: int
+    computed: float
+    tiles_of_cu: float
+
+    def seconds(self, arch: str, share: float, start: float, launches: float) -> float:
+        """The time of a layer. share: of the matrix units' peak; start: seconds of a tile; launches: seconds"""
+        return self.computed / (GPUS[arch].matrix_ops * share) + self.tiles_of_cu * start + launches
+
+    def predicted(self, shape: CostShape, arch: str) -> Prediction:
+        """The prediction with the constants that are published and assumed."""
+        share = fraction(arch, self.busy)
+        # Programs that share a CU overlap their starts at best.
+        least = self.seconds(arch, share.high, TILE_START[0] / max(1, self.tiles.programs_per_cu), LAUNCHES[0])
+        took = Range.between(least, self.seconds(arch, share.low, TILE_START[1], LAUNCHES[1]))
+        return Prediction(shape, self.kernel, took, took.per(self.visible))
+
+
 def predictions(problem: Problem, target: Target, *, deterministic: bool = False) -> Iterator[Prediction]:
     """Predictions for the project's Triton kernels at each of SHAPES; none if there are no static figures."""
     for shape in SHAPES:
@@ -189,6 +250,14 @@ def predicted(problem: Problem, target: Target, shape: CostShape, *, determinist
 
     None if there are no static figures for it, as in deterministic mode and for tiles that were measured.
     """
+    work = work_of(problem, target, shape, deterministic=deterministic)
+    return None if work is None else work.predicted(shape, target.arch)
+
+
+def work_of(
+    problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False
+) -> DecodeWork | ExtendWork | None:
+    """The work of the Triton kernel that would serve a layer; None if there are no static figures for it."""
     if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
         return None
     is_plain = problem.kv_encoding is KVEncoding.LIKE_Q and problem.pool is PoolKind.SPLIT
@@ -198,9 +267,9 @@ def predicted(problem: Problem, target: Target, shape: CostShape, *, determinist
     kernel = _serving(problem, target, PaddedShape(kind, shape.num_seqs, shape.new_tokens), deterministic)
     if isinstance(kernel, TritonExtend):
         busy = _busy_of(kernel, problem, target.arch)
-        return None if busy is None else _extend(problem, target, shape, busy, kernel)
+        return None if busy is None else _extend_work(problem, target, shape, busy, kernel)
     loop = _loop_of(kernel, problem, target.arch)
-    return None if loop is None else decode_prediction(problem, target, shape, loop)
+    return None if loop is None else decode_work(problem, target, shape, loop)
 
 
 # The cost of clusters takes thousands of predictions.
@@ -247,26 +316,24 @@ def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
     return next((each.busy for each in FIGURES.extends if (each.arch, each.head_dim, each.tiles) == wanted), None)
 
 
-def decode_prediction(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> Prediction:
-    """The prediction for a kernel whose programs share out all keys."""
-    gpu, units = GPUS[target.arch], target.compute_units
+def decode_work(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> DecodeWork:
+    """The work of a kernel whose programs share out all keys."""
+    clock, units = GPUS[target.arch].clock, target.compute_units
     keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
-    loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
-    merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
     # Programs that a CU has no room for run after the others.
     of_program = -(-blocks // (units * tiles.programs_per_cu))
     iterations = -(-of_program // loop.blocks) * tiles.programs_per_cu / figures.programs
-    busy = shape.num_seqs * keys * problem.num_kv_heads * figures.units / units / gpu.clock
-
-    def seconds(latency: float, hbm: float, launches: float) -> float:
-        own = _CLOCKS_PER_CYCLE * figures.own / gpu.clock
-        waits = iterations * (own + figures.latencies * latency)
-        return max(loaded / hbm, waits, busy) + (_START_LATENCIES + merge) * latency + launches
-
-    least = seconds(_LATENCY[0], gpu.hbm[1], _LAUNCHES[0])
-    took = Range.between(least, seconds(_LATENCY[1], gpu.hbm[0], _LAUNCHES[1]))
-    return Prediction(shape, loop.kernel, took, took.per(loaded))
+    merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
+    return DecodeWork(
+        kernel=loop.kernel,
+        tiles=tiles,
+        loaded=shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize,
+        own=iterations * _CLOCKS_PER_CYCLE * figures.own / clock,
+        waits=iterations * figures.latencies,
+        busy=shape.num_seqs * keys * problem.num_kv_heads * figures.units / units / clock,
+        ends=_START_LATENCIES + merge,
+    )
 
 
 def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:
@@ -280,31 +347,35 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     return 1 + -(-parts // shape.parts)
 
 
-def _extend(problem: Problem, target: Target, shape: CostShape, busy: Busy, kernel: TritonExtend) -> Prediction:
-    """The prediction for a kernel that keeps all CUs busy. Each key that a tile's token sees is computed for all."""
-    gpu, share, ratio = GPUS[target.arch], fraction(target.arch, busy), problem.gqa_ratio
+def _extend_work(problem: Problem, target: Target, shape: CostShape, busy: Busy, kernel: TritonExtend) -> ExtendWork:
+    """The work of a kernel that keeps all CUs busy. Each key that a tile's token sees is computed for all."""
+    ratio, cached = problem.gqa_ratio, shape.kv_len - shape.q_len
     tokens, kv_heads = kernel.tiles.tokens_per_block(ratio), problem.num_kv_heads // kernel.tiles.heads_per_row
     num = shape.num_seqs * -(-shape.q_len // tokens) * kv_heads * kernel.tiles.head_blocks(ratio)
-    of_a_cu = num / target.compute_units
-    cached = shape.kv_len - shape.q_len
     seen = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
     of_a_pair = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs
-    computed = of_a_pair * (seen + shape.q_len * tokens / 2)
-    # Programs that share a CU overlap their starts at best.
-    start = of_a_cu * _TILE_START[0] / max(1, kernel.tiles.programs_per_cu)
-    fastest = computed / (gpu.matrix_ops * share.high) + start + _LAUNCHES[0]
-    slowest = computed / (gpu.matrix_ops * share.low) + of_a_cu * _TILE_START[1] + _LAUNCHES[1]
-    took = Range.between(fastest, slowest)
-    return Prediction(shape, "triton.extend", took, took.per(of_a_pair * seen))
+    return ExtendWork(
+        kernel="triton.extend",
+        tiles=kernel.tiles,
+        busy=busy,
+        visible=of_a_pair * seen,
+        computed=of_a_pair * (seen + shape.q_len * tokens / 2),
+        tiles_of_cu=num / target.compute_units,
+    )
 
 
 def fraction(arch: str, busy: Busy) -> Range:
     """The share of the matrix units' peak that an extend kernel reaches; see above."""
+    none, full = none_of(busy), busy.matrix / max(busy.matrix, busy.vector)
+    low, high = share_of_none(arch)
+    return Range.between(none * low, min(full, none * high))
+
+
+def share_of_none(arch: str) -> tuple[float, float]:
+    """What published kernels reach of their `none`: the slowest in Triton, and the fastest in assembly."""
     gpu = GPUS[arch]
-    asm = [flops / gpu.matrix_ops / none_of(gpu.asm_busy) for flops in gpu.asm_flops]
-    none = none_of(busy)
-    full = busy.matrix / max(busy.matrix, busy.vector)
-    return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))
+    slow, fast = (flops / gpu.matrix_ops / none_of(gpu.asm_busy) for flops in gpu.asm_flops)
+    return slow * gpu.triton_of_asm, fast
 
 
 def none_of(busy: Busy) -> float:

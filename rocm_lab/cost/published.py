@@ -20,7 +20,7 @@ import torch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
-from rocm_lab.cost.cost import GPUS, CostShape, Loop, Prediction, decode_prediction
+from rocm_lab.cost.cost import GPUS, CostShape, Loop, Prediction, decode_work
 from rocm_lab.cost.static_figures import LoopFigures
 
 _KEYS_OF_AN_ITERATION = 256
@@ -74,5 +74,6 @@ def published_decodes() -> Iterator[Published]:
         (GPUS[arch].name, "triton#2281", _EARLIER),
     ):
         for (num_seqs, kv_len), speed in speeds.items():
-            found = decode_prediction(problem, known_target(arch), CostShape(num_seqs, kv_len), loop)
+            shape = CostShape(num_seqs, kv_len)
+            found = decode_work(problem, known_target(arch), shape, loop).predicted(shape, arch)
             yield Published(gpu, source, problem, speed * 1e12, found)

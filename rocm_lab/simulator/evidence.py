@@ -81,6 +81,14 @@ def judge(evidence: StepEvidence, path: Path, objdumps: Sequence[str] = OBJDUMPS
     return Judgement(Cause.WAIT if faults else Cause.HARDWARE, (*lines, *faults))
 
 
+def output_of(evidence: StepEvidence, objdumps: Sequence[str]) -> Tensor:
+    """The output of the recorded code on the simulator.
+
+    Raises SimulationFault, UnknownInstruction, and BadSetting for a code object that needs an llvm-objdump.
+    """
+    return _simulated(evidence, [_code(launch, objdumps) for launch in evidence.launches])
+
+
 def _word(evidence: StepEvidence, out: Tensor) -> str:
     return RIGHT if evidence.is_right(out) else WRONG
 

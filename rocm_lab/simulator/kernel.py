@@ -145,7 +145,7 @@ class SimulatedKernel:
         Returns which of the two, or None, and the instructions executed.
         """
         steps, pc = self._steps, wave.pc
-        most = min(most, MAX_STEPS_OF_A_WAVE)
+        stopped, most = None, min(most, MAX_STEPS_OF_A_WAVE)
         for executed in range(1, most + 1):
             step = steps[pc]
             wave.pc = pc
@@ -157,13 +157,14 @@ class SimulatedKernel:
             elif target >= 0:
                 pc = target
             else:
-                wave.pc = pc + 1
-                return target, executed
+                pc, stopped, most = pc + 1, target, executed
+                break
         wave.pc = pc
+        # Those before a barrier count too: a loop without an end may have one.
         wave.steps += most
-        if wave.steps >= MAX_STEPS_OF_A_WAVE:
+        if wave.steps >= MAX_STEPS_OF_A_WAVE and stopped in (None, AT_BARRIER):
             raise SimulationFault(f"no end after {wave.steps} instructions")
-        return None, most
+        return stopped, most
 
     def _build(self, index: int) -> Step:
         """The plain function that executes an instruction, which is built once."""

@@ -23,12 +23,13 @@ from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
 from rocm_lab.bench.clocks import Clock, Timed
+from rocm_lab.bench.machine import INFINITY_CACHE_BYTES
 from rocm_lab.tune.data import StepLengths, TuneData
 from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.search import Judged, SearchEnded, Times
 
-# Twice the largest cache of a GPU apart from its memory: AMD's Infinity Cache of 256 MiB.
-_PAST_CACHES = 512 << 20
+# Twice the largest cache that a GPU of today has apart from its memory.
+_PAST_CACHES = 2 * INFINITY_CACHE_BYTES
 _MOST_SETS = 32
 # The most new tokens of a sequence for which steps have rows of their own.
 _MOST_SHORT = 65

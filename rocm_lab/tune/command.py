@@ -18,7 +18,7 @@ import torch
 from rocm_attn.cli.arguments import described_model, device_named, page_choice
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
 from rocm_attn.machine.measured_choices import OFF, default_place, place_of
 from rocm_attn.machine.releases import UNKNOWN, triton_version
 from rocm_attn.machine.settings import TUNING, settings
@@ -31,7 +31,7 @@ from rocm_lab.bench.machine import commit, version_of
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
-from rocm_lab.tune.search import TIMED, Bench, FasterTiles, Search, Tried, what_became
+from rocm_lab.tune.search import TIMED, Bench, FasterTiles, Search, Tried, row_of, what_became
 
 # Length of a sample. It decides how often a graph is replayed.
 _SAMPLE_US = 2000.0
@@ -112,19 +112,8 @@ class _Run:
 
     def keep(self, job: TuneJob, found: FasterTiles) -> None:
         """Writes a row into the file. Raises BadSetting."""
-        times = zip(job.shapes, found.gain.in_use_us, found.gain.us, strict=True)
-        facts: dict[str, Any] = {**self._facts, "compute_units": int(self._facts["compute_units"])}
-        measured = Provenance(
-            **facts,
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            shapes=tuple(ShapeTimes(str(shape), round(old, 2), round(new, 2)) for shape, old, new in times),
-            samples=found.gain.rounds,
-            gain=round(1 - found.gain.ratio, 4),
-            gain_low=round(1 - found.gain.high, 4),
-            gain_high=round(1 - found.gain.low, 4),
-            spilled=found.spilled,
-        )
-        choice = job.choice(found.candidate.tiles, measured)
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        choice = row_of(job, found, self._facts, date)
         self._file = self._file.with_choice(choice)
         self._file.write(self._place)
         # Rows of other kernels that this row replaces are not reported.

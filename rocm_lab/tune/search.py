@@ -12,10 +12,10 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from rocm_attn.errors import RocmAttnError
-from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles
 from rocm_attn.machine.target import Target
 from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates
 from rocm_lab.tune.jobs import TuneJob
@@ -215,6 +215,23 @@ def gain_of(times: tuple[Times, Times]) -> Gain:
     in_use_us, us = (tuple(statistics.median(of_shape) for of_shape in zip(*each, strict=True)) for each in times)
     quarter = len(ratios) // 4
     return Gain(len(ratios), statistics.median(ratios), ratios[quarter], ratios[-1 - quarter], in_use_us, us)
+
+
+def row_of(job: TuneJob, found: FasterTiles, facts: Mapping[str, str], date: str) -> MeasuredTileChoice:
+    """The row of faster tiles. facts: those of Provenance that are text, and compute_units; date: ISO 8601, UTC"""
+    times = zip(job.shapes, found.gain.in_use_us, found.gain.us, strict=True)
+    given: dict[str, Any] = {**facts, "compute_units": int(facts["compute_units"])}
+    measured = Provenance(
+        **given,
+        date=date,
+        shapes=tuple(ShapeTimes(str(shape), round(old, 2), round(new, 2)) for shape, old, new in times),
+        samples=found.gain.rounds,
+        gain=round(1 - found.gain.ratio, 4),
+        gain_low=round(1 - found.gain.high, 4),
+        gain_high=round(1 - found.gain.low, 4),
+        spilled=found.spilled,
+    )
+    return job.choice(found.candidate.tiles, measured)
 
 
 def what_became(trial: CandidateResult) -> str:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.host_time import HostOptions, host_rows
 from rocm_lab.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, ContestantResult, KernelOptions, Race
 from rocm_lab.bench.layers import NAMED
+from rocm_lab.bench.machine import cache_bytes
 from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
 from rocm_lab.bench.result_file import lines_of, read_result
 from rocm_lab.bench.step_data import StepData
@@ -115,7 +117,7 @@ def test_the_share_is_the_floor_by_the_median() -> None:
 
 def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph whose launches do nothing leaves the right result of the previous launch in place."""
-    monkeypatch.setattr(Race, "_is_past_l2", lambda race, work, sets: True)
+    monkeypatch.setattr(Race, "_is_past_cache", lambda race, work, sets: True)
     slow = Ceilings(1.0, 1.0, 1.0)
     case = SuiteCase(LAYER, BatchSpec.parse("3d40"))
     ((row,),) = Race({"torch": OwnProvider("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows(
@@ -336,3 +338,11 @@ def _queries(seed: int) -> torch.Tensor:
     from rocm_lab.bench.step_data import random_steps
 
     return random_steps(LAYER, BatchSpec.parse("3d40"), 1, CPU, seed)[0].q
+
+
+def test_pages_are_past_the_infinity_cache_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch names its L2 of 4 MiB alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4 << 20))
+    for hip, expected in ((None, 4 << 20), ("7.2", 256 << 20)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert cache_bytes(torch.device("cuda")) == expected

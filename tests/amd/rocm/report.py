@@ -1,7 +1,8 @@
 """A pytest plugin that writes one file with everything about a run: `-p tests.amd.rocm.report --gpu-report FILE`.
 
-The file is one JSON object: a summary to read first, versions, devices and variables, the doctor's findings, and every
-test with its outcome, its time, its measurements and, if it failed, the whole message.
+The file is one JSON object: a summary to read first, versions, devices and variables, the doctor's findings, every
+kernel that was launched, and every test with its outcome, its time, its measurements and, if it failed, the whole
+message and the kernels that it launched. docs/rocm.md has the fields that `rocm-attn read-report` reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rocm_attn.cli.doctor.reading import read_machine
 from rocm_attn.cli.doctor.registry import diagnose
 from rocm_attn.cli.env import environment
 from rocm_lab.bench.machine import commit
+from tests.amd.rocm.kernel_notes import KernelNotes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +44,15 @@ class GpuReport:
         self._path = path
         self._started = datetime.datetime.now(datetime.timezone.utc)
         self._tests: dict[str, dict[str, Any]] = {}
+        self._notes = KernelNotes()
+
+    def pytest_sessionstart(self) -> None:
+        """Begins to note launches."""
+        self._notes.start()
+
+    def pytest_runtest_logstart(self) -> None:
+        """Forgets the launches of the test before."""
+        self._notes.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Adds one phase of a test; a failure of its set-up or tear-down counts as its own."""
@@ -51,9 +62,12 @@ class GpuReport:
         if report.outcome != "passed":
             test["outcome"] = report.outcome
             test["message"] = report.longreprtext or str(report.longrepr)
+        if report.outcome == "failed":
+            test["kernels"] = sorted(self._notes.launched)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Writes the file."""
+        self._notes.stop()
         facts = environment()
         findings = diagnose(read_machine(os.environ))
         outcomes = Counter(test["outcome"] for test in self._tests.values())
@@ -64,6 +78,7 @@ class GpuReport:
             "commit": commit(),
             "environment": facts,
             "doctor": [finding.as_dict() for finding in findings],
+            "kernels": list(self._notes.variants.values()),
             "tests": {name: self._tests[name] for name in sorted(self._tests)},
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,13 @@ the model, and fails no test.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from rocm_attn.machine.target import detect_target
+from rocm_attn.providers.tiles import layer_of
 from rocm_lab.bench.batch_spec import BatchSpec, Group
 from rocm_lab.bench.ceilings import Ceilings
 from rocm_lab.bench.contestants import OwnProvider
@@ -28,13 +30,23 @@ IMPOSSIBLE = Ceilings(copied_per_s=20e12, read_per_s=20e12, flops_per_s=5e15)
 NO_METER = EnergyMeter(lambda: math.nan, "", "not counted")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B on one of 8 GPUs"])
+# From a launch that does little to one that HBM bounds: the constants of the model are fitted to all of them.
+MORE_SHAPES = (
+    *(CostShape(*each) for each in ((1, 256), (1, 2048), (8, 1024), (16, 8192), (32, 2048), (128, 8192))),
+    *(CostShape(*each) for each in ((1, 512, 512), (4, 2048, 2048), (16, 1024, 256), (1, 8192, 8192))),
+)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
+@pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B on one of 8 GPUs", "gpt-oss-120b", "Gemma-3-4B"])
 def test_one_layer(model: str, shape: CostShape, device: torch.device, measured: Measured) -> None:
     problem, batch = layer(model), BatchSpec((Group(shape.num_seqs, shape.q_len, shape.kv_len - shape.q_len),))
     race = Race({"triton": OwnProvider("triton")}, device, IMPOSSIBLE, KernelOptions(), NO_METER)
     ((row,),) = race.rows([SuiteCase(problem, batch)])
     assert row.status == OK, row.reason
+    measured("layer", asdict(layer_of(problem)))
+    measured("shape", [shape.num_seqs, shape.kv_len, shape.q_len])
+    measured("kernel", row.kernel)
     measured("us", round(row.us, 2))
     measured("GB/s of K and V", round(row.work.kv_bytes / row.us / 1e3, 1))
     measured("TFLOP/s", round(row.work.flops / row.us / 1e6, 2))

@@ -15,6 +15,7 @@ from itertools import islice
 
 import pytest
 
+from rocm_lab.simulator import kernel as simulated_kernel
 from rocm_lab.simulator import launcher
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.kernel import SimulatedKernel
@@ -77,7 +78,10 @@ def test_every_mutant_that_late_results_show_wrong_is_found(
 ) -> None:
     kernels: dict[str, tuple[launcher.Code, SimulatedKernel]] = {}
     monkeypatch.setattr(launcher, "_simulated", kernels)
-    mutated.run(arch)
+    sound = mutated.run(arch)
+    # A loop to a bound that is poison would take minutes up to the simulator's own limit.
+    most = max(launch.instructions for launch in sound.launches)
+    monkeypatch.setattr(simulated_kernel, "MAX_STEPS_OF_A_WAVE", most)
     of_run = {key: each for key, each in kernels.items() if each[1].assembly.name == mutated.kernel}
     assert of_run
     tried: Counter[tuple[bool, Word]] = Counter()

@@ -1,0 +1,74 @@
+"""`rocm-attn read-report`: rows of tiles, constants of the cost model, and a list of differences, from a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.releases import triton_version
+from rocm_attn.machine.tuning_file import TuningFile, as_json
+from rocm_lab.cost.cost import FIGURES
+from rocm_lab.first_run.constants import fit_decode, fit_extend
+from rocm_lab.first_run.findings import discrepancies
+from rocm_lab.first_run.report import GpuReport
+from rocm_lab.first_run.rows import rows_of
+from rocm_lab.first_run.times import layer_times
+from rocm_lab.waits.objects import OBJDUMPS
+
+TUNING, CONSTANTS, DIFFERENCES = "tuning.json", "constants.json", "differences.json"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Reads options.report and writes files into options.folder. Raises BadSetting for another file or folder."""
+    report = GpuReport.read(Path(options.report), options.arch)
+    times = layer_times(report)
+    rows = rows_of(report, options.triton_release or triton_version())
+    decode = fit_decode(times.decodes, options.arch)
+    constants = decode, fit_extend(times.extends, options.arch, decode)
+    differences = discrepancies(report, times, (options.objdump,) if options.objdump else OBJDUMPS)
+    facts = {
+        "device": report.device,
+        "arch": report.target.arch,
+        "compute_units": report.target.compute_units,
+        "triton": report.versions["triton"],
+        "commit": report.commit,
+        "date": report.date,
+    }
+    fitted = {
+        **facts,
+        "figures": f"of Triton {FIGURES.triton}",
+        "kinds": [asdict(each) for each in constants],
+        "left_out": list(times.left_out),
+    }
+    listed = {**facts, "differences": [asdict(each) for each in differences]}
+    folder = Path(options.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in ((CONSTANTS, fitted), (DIFFERENCES, listed)):
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise BadSetting(f"{folder} cannot be written ({error}); name another folder with --folder") from error
+    place = folder / TUNING
+    # Rows of an earlier report must not be taken for rows of this one.
+    place.unlink(missing_ok=True)
+    if rows.rows:
+        TuningFile(rows.rows).write(place)
+        assert TuningFile.read(place).rows == rows.rows, "what is written is what runtimes read"
+    if options.json:
+        said = {"rows": [as_json(each) for each in rows.rows], "no_rows": list(rows.left_out)}
+        print(json.dumps({**said, "constants": fitted, "differences": listed["differences"]}, indent=1))
+        return
+    lines = [
+        f"{report.device} ({report.target.arch}), Triton {report.versions['triton']}, commit {report.commit}",
+        f"{len(rows.rows)} rows of tiles{f' in {place}' if rows.rows else ''}",
+        *(f"  {row.table.value}: {row.tiles}\n    {row.origin()}" for row in rows.rows),
+        *(f"  no row: {each}" for each in rows.left_out),
+        *(line for each in constants for line in each.lines()),
+        *(f"  without figures: {each}" for each in times.left_out),
+        f"{len(differences)} differences",
+        *(f"  {each.line()}" for each in differences),
+    ]
+    print("\n".join(lines))

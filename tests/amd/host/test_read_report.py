@@ -1,0 +1,416 @@
+"""`rocm-attn read-report` on reports of GPUs that do not exist: what was planted comes back, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import Tiles
+from rocm_attn.machine.measured_choices import sorted_for
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.providers.select import select
+from rocm_lab.cost.cost import CostShape
+from rocm_lab.first_run.constants import FittedConstants, fit_decode, fit_extend
+from rocm_lab.first_run.findings import Discrepancy, discrepancies
+from rocm_lab.first_run.report import GpuReport, problem_in
+from rocm_lab.first_run.rows import ReportedRows, rows_of
+from rocm_lab.first_run.times import layer_times
+from rocm_lab.tune.jobs import jobs_of
+from rocm_lab.tune.journal import Journal
+from tests.amd.host.test_tune import FakeBench
+from tests.amd.rocm.stand_in import CANDIDATES, LAYERS, TRITON, Candidate, Gpu, Report, failed, kernel, layer_fields
+from tests.amd.rocm.test_tiles import search_for
+from tests.amd.rocm.tile_trials import RecordedBench
+
+Content = dict[str, Any]
+# A GPU in the middle of what the model assumes.
+AS_PREDICTED = Gpu(hbm=4.05e12, latency=1.6e-6, launches=5e-6, of_none=0.72, start=7e-6)
+NOISY = replace(Gpu(), noise=0.01)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[Content], GpuReport]:
+    """Returns a function that writes a report and reads it as one of an MI300X."""
+
+    def write_and_read(content: Content) -> GpuReport:
+        path = tmp_path / "report.json"
+        path.write_text(json.dumps(content))
+        return GpuReport.read(path, "gfx942")
+
+    return write_and_read
+
+
+Read = Callable[[Content], GpuReport]
+
+
+def rows(report: GpuReport) -> ReportedRows:
+    return rows_of(report, TRITON)
+
+
+def fits(report: GpuReport) -> tuple[FittedConstants, FittedConstants]:
+    times = layer_times(report)
+    decode = fit_decode(times.decodes, "gfx942")
+    return decode, fit_extend(times.extends, "gfx942", decode)
+
+
+def values(*fitted: FittedConstants) -> dict[str, float]:
+    return {each.name: each.value for found in fitted for each in found.constants}
+
+
+def differences(report: GpuReport) -> list[Discrepancy]:
+    return discrepancies(report, layer_times(report), ())
+
+
+def named(found: list[Discrepancy], kind: str) -> list[Discrepancy]:
+    return [each for each in found if each.kind == kind]
+
+
+def planted(gpu: Gpu) -> dict[str, float]:
+    return {name: getattr(gpu, name) for name in ("hbm", "latency", "launches", "of_none", "start")}
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        *(Gpu(), AS_PREDICTED, Gpu(hbm=5.2e12, latency=0.6e-6, launches=3e-6, of_none=0.55)),
+        *(Gpu(hbm=hbm, latency=latency) for hbm in (2.4e12, 4.4e12) for latency in (0.5e-6, 1.1e-6, 3.5e-6)),
+    ],
+)
+def test_planted_constants_come_back(gpu: Gpu, read: Read) -> None:
+    decode, extend = fits(read(Report(gpu).content))
+    assert (decode.points, extend.points) == (40, 24)
+    assert values(decode, extend) == pytest.approx(planted(gpu), rel=1e-4)
+    assert max(decode.residual, extend.residual) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_planted_constants_come_back_from_noise_within_their_errors(seed: int, read: Read) -> None:
+    decode, extend = fits(read(Report(NOISY, seed).content))
+    wanted = planted(NOISY)
+    for each in (*decode.constants, *extend.constants):
+        assert each.value == pytest.approx(wanted[each.name], rel=0.25)
+        if each.name != "start":  # which also has the error of the launches that were taken from decode
+            assert abs(each.value - wanted[each.name]) < 4 * each.error
+    assert values(decode)["hbm"] == pytest.approx(NOISY.hbm, rel=0.01)
+    assert 0.5 * NOISY.noise < decode.residual < 2 * NOISY.noise
+
+
+def test_few_layers_give_no_constants(read: Read) -> None:
+    content = Report(Gpu()).content
+    times = [name for name in content["tests"] if name.startswith("times")]
+    for name in times[:-16] + times[-6:]:
+        del content["tests"][name]
+    decode, extend = fits(read(content))
+    assert decode.refused == "" or "are needed" in decode.refused
+    assert (extend.points, extend.constants) == (0, ())
+    assert "there are 0 layers with a time, and 8 are needed" in extend.refused
+
+
+def test_times_that_the_formula_does_not_explain_give_no_constants(read: Read) -> None:
+    decode, extend = fits(read(Report(replace(Gpu(), noise=0.3)).content))
+    assert "the formula leaves" in decode.refused
+    assert (decode.constants, extend.constants) == ((), ())
+    assert "are not known" in extend.refused
+
+
+@pytest.mark.parametrize("gpu", [Gpu(), NOISY])
+def test_shapes_that_are_alike_tell_no_constant_from_another(gpu: Gpu, read: Read) -> None:
+    content = Report(gpu).content
+    for test in content["tests"].values():
+        if test["measured"].get("shape", [0, 0, 0])[0] < 64 and "us" in test["measured"]:
+            test["outcome"] = "skipped"
+    decode, _ = fits(read(content))
+    assert decode.points == 12
+    assert "launches" in decode.vague
+    assert "launches" not in values(decode)
+    assert values(decode)["hbm"] == pytest.approx(NOISY.hbm, rel=0.05)
+
+
+def test_steps_that_read_little_give_no_bandwidth(read: Read) -> None:
+    content = Report(Gpu(hbm=20e12)).content
+    for test in content["tests"].values():
+        num_seqs, kv_len, _ = test["measured"].get("shape", (0, 0, 0))
+        if num_seqs * kv_len > 8192:
+            test["outcome"] = "skipped"
+    decode, _ = fits(read(content))
+    assert decode.points == 16
+    assert "of 16 layers are bound by HBM, and 3 are needed" in decode.refused
+
+
+def test_a_time_of_other_tiles_than_todays_is_not_used(read: Read) -> None:
+    content = Report(Gpu()).content
+    name = next(name for name in content["tests"] if name.startswith("times"))
+    measured = content["tests"][name]["measured"]
+    measured["kernel"] = measured["kernel"].replace("key_block=16", "key_block=64")
+    times = layer_times(read(content))
+    assert len(times.decodes) == 39
+    assert "key_block=64" in times.left_out[0]
+
+
+def only_row(found: ReportedRows) -> Tiles:
+    (row,) = found.rows
+    return row.tiles
+
+
+@pytest.mark.parametrize("gpu", [Gpu(), NOISY])
+def test_the_planted_row_is_found_and_the_loader_serves_it(gpu: Gpu, read: Read, tmp_path: Path) -> None:
+    """Not those that are wrong, spill, are faster by less than 3 %, or were looked at for three rounds."""
+    found = rows(read(Report(gpu).content))
+    assert (only_row(found).num_stages, only_row(found).num_warps) == (3, 1)
+    assert found.left_out == ()
+    place = tmp_path / "tuning.json"
+    TuningFile(found.rows).write(place)
+    target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
+    serving = sorted_for(target, TuningFile.read(place).rows).serving
+    problem = problem_in(layer_fields(LAYERS[0]))
+    described = select(problem, replace(target, measured=serving), "triton").kernel(StepKind.DECODE).bound.describe()
+    assert str(only_row(found)) in described
+    of = found.rows[0].measured
+    assert (of.device, of.triton, of.torch, of.rocm) == ("AMD Instinct MI300X", TRITON, "2.10.0", "7.2.4")
+    assert (of.commit, of.date, of.samples, of.compute_units) == ("0123456789ab", "2026-11-26T10:15:00+00:00", 15, 304)
+    assert of.gain == pytest.approx(0.1, abs=0.02)
+
+
+def test_the_fastest_of_all_searches_of_a_layers_steps_is_kept(read: Read) -> None:
+    ratios = {1: 0.93, 3: 0.8, 4: 0.9}
+    candidates = tuple(Candidate((("num_stages", stages),), ratio) for stages, ratio in ratios.items())
+    content = Report(Gpu(), candidates=candidates).content
+    measured = content["tests"]["tiles"]["measured"]
+    (slower,) = Report(Gpu(), candidates=candidates[:1]).content["tests"]["tiles"]["measured"]["tile trials"]
+    for trials in ([*measured["tile trials"], slower], [slower, *measured["tile trials"]]):
+        measured["tile trials"] = trials
+        assert only_row(rows(read(content))).num_stages == 3
+
+
+@pytest.mark.parametrize("left", range(1, len(CANDIDATES)))
+def test_no_other_candidate_gives_a_row(left: int, read: Read) -> None:
+    found = rows(read(Report(NOISY, candidates=(CANDIDATES[left],)).content))
+    assert found.rows == ()
+    assert "none of 2 candidates is right and more than 3% faster" in found.left_out[0]
+
+
+def test_a_gain_of_few_rounds_is_no_gain(read: Read) -> None:
+    """The median is faster by 5 %, and a quarter of the rounds is not."""
+    content = Report(Gpu(), candidates=(Candidate((("num_stages", 3),), 0.95),)).content
+    trial = content["tests"]["tiles"]["measured"]["tile trials"][0]["candidates"][1]
+    assert len(rows(read(content)).rows) == 1
+    trial["us"][:4] = [[1.2 * us for us in of_round] for of_round in trial["in_use_us"][:4]]
+    assert rows(read(content)).rows == ()
+
+
+def test_a_failed_test_leaves_no_row(read: Read) -> None:
+    content = Report(Gpu()).content
+    content["tests"]["tests/amd/kernels/test_decode.py::test_one"] = failed()
+    found = rows(read(content))
+    assert found.rows == ()
+    assert found.left_out == (
+        "1 tests failed, so nothing is known to be right: tests/amd/kernels/test_decode.py::test_one",
+    )
+
+
+def test_tiles_that_were_not_searched_to_their_end_leave_no_row(read: Read) -> None:
+    content = Report(Gpu()).content
+    content["tests"]["tiles"]["outcome"] = "skipped"
+    assert rows(read(content)).left_out == ("tiles is skipped",)
+
+
+def test_a_report_of_another_triton_leaves_no_row(read: Read) -> None:
+    report = read(Report(Gpu()).content)
+    for wanted in ("3.9.0", ""):
+        found = rows_of(report, wanted)
+        assert found.rows == ()
+        assert "give --triton-release 3.6.0 if that one will serve" in found.left_out[0]
+    content = Report(Gpu()).content
+    content["environment"]["versions"]["triton"] = None
+    assert rows_of(read(content), "").rows == ()
+
+
+def test_a_row_that_serves_no_more_is_not_compared_with(read: Read) -> None:
+    content = Report(Gpu()).content
+    trial = content["tests"]["tiles"]["measured"]["tile trials"][0]
+    trial["in_use"]["tiles"]["num_stages"] = 4
+    found = rows(read(content))
+    assert found.rows == ()
+    assert "num_stages=4" in found.left_out[0]
+    assert "measure again" in found.left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda devices: devices[0].update(arch="gfx950"), "give --arch gfx950 if that is the GPU that you mean"),
+        (lambda devices: devices[0].update(arch="sm_90", name="NVIDIA H200"), "NVIDIA H200 (sm_90); reports of gfx942"),
+        (lambda devices: devices.append({**devices[0], "name": "another"}), "the report has 2 kinds of GPUs"),
+        (lambda devices: devices.clear(), "the report has 0 kinds of GPUs"),
+    ],
+)
+def test_a_report_of_another_gpu_is_refused(change: Callable[[list[Content]], None], sentence: str, read: Read) -> None:
+    content = Report(Gpu()).content
+    change(content["environment"]["devices"])
+    with pytest.raises(BadSetting) as refused:
+        read(content)
+    assert sentence in str(refused.value)
+
+
+def test_kernels_that_were_compiled_for_another_gpu_are_refused(read: Read) -> None:
+    content = Report(Gpu()).content
+    content["kernels"].append({**kernel("_merge_kernel"), "arch": "gfx90a"})
+    with pytest.raises(BadSetting, match=r"is of gfx942, and kernels in it were compiled for gfx90a"):
+        read(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.pop("kernels"),
+        lambda content: content["kernels"][0]["driver"].pop("registers"),
+        lambda content: content.update(tests=[]),
+        lambda content: content["environment"]["devices"][0].update(compute_units="many"),
+    ],
+)
+def test_a_damaged_report_is_refused(damage: Callable[[Content], object], read: Read) -> None:
+    content = Report(Gpu()).content
+    damage(content)
+    with pytest.raises(BadSetting, match="is no report of this release"):
+        read(content)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("us", us) for us in (0, float("nan"), "12")),
+        *(("shape", shape) for shape in ([1, 2], [0, 1, 1], [1, 2, 3], [1, 8, 0])),
+        *(("layer", layer) for layer in ({}, {**layer_fields(LAYERS[0]), "dtype": "nn"})),
+        ("layer", {**layer_fields(LAYERS[0]), "dtype": "none of torch's"}),
+    ],
+)
+def test_a_damaged_time_is_refused(field: str, value: object, read: Read) -> None:
+    content = Report(Gpu()).content
+    next(test for test in content["tests"].values() if "us" in test["measured"])["measured"][field] = value
+    with pytest.raises(BadSetting):
+        layer_times(read(content))
+
+
+@pytest.mark.parametrize("damage", [lambda us: us.pop(), lambda us: us[0].pop(), lambda us: us[0].__setitem__(0, -1.0)])
+def test_damaged_times_of_tiles_are_refused(damage: Callable[[list[list[float]]], object], read: Read) -> None:
+    content = Report(Gpu()).content
+    damage(content["tests"]["tiles"]["measured"]["tile trials"][0]["candidates"][1]["us"])
+    with pytest.raises(BadSetting, match="the times of tiles in the report are damaged"):
+        rows(read(content))
+
+
+def test_a_gpu_that_is_as_predicted_has_no_differences(read: Read) -> None:
+    content = Report(AS_PREDICTED, candidates=CANDIDATES[:3]).content
+    content["kernels"] += [kernel("_merge_kernel", num_waves=2, waves=1), kernel("_wide", num_waves=8, waves=3)]
+    content["kernels"].append(kernel("_unknown", programs_per_cu=0))
+    assert differences(read(content)) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "kind", "expected", "found"),
+    [
+        ({"scratch_bytes": 64}, "scratch", "0 bytes of a lane", "64"),
+        ({"programs_per_cu": 4}, "waves", "2 of a SIMD", "1"),
+        ({"registers": 256}, "registers", "180", "256"),
+    ],
+)
+def test_what_the_driver_states_otherwise_is_listed(
+    driver: dict[str, int], kind: str, expected: str, found: str, read: Read
+) -> None:
+    content = Report(AS_PREDICTED, candidates=()).content
+    content["kernels"] += [kernel("_decode_kernel", **driver)] * 3
+    assert differences(read(content)) == [Discrepancy(kind, "_decode_kernel, 3 variants", expected, found)]
+
+
+def test_a_test_that_fails_is_listed_with_its_kernels(read: Read) -> None:
+    content = Report(AS_PREDICTED, candidates=()).content
+    content["tests"]["a"] = failed("rocm_attn.kernels.attention.extend:_extend_kernel", "aiter.ops:other")
+    content["tests"]["b"] = failed("aiter.ops:other")  # the simulator's tests have not executed it
+    (one,) = differences(read(content))
+    assert (one.kind, one.subject) == ("test", "a")
+    assert one.expected == "_extend_kernel to be right, as in the simulator"
+
+
+def test_times_outside_of_their_range_and_wrong_tiles_are_listed(read: Read) -> None:
+    found = differences(read(Report(replace(AS_PREDICTED, launches=40e-6)).content))
+    times = named(found, "time")
+    assert "triton.decode, 32 over 8 heads of 128, bfloat16, pages of 16, at 1x255+1" in [
+        each.subject for each in times
+    ]
+    assert all("longer" in each.found for each in times)
+    assert not any("32 over 8 heads of 128, bfloat16, pages of 16, at 256x2047+1" in each.subject for each in times)
+    (wrong,) = named(found, "tiles")
+    assert (wrong.subject, wrong.found[:14]) == ("decode with num_warps 2", "wrong: a seque")
+
+
+def test_the_command_writes_all_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, folder = tmp_path / "report.json", tmp_path / "read"
+    path.write_text(json.dumps(Report(NOISY).content))
+    command = ["read-report", str(path), "--arch", "mi300x", "--folder", str(folder)]
+    assert main([*command, "--triton-release", TRITON]) == DONE
+    printed = capsys.readouterr().out
+    assert "1 rows of tiles in" in printed
+    assert "constants of decode, from 40 layers" in printed
+    assert "tiles: decode with num_warps 2: expected what the reference gives" in printed
+    assert len(TuningFile.read(folder / "tuning.json").rows) == 1
+    fitted = json.loads((folder / "constants.json").read_text())
+    assert [each["kind"] for each in fitted["kinds"]] == ["decode", "extend"]
+    assert (fitted["device"], fitted["commit"]) == ("AMD Instinct MI300X", "0123456789ab")
+    assert json.loads((folder / "differences.json").read_text())["differences"]
+    # Rows of this report for another Triton: none, and those of before are gone.
+    assert main([*command, "--triton-release", "3.9.0", "--json"]) == DONE
+    said = json.loads(capsys.readouterr().out)
+    assert said["rows"] == []
+    assert "rows are wanted for 3.9.0" in said["no_rows"][0]
+    assert not (folder / "tuning.json").exists()
+
+
+def test_the_command_refuses_another_file_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("[]")
+    assert main(["read-report", str(path), "--folder", str(tmp_path / "read")]) == BAD_INPUT
+    assert "is no report of this release" in capsys.readouterr().err
+    assert not (tmp_path / "read").exists()
+
+
+@pytest.mark.parametrize("triton", [TRITON, "3.9.0"])
+def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tmp_path: Path, read: Read) -> None:
+    """What tests/amd/rocm/test_tiles.py writes is what is read here; times are from a formula.
+
+    With Triton 3.9.0 decode for CDNA serves: tiles of both kernels are compared with it, and its own are faster.
+    """
+    target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(triton)))
+    problem = problem_in(layer_fields(LAYERS[0]))
+    jobs, _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
+
+    def cost(tiles: Tiles) -> float:
+        is_first = type(tiles) is type(jobs[0].tiles)
+        stages = 1 if jobs[0].tiles.num_stages == 3 else 3
+        return 100.0 - 20.0 * (is_first and tiles.num_stages == stages) - 5.0 * (tiles.programs_per_cu == 4)
+
+    bench = RecordedBench(FakeBench(cost, lambda tiles: "wrong: off by 3" if tiles.programs_per_cu == 16 else ""))
+    journal = Journal(tmp_path / "trials", {})
+    for job in jobs:
+        search_for(60, bench, target, journal, job)
+    journal.close()
+    content = Report(AS_PREDICTED).content
+    content["environment"]["versions"]["triton"] = triton
+    content["tests"] = {"tiles": {"outcome": "passed", "seconds": 1.0, "measured": {"tile trials": bench.trials}}}
+    report = read(content)
+    found = rows_of(report, triton)
+    assert cost(only_row(found)) == 75.0
+    assert found.rows[0].measured.gain == pytest.approx(0.25)
+    assert (len(found.left_out), len(bench.trials)) == (0, len(jobs))
+    assert [bench.verdicts[job, job.in_use] for job in jobs] == [""] * len(jobs)
+    wrong = [each.subject for each in named(differences(report), "tiles")]
+    assert f"{jobs[0].table.value} with programs_per_cu 16" in wrong

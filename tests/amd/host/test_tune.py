@@ -22,7 +22,7 @@ from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import TuneJob, jobs_of, shapes_named
-from rocm_lab.tune.search import Judged, SearchEnded, Times
+from rocm_lab.tune.search import Judged, SearchEnded, Task, Times
 
 # A release with which paged decode serves on CDNA.
 TRITON = "3.8.0"
@@ -41,13 +41,17 @@ class FakeBench:
         self.judged: list[Tiles] = []
         self.timed: list[Tiles] = []
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """Does the same as `Bench.expect`."""
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
         return Judged(self._wrong(tiles), spilled=3 if tiles.num_warps == 2 else 0)
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """Does the same as `Bench.judge_others`."""
+        return Judged("")
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Does the same as `Bench.times`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rocm_attn.kernels.tuning.segment_tiles import parts_words, slots_of
@@ -57,7 +57,7 @@ class HopperTiles:
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields that exclude each other: a file may hold any."""
-        wrong = {
+        excluded = {
             "decode has maxima that are raised each time": self.scales_seldom and self.segment_len,
             "the merge of segments sets no count of drawn rows back": self.drawn_blocks and self.segment_len,
             "powers are by fours or by eights": self.powers_by_products and self.eights_by_products,
@@ -65,8 +65,8 @@ class HopperTiles:
             "V's ring holds more steps than K's": self.value_tiles * self.value_block
             > self.extend.num_stages * self.extend.key_block,
         }
-        if any(wrong.values()):
-            raise ValueError("; ".join(sentence for sentence, is_so in wrong.items() if is_so))
+        if wrong := [sentence for sentence, is_so in excluded.items() if is_so]:
+            raise ValueError("; ".join(wrong))
 
     @property
     def producer_registers(self) -> int:
@@ -126,11 +126,12 @@ _EXTEND_TILES = _by_dims("boxes")
 # Other tiles for pages whose keys are gathered, and for deterministic attention over all pages.
 _GATHERED_TILES = {**_EXTEND_TILES, **_by_dims("gathered")}
 
-# Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
-BESIDE_THE_PLAIN: Mapping[int, tuple[float, float]] = {64: (536, 631), 128: (394, 535)}
-
-# For eight-bit pages.
+# For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
+# each product.
 _CODED_TILES = _by_dims("codes")
+CODED_HEAD_DIMS = tuple(dim for dim, _ in _CODED_TILES)
+# In deterministic attention; segments and key blocks are those of decode (segment.json).
+_SEGMENT_TILES = _by_dims("segment")
 
 DIMS = tuple(_EXTEND_TILES)
 HEAD_DIMS = tuple(dim for dim, v_head_dim in DIMS if dim == v_head_dim)
@@ -142,13 +143,6 @@ def padded_dim(head_dim: int) -> int:
     Those after the head are zeros, or not read.
     """
     return -(-head_dim // 64) * 64
-
-
-# For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
-# each product.
-CODED_HEAD_DIMS = tuple(dim for dim, _ in _CODED_TILES)
-# In deterministic attention; segments and key blocks are those of decode (segment.json).
-_SEGMENT_TILES = _by_dims("segment")
 
 
 def hopper_tiles(head_dim: int, v_head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:

@@ -34,22 +34,22 @@ class TileTable(enum.Enum):
     DECODE = "decode"
     CDNA_DECODE = "cdna_decode"
     EXTEND = "extend"
+    HOPPER_EXTEND = "hopper_extend"
     LATENT_DECODE = "latent_decode"
     LATENT_EXTEND = "latent_extend"
-    HOPPER_EXTEND = "hopper_extend"
     HOPPER_LATENT_DECODE = "hopper_latent_decode"
 
     @property
     def tiles(self) -> type[Tiles]:
         """The class of its tiles."""
-        plain: dict[TileTable, type[Tiles]] = {
+        classes: dict[TileTable, type[Tiles]] = {
             TileTable.DECODE: DecodeTiles,
             TileTable.CDNA_DECODE: CdnaTiles,
             TileTable.EXTEND: ExtendTiles,
             TileTable.HOPPER_EXTEND: HopperTiles,
             TileTable.HOPPER_LATENT_DECODE: HopperLatentTiles,
         }
-        return plain.get(self, LatentTiles)
+        return classes.get(self, LatentTiles)
 
     @property
     def is_decode(self) -> bool:
@@ -174,7 +174,7 @@ def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
     """Returns why no kernel takes these tiles for a layer; empty if, as far as is known without it, one does."""
     if type(tiles) is not table.tiles:
         return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"
-    wrong = [f"{name} {getattr(tiles, name)} is not {allowed}" for name, allowed in _wrong_numbers(tiles)]
+    wrong = _wrong_numbers(tiles)
     if wrong:
         return "; ".join(wrong)
     if isinstance(tiles, CdnaTiles):
@@ -190,56 +190,43 @@ def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
     return "what is read in pairs has V's columns in two parts, not wide" if tiles.paired and tiles.wide else ""
 
 
-def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
-    """Fields that no kernel accepts, with the allowed values."""
+def _wrong_numbers(tiles: Tiles) -> list[str]:
+    """Fields that no kernel accepts, with the allowed values, in words; those of tiles within tiles too."""
     blocks, registers = _powers(16, _LARGEST_BLOCK), (range(24, 241, 8), "a multiple of 8 from 24 to 240")
-    allowed: dict[str, tuple[object, str]] = {
-        "key_block": blocks,
-        "query_rows": blocks,
-        "share_block": ((0, *blocks[0]), f"0 or {blocks[1]}"),
-        **dict.fromkeys(
-            ("dim_block", "v_dim_block"), ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512")
+    fields: dict[tuple[str, ...], tuple[tuple[int, ...] | range, str]] = {
+        ("key_block", "query_rows"): blocks,
+        ("share_block",): ((0, *blocks[0]), f"0 or {blocks[1]}"),
+        ("dim_block", "v_dim_block"): ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
+        ("num_warps",): (_WARPS, "1, 2, 4, 8 or 16"),
+        ("heads_per_row",): _numbers(1, 16),
+        ("rows_at_once", "chains"): ((1, 2), "1 or 2"),
+        ("head_blocks",): _numbers(1, 64),
+        ("merge_group",): ((0, *range(8, 1025)), "0 or 8 to 1024"),
+        ("programs_per_cu",): _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
+        ("row_cost",): _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
+        ("row_end", "drawn_blocks"): _numbers(0, 64),
+        ("waves_per_eu", "value_tiles", "eights_by_products"): _numbers(0, 8),
+        ("max_registers",): ((0, *range(16, 256)), "0 or 16 to 255"),
+        ("row_keys", "split_keys", "alike_keys"): _numbers(0, 1 << 16),
+        ("registers", "score_registers", "loader_registers"): registers,
+        ("decoder_registers",): ((0, *registers[0]), f"0 or {registers[1]}"),
+        ("code_tiles",): ((0, *range(2, 9)), "0 or 2 to 8"),
+        ("powers_by_products",): _numbers(0, 4),
+        ("segment_len", "most_segments"): ((0,), "0 except in deterministic attention"),
+        ("num_stages", "diagonal_stages", "share_stages", "merge_stages", "most_rounds", "fewer_of_few"): _numbers(
+            1, 8
         ),
-        "num_warps": (_WARPS, "1, 2, 4, 8 or 16"),
-        "heads_per_row": _numbers(1, 16),
-        "rows_at_once": ((1, 2), "1 or 2"),
-        "chains": ((1, 2), "1 or 2"),
-        "head_blocks": _numbers(1, 64),
-        "most_rounds": _numbers(1, 8),
-        "fewer_of_few": _numbers(1, 8),
-        "merge_group": ((0, *range(8, 1025)), "0 or 8 to 1024"),
-        "programs_per_cu": _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
-        "row_cost": _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
-        "row_end": _numbers(0, 64),
-        "waves_per_eu": _numbers(0, 8),
-        "max_registers": ((0, *range(16, 256)), "0 or 16 to 255"),
-        "row_keys": _numbers(0, 1 << 16),
-        "split_keys": _numbers(0, 1 << 16),
-        **dict.fromkeys(("registers", "score_registers", "loader_registers"), registers),
-        "decoder_registers": ((0, *registers[0]), f"0 or {registers[1]}"),
-        "code_tiles": ((0, *range(2, 9)), "0 or 2 to 8"),
-        "value_tiles": _numbers(0, 8),
-        "powers_by_products": _numbers(0, 4),
-        "eights_by_products": _numbers(0, 8),
-        "drawn_blocks": _numbers(0, 64),
-        **dict.fromkeys(("segment_len", "most_segments"), ((0,), "0 except in deterministic attention")),
-        **{name: _numbers(1, 8) for name in ("num_stages", "diagonal_stages", "share_stages", "merge_stages")},
     }
-    found = [(name, *allowed[name]) for name in type(tiles).__dataclass_fields__ if name in allowed]
-    wrong = [(name, words) for name, values, words in found if getattr(tiles, name) not in values]  # type: ignore[operator]
-    within = (
-        tiles.extend
-        if isinstance(tiles, HopperTiles)
-        else tiles.latent
-        if isinstance(tiles, HopperLatentTiles)
-        else None
-    )
-    return wrong + (_wrong_numbers(within) if within else [])
+    allowed = {name: of for names, of in fields.items() for name in names}
+    given = {name: getattr(tiles, name) for name in type(tiles).__dataclass_fields__}
+    within = [wrong for each in given.values() if isinstance(each, Tiles) for wrong in _wrong_numbers(each)]
+    own = {name: allowed[name] for name in given if name in allowed}
+    return within + [f"{name} {given[name]} is not {of[1]}" for name, of in own.items() if given[name] not in of[0]]
 
 
 def _powers(first: int, last: int) -> tuple[tuple[int, ...], str]:
-    powers = tuple(1 << n for n in range(first.bit_length() - 1, last.bit_length()))
-    return powers, f"a power of two from {first} to {last}"
+    found = range(first.bit_length() - 1, last.bit_length())
+    return tuple(1 << n for n in found), f"a power of two from {first} to {last}"
 
 
 def _numbers(first: int, last: int) -> tuple[range, str]:
@@ -299,7 +286,7 @@ def _hopper_latent_refusal(tiles: HopperLatentTiles) -> str:
         return (
             "latent decode for Hopper has 64 rows and 32 or 64 keys in groups of four warps, and nothing else changed"
         )
-    return "" if tiles.value_registers >= 24 else "registers leave too few for groups that add up values"
+    return "" if tiles.value_registers >= 24 else "too few registers are left to groups that add up values"
 
 
 def _extend_refusal(tiles: ExtendTiles, layer: MeasuredLayer) -> str:

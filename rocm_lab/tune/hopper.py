@@ -153,7 +153,7 @@ def extend_values(tiles: HopperTiles, problem: Problem, shared: int) -> Iterator
         yield "open_middle", (False, True)
     yield "dim_block", _dim_blocks(problem.head_dim)
     if problem.v_head_dim != problem.head_dim:
-        yield "v_dim_block", (0, *_dim_blocks(problem.v_head_dim))
+        yield "v_dim_block", (0, *(block for block in (64, 128, 256) if block <= padded_dim(problem.v_head_dim)))
     yield "row_keys", (256, 128, 384)
     yield "overlaps", (True, False)
 

@@ -145,11 +145,8 @@ class Search:
     def run_one(self, job: TuneJob, later: Sequence[TuneJob]) -> Iterator[Tried]:
         """Does the same for a job, before those that come later."""
         self._later = tuple(task for each in later for task in self._first(each))
-        seconds = self.seconds_left()
-        if seconds <= 0:
-            return
-        self._end = seconds * len(later) / (1 + len(later))
-        yield from self._job(job)
+        if self.seconds_left() > 0:
+            yield from self._job(job, len(later))
 
     def _first(self, job: TuneJob) -> list[Task]:
         """The choice in use, and a job's first candidates."""
@@ -164,7 +161,7 @@ class Search:
         tasks, ahead = [(job, candidate.tiles) for candidate in each], _AHEAD * _FIRST_LATER
         self.bench.expect([*tasks[:_FIRST], *self._later[:ahead], *tasks[_FIRST:], *self._later[ahead:]])
 
-    def _job(self, job: TuneJob) -> Iterator[Tried]:
+    def _job(self, job: TuneJob, num_later: int) -> Iterator[Tried]:
         in_use = CandidateTiles(job.in_use, (IN_USE,))
         every = candidates(job, self.target)
         singles = [each for each in every if len(each.changes) <= 1]
@@ -174,8 +171,10 @@ class Search:
             yield Tried(job, 0, len(every), in_use, base, was_known=False)
             if job.tiles != job.in_use:
                 # The probe will find the other kernel wrong, too, so the table's own choice serves then.
-                yield from self._job(replace(job, in_use=job.tiles))
+                yield from self._job(replace(job, in_use=job.tiles), num_later)
             return
+        # Its share begins here: the wait for the first compilers is no job's own.
+        self._end = self.seconds_left() * num_later / (1 + num_later)
         choice = self.kept(job)
         best = _Best(1.0 if choice is None else 1 - choice.measured.gain, base.spilled)
         ratios: dict[Change, float] = {}

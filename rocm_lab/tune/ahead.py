@@ -185,14 +185,14 @@ def compile_tiles(job: TuneJob, tiles: Tiles, target: Target, steps: Sequence[St
         except Exception:
             return ""
         if type(tiles) in _JUDGED_BY_CODE:
-            wrong = next(filter(None, map(_wrong_in_code, kernels)), "")
+            wrong = next(filter(None, map(wrong_in_code, kernels)), "")
             if wrong:
                 return wrong
     return ""
 
 
 @functools.cache
-def _wrong_in_code(compiled: Any) -> str:
+def wrong_in_code(compiled: Any) -> str:
     """Returns why compiled code is too slow to be timed; empty if nothing shows it.
 
     If registers do not hold running products of warp groups, ptxas waits for each product, where PTX waits once.

@@ -25,7 +25,7 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles, equal_columns
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # Barriers, a drawn row, and gaps between allocations, in bytes.
-_BARRIERS = 640
+_BARRIERS = 768
 # Registers of a consumer's thread besides accumulators, scores and weights: addresses, rows, maxima and sums.
 _OTHER_REGISTERS = 44
 _MOST_REGISTERS = 240

@@ -119,7 +119,8 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dims: tuple[int,
     kernel = kernels["_hopper_extend_kernel"]
     # The search takes the description's word for it, and compiles nothing that does not fit.
     said = shared_bytes(tiles, Problem(8, 2, dims[0], torch.bfloat16, case.page_size, v_head_dim=dims[1], scale=1.0))
-    assert 0 <= said - kernel.metadata.shared < 2048
+    # Scales of tokens take up to 2.5 KiB, and none where only heads have scales.
+    assert 0 <= said - kernel.metadata.shared < 3072
     assert not wrong_in_code(kernel)
     assert_fast(kernels, SPILLED.get((dims, layer), 0), parameters_to_scale=asks)
 

@@ -1,6 +1,6 @@
 """Tiles by search: those of today's tables derived again, and those of layers and steps that nothing was tuned for.
 
-python -m rocm_lab.benchmarks.derive_tiles --out rocm_lab/benchmarks/results/derived_tiles_h200.json --seconds 230
+python -m rocm_lab.benchmarks.derive_tiles --out rocm_lab/benchmarks/results/derived_tiles_h200.json --seconds 210
 
 The search is that of `rocm-attn tune`. For a row of a table it begins with tiles that follow from the kernel's
 description alone (rocm_lab/tune/hopper.py), or with plain ones, and is compared with the row: `ratio` is the time of
@@ -10,7 +10,9 @@ rounds; low and high are quartiles. Rows that gain enough are written to a tunin
 they come from.
 
 Every search has an equal share of the time that is left. Trials are kept next to the result: the same command goes on
-where it stopped. Compilers run on all cores but one, and take most of the time.
+where it stopped, if the commit is the same (a file in the checkout changes it; $BENCHMARK_COMMIT names it). Compilers
+run on all cores but one, and take most of the time. If a candidate hangs on the GPU, the process ends, with what was
+found so far; the next run skips it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import argparse
 import math
 import os
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,8 @@ COUNT, SEED = 20, 49
 _SAMPLE_US = 2000.0
 # Ratios within this much of 1 are neither loss nor gain.
 _SAME = 0.01
+# Seconds without a trial after which a candidate is taken to hang: several times those of the slowest compilers.
+_STUCK = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +125,11 @@ def _start(job: TuneJob, target: Target) -> Tiles:
 
 @dataclass
 class Derivation:
-    """The searches of a run, one after the other. ends: when time is up, by time.monotonic()"""
+    """The searches of a run, one after the other. moved: called with each trial"""
 
     search: Search
     run: TuneRun
-    ends: float
+    moved: Callable[[], None]
 
     def rows(self, every: Sequence[Wanted]) -> Iterator[Row]:
         """The result of each search that could begin."""
@@ -132,6 +137,7 @@ class Derivation:
         for number, each in enumerate(every):
             tried = []
             for trial in self.search.run_one(each.job, jobs[number + 1 :]):
+                self.moved()
                 self.run.took(trial)
                 tried.append(trial)
             if tried:
@@ -177,8 +183,8 @@ def summary(rows: Sequence[Row]) -> Row:
     return said
 
 
-def derive(options: argparse.Namespace, target: Target, device: str, bench: Bench) -> None:
-    """Searches on a bench, and writes the result. device: its name"""
+def derive(options: argparse.Namespace, target: Target, device: str, bench: Bench, moved: Callable[[], None]) -> None:
+    """Searches on a bench, and writes the result. device: its name; moved: called with each trial"""
     begun = time.monotonic()
     ends = begun + options.seconds
     every, left_out = wanted(target, (options.only,) if options.only else (ROWS, RANDOM))
@@ -189,7 +195,7 @@ def derive(options: argparse.Namespace, target: Target, device: str, bench: Benc
     search = Search(bench, target, journal, lambda: ends - time.monotonic(), run.keep, run.kept)
     rows: list[Row] = []
     try:
-        for row in Derivation(search, run, ends).rows(every):
+        for row in Derivation(search, run, moved).rows(every):
             rows.append(row)
             seconds = round(time.monotonic() - begun, 1)
             print(f"{seconds} s: {row['what']}: {row.get('ratio', row.get('why'))}, {row['tried']}", flush=True)
@@ -200,9 +206,29 @@ def derive(options: argparse.Namespace, target: Target, device: str, bench: Benc
     print(summary(rows), f"{len(rows)} of {len(every)} searches begun", sep="\n")
 
 
+class StuckWatch:
+    """Ends the process if nothing moves: a thread that waits for a GPU that hangs cannot end by itself."""
+
+    def __init__(self, most: float) -> None:
+        self._most, self._last = most, time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def moved(self) -> None:
+        """Says that a trial has ended."""
+        self._last = time.monotonic()
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._last < self._most:
+            time.sleep(1.0)
+        print(
+            f"nothing moved for {self._most} s; run the same command again, which skips the last candidate", flush=True
+        )
+        os._exit(3)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=230.0, help="no candidate is begun after this many")
+    parser.add_argument("--seconds", type=float, default=210.0, help="no candidate is begun after this many")
     parser.add_argument("--only", choices=(ROWS, RANDOM), help="rows of the tables, or random cases; else both")
     parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="compilers")
     options = parser.parse_args()
@@ -215,7 +241,7 @@ def main() -> None:
         layers = LayerBench(device, target, clock_of(device, _SAMPLE_US), steps)
         ahead = CompiledAhead(layers, target, options.jobs, steps)
         try:
-            derive(options, target, torch.cuda.get_device_name(device), ahead)
+            derive(options, target, torch.cuda.get_device_name(device), ahead, StuckWatch(_STUCK).moved)
         finally:
             ahead.close()
 

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -224,7 +225,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def derived(place: Path, bench: StandIn, only: str, seconds: float = 3600.0) -> dict[str, Any]:
-    derive_tiles.derive(Namespace(out=place, seconds=seconds, only=only), H200, "a GPU", bench)
+    derive_tiles.derive(Namespace(out=place, seconds=seconds, only=only), H200, "a GPU", bench, lambda: None)
     found: dict[str, Any] = json.loads(place.read_text())
     return found
 
@@ -271,6 +272,20 @@ def test_twenty_random_cases_have_searches_whose_first_candidates_are_compiled_a
     assert len(jobs) >= derive_tiles.COUNT
     assert {job.table for job in jobs} >= {TileTable.DECODE, TileTable.EXTEND, TileTable.HOPPER_EXTEND}
     assert all(row["ratio"] <= 1.0 + 1e-9 for row in found["rows"])
+
+
+def test_a_gpu_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    ended, codes = Event(), []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr("rocm_lab.benchmarks.derive_tiles.os._exit", end)
+    derive_tiles.StuckWatch(0.0)
+    ended.wait()
+    assert codes == [3]
+    assert "run the same command again" in capfd.readouterr().out
 
 
 def test_every_search_has_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ LEAST_GAIN, LEAST_STEP = 0.03, 0.01
 # Candidates of a job that are compiled before those of later jobs; of a later one, and how many jobs are ahead of the
 # other candidates.
 _FIRST, _FIRST_LATER, _AHEAD = 16, 12, 2
+# Part of a job's time that is kept for several changes at once, if there is too little for all.
+_FOR_SEVERAL = 1 / 3
 # Largest ratio of a change alone that may be in a pair, and of two changes together.
 TOO_SLOW, UNLIKELY = 1.15, 1.1
 # Gains of a first measurement up to this are taken for noise: such changes are not tried together.
@@ -173,18 +175,21 @@ class Search:
                 # The probe will find the other kernel wrong, too, so the table's own choice serves then.
                 yield from self._job(replace(job, in_use=job.tiles), num_later)
             return
-        # Its share begins here: the wait for the first compilers is no job's own.
-        self._end = self.seconds_left() * num_later / (1 + num_later)
+        # Its share begins here: the wait for the first compilers is no job's own. A part of it is for several changes.
+        left = self.seconds_left()
+        end = left * num_later / (1 + num_later)
+        self._end = end + (left - end) * _FOR_SEVERAL
         choice = self.kept(job)
         best = _Best(1.0 if choice is None else 1 - choice.measured.gain, base.spilled)
         ratios: dict[Change, float] = {}
         start = 1.0
         numbers = itertools.count(1)
         for tried in self._all(job, singles, best):
-            if not tried.candidate.changes:
+            if not tried.candidate.changes and tried.trial.outcome == TIMED:
                 start = tried.trial.ratio
             ratios |= dict.fromkeys(tried.candidate.changes, tried.trial.ratio)
             yield replace(tried, number=next(numbers), of=len(every))
+        self._end = end
         enough = start * (1 - NOISE)
         gains = sorted((change for change, ratio in ratios.items() if ratio < enough), key=lambda each: ratios[each])
         several = [*reversed(together(job, self.target, gains)), *_likely(every, ratios, start)]

@@ -120,6 +120,14 @@ def test_a_users_row_beats_the_built_in_one_in_every_kind_of_step() -> None:
     assert json.dumps(choices["hopper_extend"].as_json())
 
 
+def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
+    tiles = replace(hopper_tiles(128, 128, 16, coded=False), registers=240)
+    measured = replace(H200, measured=(row_of(LAYER, TileTable.HOPPER_EXTEND, tiles),))
+    tuned, built_in = (select(LAYER, target, "triton", deterministic=True) for target in (measured, H200))
+    for kind in (StepKind.EXTEND, StepKind.MIXED):
+        assert tuned.kernel(kind).bound == built_in.kernel(kind).bound
+
+
 def test_a_users_row_of_latent_decode_serves_one_new_token() -> None:
     tiles = replace(HOPPER_LATENT_TILES, score_registers=112)
     target = replace(H200, measured=(row_of(LATENT, TileTable.HOPPER_LATENT_DECODE, tiles),))

@@ -17,7 +17,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.launch import note_launches
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.measured import Provenance, Tiles
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTiles
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
@@ -32,8 +32,8 @@ from rocm_lab.tune.search import Judged, SearchEnded, Task, Times
 # Twice the largest cache of a GPU apart from its memory: AMD's Infinity Cache of 256 MiB.
 _PAST_CACHES = 512 << 20
 _MOST_SETS = 32
-# The most new tokens of a sequence for which steps have rows of their own.
-_MOST_SHORT = 65
+# The most rows of a sequence for which steps of few new tokens have tiles of their own: heads of 320.
+_MOST_SHORT = 512
 _ON_TRIAL = Provenance("on trial", "", 0, "", "", "", "", "", "", (), 0, 0.0, 0.0, 0.0, 0)
 
 
@@ -174,8 +174,11 @@ class LayerBench:
 
 
 def _as_bound(tiles: Tiles) -> Iterator[Tiles]:
-    """Tiles in the forms in which they are bound: steps decide some fields of extend for Hopper (triton_hopper.py)."""
+    """Tiles in the forms in which they are bound: steps decide some fields of extend (triton.py, triton_hopper.py)."""
     yield tiles
+    if isinstance(tiles, ExtendTiles):
+        # With a short window no rows are shared.
+        yield replace(tiles, programs_per_cu=0, one_launch=False)
     if isinstance(tiles, HopperTiles):
         for early, fills in itertools.product((False, True), repeat=2):
             yield replace(tiles, extend=replace(tiles.extend, early=early, fills=fills))
@@ -196,7 +199,8 @@ def edges_of(job: TuneJob) -> list[StepLengths]:
     decode = StepLengths(kv_len, (1,) * len(kv_len))
     # Enough new tokens that no step is one of those with fewer, which have rows of their own.
     # Mixed steps count: a chunk in them is as long as any.
-    least = 2 * min(_MOST_SHORT, *(max(StepLengths.of(shape).q_len) for shape in job.shapes))
+    most_short = _MOST_SHORT // job.problem.gqa_ratio + 1
+    least = 2 * min(most_short, *(max(StepLengths.of(shape).q_len) for shape in job.shapes))
     longest = max(48, least) if job.max_rows == ANY_ROWS else max(2, job.max_rows // job.problem.gqa_ratio)
     new = tuple(max(2, longest - seq % 3) if seq % 4 else 2 for seq in range(len(kv_len)))
     extend = StepLengths(tuple(kv + n for kv, n in zip(kv_len, new, strict=True)), new)

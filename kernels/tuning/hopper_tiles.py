@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
-
-from rocm_attn.kernels.tuning.segment_tiles import parts_words, segment_tiles, slots_of
+from rocm_attn.kernels.tuning.segment_tiles import parts_words, slots_of
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
@@ -58,12 +56,17 @@ class HopperTiles:
     v_dim_block: int = 0
 
     def __post_init__(self) -> None:
-        assert not (self.scales_seldom and self.segment_len), "decode has maxima that are raised each time"
-        assert not (self.drawn_blocks and self.segment_len), "the merge of segments sets no count of drawn rows back"
-        assert not (self.powers_by_products and self.eights_by_products), "powers are by fours or by eights"
-        value_tiles = self.extend.key_block // self.value_block
-        # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
-        assert self.value_stages <= self.extend.num_stages * value_tiles, "V's ring holds more steps than K's"
+        """Raises ValueError for fields that exclude each other: a file may hold any."""
+        excluded = {
+            "decode has maxima that are raised each time": self.scales_seldom and self.segment_len,
+            "the merge of segments sets no count of drawn rows back": self.drawn_blocks and self.segment_len,
+            "powers are by fours or by eights": self.powers_by_products and self.eights_by_products,
+            # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
+            "V's ring holds more steps than K's": self.value_tiles * self.value_block
+            > self.extend.num_stages * self.extend.key_block,
+        }
+        if wrong := [sentence for sentence, is_so in excluded.items() if is_so]:
+            raise ValueError("; ".join(wrong))
 
     @property
     def producer_registers(self) -> int:
@@ -105,32 +108,17 @@ LEAST_BOX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _HopperTileChoice:
     """The largest rows that are served, of K and of V. v_head_dim 0: V like K"""
 
     head_dim: int
-    v_head_dim: int = 0
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        return self.head_dim, self.v_head_dim or self.head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HopperTileChoice(_Choice):
     tiles: HopperTiles
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SegmentTileChoice(_Choice):
-    """In deterministic attention: num_stages of ExtendTiles, and most_segments of HopperTiles."""
-
-    num_stages: int
-    most_segments: int
+    v_head_dim: int = 0
 
 
 def _by_dims(table: str) -> dict[tuple[int, int], HopperTiles]:
-    return {row.dims: row.tiles for row in TableFile(_HopperTileChoice, "hopper.json", table)}
+    rows = TableFile(_HopperTileChoice, "hopper.json", table)
+    return {(row.head_dim, row.v_head_dim or row.head_dim): row.tiles for row in rows}
 
 
 # Measured on one H200, torch 2.11, Triton 3.6; the cost of cutting rows alike not for pages whose keys are gathered.
@@ -138,11 +126,12 @@ _EXTEND_TILES = _by_dims("boxes")
 # Other tiles for pages whose keys are gathered, and for deterministic attention over all pages.
 _GATHERED_TILES = {**_EXTEND_TILES, **_by_dims("gathered")}
 
-# Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
-BESIDE_THE_PLAIN: Mapping[int, tuple[float, float]] = {64: (536, 631), 128: (394, 535)}
-
-# For eight-bit pages.
+# For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
+# each product.
 _CODED_TILES = _by_dims("codes")
+CODED_HEAD_DIMS = tuple(dim for dim, _ in _CODED_TILES)
+# In deterministic attention; segments and key blocks are those of decode (segment.json).
+_SEGMENT_TILES = _by_dims("segment")
 
 DIMS = tuple(_EXTEND_TILES)
 HEAD_DIMS = tuple(dim for dim, v_head_dim in DIMS if dim == v_head_dim)
@@ -154,16 +143,6 @@ def padded_dim(head_dim: int) -> int:
     Those after the head are zeros, or not read.
     """
     return -(-head_dim // 64) * 64
-
-
-# For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
-# each product.
-CODED_HEAD_DIMS = tuple(dim for dim, _ in _CODED_TILES)
-_SEGMENT_ROWS = {row.dims: row for row in TableFile(_SegmentTileChoice, "hopper.json", "segment")}
-# With 224 twice as much spills around the merge.
-_SEGMENT_REGISTERS = 240
-# The largest heads whose two accumulators both fit next to the rings in shared memory.
-_MOST_LEFT_SHARED = 128
 
 
 def hopper_tiles(head_dim: int, v_head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
@@ -183,23 +162,7 @@ def is_gathered(page_size: int) -> bool:
 
 
 def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
-    """The tiles of deterministic attention, for heads of up to HEAD_DIMS whose K and V are alike.
-
-    Segments and key blocks are those of decode.
-    """
-    # llama8b 1 x 2048 + 6144: 456 us, and 517 if products with K are of 64 keys too; normal mode 410, same run.
-    # With heads of 64: 599, 686 and 536. In decode blocks of 128 keys would take 1.17 to 1.27 of the normal mode, and
-    # masks of deterministic steps are read for 64 keys at most (mask_bits.TWO_WORDS).
-    of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
-    dims = _least_dims(_SEGMENT_ROWS, head_dim, head_dim)
-    choice, others = _SEGMENT_ROWS[dims], _GATHERED_TILES[dims]
-    extend = replace(others.extend, num_stages=choice.num_stages, alike_keys=0)
-    return HopperTiles(
-        extend,
-        overlaps=True,
-        registers=others.registers if is_gathered(page_size) else _SEGMENT_REGISTERS,
-        segment_len=of_decode.segment_len,
-        value_keys=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
-        most_segments=choice.most_segments,
-        left_in_workspace=head_dim > _MOST_LEFT_SHARED,
-    )
+    """The tiles of deterministic attention, for heads of up to HEAD_DIMS whose K and V are alike."""
+    dims = _least_dims(_SEGMENT_TILES, head_dim, head_dim)
+    tiles = _SEGMENT_TILES[dims]
+    return replace(tiles, registers=_GATHERED_TILES[dims].registers) if is_gathered(page_size) else tiles

@@ -1,8 +1,7 @@
 """Tile choices that were measured on one GPU, for layers of one geometry: the results of `rocm-attn tune`.
 
 A measured choice replaces the table's choice for the layer that it was measured with, and for no other one: it is a
-fact about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention are never
-measured.
+fact about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention never are.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
 from rocm_attn.kernels.tuning.tiles import (
     ANY_ROWS,
     CdnaTiles,
@@ -21,8 +21,8 @@ from rocm_attn.kernels.tuning.tiles import (
     next_power_of_2,
 )
 
-Tiles = DecodeTiles | ExtendTiles | LatentTiles
-AnyTiles = TypeVar("AnyTiles", DecodeTiles, ExtendTiles, LatentTiles)
+Tiles = DecodeTiles | ExtendTiles | LatentTiles | HopperTiles | HopperLatentTiles
+AnyTiles = TypeVar("AnyTiles", DecodeTiles, ExtendTiles, LatentTiles, HopperTiles, HopperLatentTiles)
 
 _WARPS = (1, 2, 4, 8, 16)
 _LARGEST_BLOCK = 256
@@ -34,23 +34,27 @@ class TileTable(enum.Enum):
     DECODE = "decode"
     CDNA_DECODE = "cdna_decode"
     EXTEND = "extend"
+    HOPPER_EXTEND = "hopper_extend"
     LATENT_DECODE = "latent_decode"
     LATENT_EXTEND = "latent_extend"
+    HOPPER_LATENT_DECODE = "hopper_latent_decode"
 
     @property
-    def tiles(self) -> type[DecodeTiles] | type[ExtendTiles] | type[LatentTiles]:
+    def tiles(self) -> type[Tiles]:
         """The class of its tiles."""
-        plain: dict[TileTable, type[DecodeTiles] | type[ExtendTiles]] = {
+        classes: dict[TileTable, type[Tiles]] = {
             TileTable.DECODE: DecodeTiles,
             TileTable.CDNA_DECODE: CdnaTiles,
             TileTable.EXTEND: ExtendTiles,
+            TileTable.HOPPER_EXTEND: HopperTiles,
+            TileTable.HOPPER_LATENT_DECODE: HopperLatentTiles,
         }
-        return plain.get(self, LatentTiles)
+        return classes.get(self, LatentTiles)
 
     @property
     def is_decode(self) -> bool:
         """True if its rows are for steps with one new token per sequence."""
-        return self in (TileTable.DECODE, TileTable.CDNA_DECODE, TileTable.LATENT_DECODE)
+        return "decode" in self.value
 
     @property
     def rivals(self) -> tuple[TileTable, ...]:
@@ -170,7 +174,7 @@ def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
     """Returns why no kernel takes these tiles for a layer; empty if, as far as is known without it, one does."""
     if type(tiles) is not table.tiles:
         return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"
-    wrong = [f"{name} {getattr(tiles, name)} is not {allowed}" for name, allowed in _wrong_numbers(tiles)]
+    wrong = _wrong_numbers(tiles)
     if wrong:
         return "; ".join(wrong)
     if isinstance(tiles, CdnaTiles):
@@ -179,41 +183,50 @@ def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
         return _decode_refusal(tiles, layer)
     if isinstance(tiles, ExtendTiles):
         return _extend_refusal(tiles, layer)
+    if isinstance(tiles, HopperTiles):
+        return _hopper_refusal(tiles, layer)
+    if isinstance(tiles, HopperLatentTiles):
+        return _hopper_latent_refusal(tiles)
     return "what is read in pairs has V's columns in two parts, not wide" if tiles.paired and tiles.wide else ""
 
 
-def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
-    """Fields that no kernel accepts, with the allowed values."""
-    blocks = _powers(16, _LARGEST_BLOCK)
-    allowed: dict[str, tuple[object, str]] = {
-        "key_block": blocks,
-        "query_rows": blocks,
-        "share_block": ((0, *blocks[0]), f"0 or {blocks[1]}"),
-        "dim_block": ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
-        "num_warps": (_WARPS, "1, 2, 4, 8 or 16"),
-        "heads_per_row": _numbers(1, 16),
-        "rows_at_once": ((1, 2), "1 or 2"),
-        "chains": ((1, 2), "1 or 2"),
-        "head_blocks": _numbers(1, 64),
-        "most_rounds": _numbers(1, 8),
-        "fewer_of_few": _numbers(1, 8),
-        "merge_group": ((0, *range(8, 1025)), "0 or 8 to 1024"),
-        "programs_per_cu": _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
-        "row_cost": _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
-        "row_end": _numbers(0, 64),
-        "waves_per_eu": _numbers(0, 8),
-        "max_registers": ((0, *range(16, 256)), "0 or 16 to 255"),
-        "row_keys": _numbers(0, 1 << 16),
-        "split_keys": _numbers(0, 1 << 16),
-        **{name: _numbers(1, 8) for name in ("num_stages", "diagonal_stages", "share_stages", "merge_stages")},
+def _wrong_numbers(tiles: Tiles) -> list[str]:
+    """Fields that no kernel accepts, with the allowed values, in words; those of tiles within tiles too."""
+    blocks, registers = _powers(16, _LARGEST_BLOCK), (range(24, 241, 8), "a multiple of 8 from 24 to 240")
+    fields: dict[tuple[str, ...], tuple[tuple[int, ...] | range, str]] = {
+        ("key_block", "query_rows"): blocks,
+        ("share_block",): ((0, *blocks[0]), f"0 or {blocks[1]}"),
+        ("dim_block", "v_dim_block"): ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
+        ("num_warps",): (_WARPS, "1, 2, 4, 8 or 16"),
+        ("heads_per_row",): _numbers(1, 16),
+        ("rows_at_once", "chains"): ((1, 2), "1 or 2"),
+        ("head_blocks",): _numbers(1, 64),
+        ("merge_group",): ((0, *range(8, 1025)), "0 or 8 to 1024"),
+        ("programs_per_cu",): _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
+        ("row_cost",): _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
+        ("row_end", "drawn_blocks"): _numbers(0, 64),
+        ("waves_per_eu", "value_tiles", "eights_by_products"): _numbers(0, 8),
+        ("max_registers",): ((0, *range(16, 256)), "0 or 16 to 255"),
+        ("row_keys", "split_keys", "alike_keys"): _numbers(0, 1 << 16),
+        ("registers", "score_registers", "loader_registers"): registers,
+        ("decoder_registers",): ((0, *registers[0]), f"0 or {registers[1]}"),
+        ("code_tiles",): ((0, *range(2, 9)), "0 or 2 to 8"),
+        ("powers_by_products",): _numbers(0, 4),
+        ("segment_len", "most_segments"): ((0,), "0 except in deterministic attention"),
+        ("num_stages", "diagonal_stages", "share_stages", "merge_stages", "most_rounds", "fewer_of_few"): _numbers(
+            1, 8
+        ),
     }
-    found = [(name, *allowed[name]) for name in type(tiles).__dataclass_fields__ if name in allowed]
-    return [(name, words) for name, values, words in found if getattr(tiles, name) not in values]  # type: ignore[operator]
+    allowed = {name: of for names, of in fields.items() for name in names}
+    given = {name: getattr(tiles, name) for name in type(tiles).__dataclass_fields__}
+    within = [wrong for each in given.values() if isinstance(each, Tiles) for wrong in _wrong_numbers(each)]
+    own = {name: allowed[name] for name in given if name in allowed}
+    return within + [f"{name} {given[name]} is not {of[1]}" for name, of in own.items() if given[name] not in of[0]]
 
 
 def _powers(first: int, last: int) -> tuple[tuple[int, ...], str]:
-    powers = tuple(1 << n for n in range(first.bit_length() - 1, last.bit_length()))
-    return powers, f"a power of two from {first} to {last}"
+    found = range(first.bit_length() - 1, last.bit_length())
+    return tuple(1 << n for n in found), f"a power of two from {first} to {last}"
 
 
 def _numbers(first: int, last: int) -> tuple[range, str]:
@@ -250,6 +263,30 @@ def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
             f"decode for CDNA has blocks of 16 or 32 keys, one wave, {heads} KV heads a row, and nothing else changed"
         )
     return ""
+
+
+def _hopper_refusal(tiles: HopperTiles, layer: MeasuredLayer) -> str:
+    searched = ("key_block", "num_stages", "dim_block", "row_keys", "split_keys", "alike_keys")
+    given = {name: getattr(tiles.extend, name) for name in searched}
+    if tiles.extend != ExtendTiles(128, num_warps=4, programs_per_cu=1, merge_stages=4, **given):
+        return "extend for Hopper has 128 rows in groups of four warps, and a cut that differs in nothing else"
+    if {layer.kv_encoding != _NOT_CODED} != {tiles.code_tiles > 0, tiles.decoder_registers > 0}:
+        return "tiles of codes, and registers of a group that decodes them, are for pages of eight bits"
+    if tiles.extend.key_block not in (64, 128) or tiles.value_keys not in (0, tiles.extend.key_block // 2):
+        return "extend for Hopper has blocks of 64 or 128 keys, and tiles of V of all of them or half"
+    if tiles.code_tiles and (tiles.value_keys or tiles.value_tiles):
+        return "codes of V are decoded by key blocks"
+    return "" if tiles.producer_registers >= 24 else f"{tiles.registers} registers leave too few for other warps"
+
+
+def _hopper_latent_refusal(tiles: HopperLatentTiles) -> str:
+    latent = tiles.latent
+    given = {name: getattr(latent, name) for name in ("num_stages", "row_cost", "early", "even")}
+    if latent.key_block not in (32, 64) or latent != LatentTiles(64, latent.key_block, num_warps=4, **given):
+        return (
+            "latent decode for Hopper has 64 rows and 32 or 64 keys in groups of four warps, and nothing else changed"
+        )
+    return "" if tiles.value_registers >= 24 else "too few registers are left to groups that add up values"
 
 
 def _extend_refusal(tiles: ExtendTiles, layer: MeasuredLayer) -> str:

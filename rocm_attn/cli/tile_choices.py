@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from rocm_attn.kernels.tuning.measured import Tiles, TileTable
@@ -15,6 +15,8 @@ from rocm_attn.providers.tiles import (
     cdna_tiles_of,
     decode_tiles_of,
     extend_choices_of,
+    hopper_latent_tiles_of,
+    hopper_tiles_of,
     latent_decode_tiles_of,
     latent_extend_tiles_of,
     measured_choice,
@@ -26,6 +28,8 @@ _FILES = {
     TileTable.EXTEND: "kernels/tuning/extend.json",
     TileTable.LATENT_DECODE: "kernels/tuning/latent.json",
     TileTable.LATENT_EXTEND: "kernels/tuning/latent.json",
+    TileTable.HOPPER_EXTEND: "kernels/tuning/hopper.json",
+    TileTable.HOPPER_LATENT_DECODE: "kernels/tuning/latent_tiles.py",
 }
 # The kernels of each table, by the ends of their names.
 _KERNELS = {
@@ -34,6 +38,17 @@ _KERNELS = {
     TileTable.EXTEND: ("triton.extend", "triton.hopper_extend"),
     TileTable.LATENT_DECODE: ("triton.latent_decode",),
     TileTable.LATENT_EXTEND: ("triton.latent_extend",),
+    TileTable.HOPPER_EXTEND: ("triton.hopper_extend", "triton.hopper_decode"),
+    TileTable.HOPPER_LATENT_DECODE: ("triton.hopper_latent_decode",),
+}
+
+_TILES: Mapping[TileTable, Callable[[Problem, Target], Tiles]] = {
+    TileTable.DECODE: decode_tiles_of,
+    TileTable.CDNA_DECODE: cdna_tiles_of,
+    TileTable.LATENT_DECODE: latent_decode_tiles_of,
+    TileTable.LATENT_EXTEND: latent_extend_tiles_of,
+    TileTable.HOPPER_EXTEND: hopper_tiles_of,
+    TileTable.HOPPER_LATENT_DECODE: hopper_latent_tiles_of,
 }
 
 
@@ -48,17 +63,21 @@ class TileChoice:
 
     def line(self) -> str:
         """The row in one line, without fields that have their defaults."""
-        given = [
-            f"{field.name} {getattr(self.tiles, field.name)}"
-            for field in fields(self.tiles)
-            if getattr(self.tiles, field.name) != field.default
-        ]
-        return f"{self.what}: {', '.join(given)}; {self.origin}"
+        return f"{self.what}: {', '.join(_given(self.tiles))}; {self.origin}"
 
     def as_json(self) -> dict[str, Any]:
         """The row for --json."""
-        tiles = {field.name: getattr(self.tiles, field.name) for field in fields(self.tiles)}
-        return {"what": self.what, "tiles": tiles, "origin": self.origin, "measured": self.is_measured}
+        return {"what": self.what, "tiles": asdict(self.tiles), "origin": self.origin, "measured": self.is_measured}
+
+
+def _given(tiles: Any) -> Iterator[str]:
+    """Fields without their defaults, those of tiles within tiles first."""
+    for field in fields(tiles):
+        value = getattr(tiles, field.name)
+        if is_dataclass(value):
+            yield from _given(value)
+        elif value != field.default:
+            yield f"{field.name} {value}"
 
 
 def tile_choices(selection: Selection) -> list[TileChoice]:
@@ -73,21 +92,13 @@ def tile_choices(selection: Selection) -> list[TileChoice]:
 
 
 def _choices(table: TileTable, problem: Problem, target: Target) -> Iterator[TileChoice]:
-    assert (problem.pool is PoolKind.LATENT) == (table in (TileTable.LATENT_DECODE, TileTable.LATENT_EXTEND))
+    assert (problem.pool is PoolKind.LATENT) == ("latent" in table.value)
     if table is TileTable.EXTEND:
         for choice in extend_choices_of(problem, target):
             few = "" if choice.max_rows == ANY_ROWS else f", up to {choice.max_rows // problem.gqa_ratio} new tokens"
             yield _choice(table, few, choice.tiles, problem, target, choice.max_rows)
         return
-    if table is TileTable.DECODE:
-        tiles: Tiles = decode_tiles_of(problem, target)
-    elif table is TileTable.CDNA_DECODE:
-        tiles = cdna_tiles_of(problem, target)
-    elif table is TileTable.LATENT_DECODE:
-        tiles = latent_decode_tiles_of(problem, target)
-    else:
-        tiles = latent_extend_tiles_of(problem, target)
-    yield _choice(table, "", tiles, problem, target, ANY_ROWS)
+    yield _choice(table, "", _TILES[table](problem, target), problem, target, ANY_ROWS)
 
 
 def _choice(table: TileTable, few: str, tiles: Tiles, problem: Problem, target: Target, max_rows: int) -> TileChoice:

@@ -12,7 +12,14 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
-from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, hopper_tiles
+from rocm_attn.kernels.tuning.latent_tiles import (
+    HOPPER_LATENT_TILES,
+    HopperLatentTiles,
+    LatentTiles,
+    latent_decode_tiles,
+    latent_extend_tiles,
+)
 from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredTileChoice, TileTable
 from rocm_attn.kernels.tuning.tiles import (
     ANY_ROWS,
@@ -148,6 +155,18 @@ def latent_extend_tiles_of_table(problem: Problem, target: Target) -> LatentTile
         dtype=problem.dtype,
         is_coded=problem.page_format.encoding.is_fp8,
     )
+
+
+def hopper_tiles_of(problem: Problem, target: Target) -> HopperTiles:
+    """The tiles of extend for Hopper, for a problem within its limits."""
+    is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
+    static = hopper_tiles(problem.head_dim, problem.v_head_dim, problem.page_size, coded=is_coded)
+    return _or_measured(static, measured_choice(TileTable.HOPPER_EXTEND, problem, target))
+
+
+def hopper_latent_tiles_of(problem: Problem, target: Target) -> HopperLatentTiles:
+    """The tiles of latent decode for Hopper with one new token."""
+    return _or_measured(HOPPER_LATENT_TILES, measured_choice(TileTable.HOPPER_LATENT_DECODE, problem, target))
 
 
 def _shape(problem: Problem) -> _Shape:

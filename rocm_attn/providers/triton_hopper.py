@@ -18,7 +18,6 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
     HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
-    hopper_tiles,
 )
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
@@ -26,7 +25,7 @@ from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutExtend
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.tiles import extend_cut
+from rocm_attn.providers.tiles import extend_cut, hopper_tiles_of
 from rocm_attn.providers.triton_later import hopper_launches
 
 # For smaller heads the columns of zeros cost more than the kernel gains. 48 x 4 heads of 24, 7 x 707..1299 new of as
@@ -118,9 +117,7 @@ class DrawnHopperExtend(HopperExtend):
 
 def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
     """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
-    is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
-    tiles = hopper_tiles(problem.head_dim, problem.v_head_dim, problem.page_size, coded=is_coded)
-    tiles = _launched_early(tiles, min_q_len)
+    tiles = _launched_early(hopper_tiles_of(problem, target), min_q_len)
     extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
     return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 

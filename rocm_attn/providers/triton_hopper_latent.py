@@ -16,6 +16,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
+from rocm_attn.providers.tiles import hopper_latent_tiles_of
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 
@@ -58,6 +59,6 @@ class HopperLatentDecode(SplitLatents[HopperLatentTiles]):
 
 def bind_latent_decode(problem: Problem, target: Target, *, fewest: int, most: int) -> HopperLatentDecode:
     """Binds decode for a problem within LIMITS, and sequences with fewest to most new tokens."""
-    tiles = HOPPER_LATENT_TILES
+    tiles = hopper_latent_tiles_of(problem, target) if most == 1 else HOPPER_LATENT_TILES
     cut = cut_of_latents(tiles.latent, problem, target, fewest=fewest, most=most)
     return HopperLatentDecode(problem, scores_of(problem), tiles, cut)

@@ -7,23 +7,40 @@ process ends: its candidate gets no time, and a sentence that says why.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import re
 import signal
+import subprocess
+import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 import torch
 
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
 from rocm_attn.kernels.tuning.measured import Tiles
 from rocm_attn.machine.target import Target
-from rocm_lab.tune.bench import JobSteps, kernel_of
+from rocm_lab.tune.bench import JobSteps, StepSizes, kernel_of
 from rocm_lab.tune.jobs import TuneJob
-from rocm_lab.tune.search import Bench, Judged, Times
+from rocm_lab.tune.search import Bench, Judged, Task, Times
 
-CompileTask = tuple[TuneJob, Tiles]
+# Instructions by which a warp group waits for its products, in PTX and in machine code.
+_JUDGED_BY_CODE = HopperTiles, HopperLatentTiles
+_WAIT_IN_PTX, _WAIT = re.compile(r"wgmma\.wait_group"), re.compile(r"WARPGROUP\.DEPBAR\.LE")
+
+
+class _Compile(NamedTuple):
+    """A candidate whose kernels are compiled: those of timed kinds of steps, or of the others."""
+
+    job: TuneJob
+    tiles: Tiles
+    others: bool = False
 
 
 @dataclass
@@ -32,7 +49,7 @@ class _Worker:
 
     process: BaseProcess
     ours: Connection
-    task: CompileTask | None = None
+    task: _Compile | None = None
 
 
 class CompiledAhead:
@@ -47,26 +64,34 @@ class CompiledAhead:
         self._bench, self._target, self._steps = bench, target, steps
         self._context = multiprocessing.get_context("spawn")
         self._workers = [self._start() for _ in range(workers)]
-        self._queue: deque[CompileTask] = deque()
-        # Finished tasks, each with the reason why it failed, or "".
-        self._done: dict[CompileTask, str] = {}
+        self._queue: deque[_Compile] = deque()
+        # Finished ones, each with the reason why it failed, or "".
+        self._done: dict[_Compile, str] = {}
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """See `Bench.expect`. These replace candidates that were expected before and are not begun."""
         at = {worker.task for worker in self._workers}
-        self._queue = deque((job, each) for each in tiles if (job, each) not in self._done and (job, each) not in at)
+        every = dict.fromkeys(_Compile(*task) for task in tasks)
+        self._queue = deque(task for task in every if task not in self._done and task not in at)
         self._hand_out()
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """See `Bench.judge`."""
-        task = job, tiles
+        return self._compiled(_Compile(job, tiles)) or self._bench.judge(job, tiles)
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """See `Bench.judge_others`."""
+        return self._compiled(_Compile(job, tiles, others=True)) or self._bench.judge_others(job, tiles)
+
+    def _compiled(self, task: _Compile) -> Judged | None:
+        """Compiles at once what is not compiled. Returns the verdict if it is not to be run."""
         if task not in self._done and task not in {worker.task for worker in self._workers}:
             if task in self._queue:
                 self._queue.remove(task)
             self._queue.appendleft(task)
         while task not in self._done:
             self._turn()
-        return Judged(self._done[task]) if self._done[task] else self._bench.judge(job, tiles)
+        return Judged(self._done[task]) if self._done[task] else None
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """See `Bench.times`."""
@@ -105,11 +130,11 @@ class CompiledAhead:
             worker = self._workers[number]
             assert worker.task is not None
             try:
-                worker.ours.recv()
+                wrong = worker.ours.recv()
             except (EOFError, OSError):
                 self._ended(number)
             else:
-                self._done[worker.task] = ""
+                self._done[worker.task] = wrong
                 worker.task = None
         self._hand_out()
 
@@ -132,29 +157,56 @@ def _compile_all(connection: Connection, target: Target, steps: JobSteps) -> Non
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the signal
     torch.set_num_threads(1)
-    with compile_only(absent_gpu(target)), observe_launches(_launch):
+    kernels: list[Any] = []
+    with compile_only(absent_gpu(target)), observe_launches(lambda launch: kernels.append(launch())):
         while True:
             try:
-                job, tiles = connection.recv()
+                task: _Compile = connection.recv()
             except EOFError:
                 return
-            compile_tiles(job, tiles, target, steps)
-            connection.send(None)
+            wanted = [step for step in steps.of(task.job) if step.other == task.others]
+            connection.send(compile_tiles(task.job, task.tiles, target, wanted, kernels))
 
 
-def _launch(launch: Callable[[], object]) -> None:
-    launch()
-
-
-def compile_tiles(job: TuneJob, tiles: Tiles, target: Target, steps: JobSteps) -> None:
+def compile_tiles(job: TuneJob, tiles: Tiles, target: Target, steps: Sequence[StepSizes], kernels: list[Any]) -> str:
     """Launches a candidate's kernels on empty tensors of the CPU, with the launches that the GPU will run.
 
-    A candidate that fails here also fails on the GPU, where its error is reported.
+    Returns why it will not be timed, by its compiled code: then not all of its steps are compiled. A candidate that
+    fails here also fails on the GPU, where its error is reported.
+
+    kernels: to which launches are appended
     """
-    for step in steps.of(job):
+    for step in steps:
+        kernels.clear()
         data = step.empty(job.problem)
         kernel = kernel_of(job, tiles, data, target)
         try:
             data.runs(kernel)[0].attend()
         except Exception:
-            return
+            return ""
+        if type(tiles) in _JUDGED_BY_CODE:
+            wrong = next(filter(None, map(wrong_in_code, kernels)), "")
+            if wrong:
+                return wrong
+    return ""
+
+
+@functools.cache
+def wrong_in_code(compiled: Any) -> str:
+    """Returns why compiled code is too slow to be timed; empty if nothing shows it.
+
+    If registers do not hold running products of warp groups, ptxas waits for each product, where PTX waits once.
+    """
+    asked = len(_WAIT_IN_PTX.findall(compiled.asm["ptx"]))
+    if not asked:
+        return ""
+    # Imported here, because it imports Triton.
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", cubin.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    waits = len(_WAIT.findall(code))
+    return f"pruned: ptxas waits for products {waits} times, and the kernel {asked} times" if waits > asked else ""

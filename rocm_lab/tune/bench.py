@@ -7,6 +7,7 @@ of pages that no cache holds at the same time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,9 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.launch import note_launches
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.measured import Provenance, Tiles
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTiles
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
@@ -26,31 +28,37 @@ from rocm_lab.bench.clocks import Clock, Timed
 from rocm_lab.bench.machine import INFINITY_CACHE_BYTES
 from rocm_lab.tune.data import StepLengths, TuneData
 from rocm_lab.tune.jobs import TuneJob
-from rocm_lab.tune.search import Judged, SearchEnded, Times
+from rocm_lab.tune.search import Judged, SearchEnded, Task, Times
 
 # Twice the largest cache that a GPU of today has apart from its memory.
 _PAST_CACHES = 2 * INFINITY_CACHE_BYTES
 _MOST_SETS = 32
-# The most new tokens of a sequence for which steps have rows of their own.
-_MOST_SHORT = 65
+# The most rows of a sequence for which steps of few new tokens have tiles of their own: heads of 320.
+_MOST_SHORT = 512
 _ON_TRIAL = Provenance("on trial", "", 0, "", "", "", "", "", "", (), 0, 0.0, 0.0, 0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """A step that candidates run. sets: number of page sets; is_edge: True if it is only judged, with log-sum-exp"""
+    """A step that candidates run.
+
+    sets:    number of page sets
+    is_edge: True if it is only judged
+    other:   True if it is of no kind that is timed, and so of other compiled kernels: then it has log-sum-exp
+    """
 
     lengths: StepLengths
     sets: int
     is_edge: bool
+    other: bool
 
     def random(self, problem: Problem, device: torch.device) -> TuneData:
         """The step with random data."""
-        return TuneData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.is_edge)
+        return TuneData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.other)
 
     def empty(self, problem: Problem) -> TuneData:
         """The step without data, on the CPU."""
-        return TuneData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.is_edge)
+        return TuneData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +73,12 @@ class JobSteps:
     apart: int = _PAST_CACHES
 
     def of(self, job: TuneJob) -> list[StepSizes]:
-        """The edges, then the timed steps."""
-        timed = [StepLengths((each.kv_len,) * each.num_seqs, (each.q_len,) * each.num_seqs) for each in job.shapes]
-        return [
-            *(StepSizes(lengths, 1, is_edge=True) for lengths in self.edges(job)),
-            *(StepSizes(each, sets_of(job, sum(each.kv_len), self.apart), is_edge=False) for each in timed),
-        ]
+        """The timed steps, then the edges: first those of kinds that are timed."""
+        timed = [StepLengths.of(shape) for shape in job.shapes]
+        kinds = {each.kind for each in timed}
+        sizes = [StepSizes(each, sets_of(job, sum(each.kv_len), self.apart), False, False) for each in timed]
+        edges = [StepSizes(each, 1, True, each.kind not in kinds) for each in self.edges(job)]
+        return sizes + sorted(edges, key=lambda step: step.other)
 
 
 class LayerBench:
@@ -80,20 +88,29 @@ class LayerBench:
         self._device, self._target, self._clock, self._steps = device, target, clock, steps
         self._job: TuneJob | None = None
         self._edges: list[TuneData] = []
+        self._others: list[TuneData] = []
         self._timed: list[TuneData] = []
         self._in_use: tuple[Tiles, list[Timed]] | None = None
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """See `Bench.expect`. Does nothing ahead."""
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """See `Bench.judge`."""
         self._take(job)
+        return self._judged(job, tiles, [*self._edges, *self._timed])
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """See `Bench.judge_others`."""
+        self._take(job)
+        return self._judged(job, tiles, self._others)
+
+    def _judged(self, job: TuneJob, tiles: Tiles, steps: Sequence[TuneData]) -> Judged:
         spilled = 0
-        every = [(data, range(len(data.lengths.q_len))) for data in self._edges]
-        ends = [(data, {0, len(data.lengths.q_len) - 1}) for data in self._timed]
-        for data, seqs in (*every, *ends):
-            wrong, spills = self._run(job, tiles, data, sorted(seqs))
+        for data in steps:
+            every = range(len(data.lengths.q_len))
+            # Timed steps have the most keys: their first and last sequences are compared.
+            wrong, spills = self._run(job, tiles, data, sorted({0, every[-1]} if data in self._timed else every))
             spilled = max(spilled, spills)
             if wrong:
                 return Judged(wrong, spilled)
@@ -113,15 +130,16 @@ class LayerBench:
         """Makes the steps of a job, which replace those of another job."""
         if self._job == job:
             return
-        self._edges, self._timed, self._in_use = [], [], None
+        self._edges, self._others, self._timed, self._in_use = [], [], [], None
         self._job = job
         for step in self._steps.of(job):
-            (self._edges if step.is_edge else self._timed).append(step.random(job.problem, self._device))
+            of_kind = self._others if step.other else self._edges if step.is_edge else self._timed
+            of_kind.append(step.random(job.problem, self._device))
 
     def _run(self, job: TuneJob, tiles: Tiles, data: TuneData, seqs: Sequence[int]) -> tuple[str, int]:
         """Runs a candidate on a step. Returns what is wrong with it, and the number of registers that it spills."""
         kernel = kernel_of(job, tiles, data, self._target)
-        if str(tiles) not in kernel.describe():
+        if not any(str(bound) in kernel.describe() for bound in _as_bound(tiles)):
             name = kernel.describe().partition("(")[0]
             return f"{name} serves these steps, and its tiles are not searched", 0
         try:
@@ -156,6 +174,17 @@ class LayerBench:
             ) from failure
 
 
+def _as_bound(tiles: Tiles) -> Iterator[Tiles]:
+    """Tiles in the forms in which they are bound: steps decide some fields of extend (triton.py, triton_hopper.py)."""
+    yield tiles
+    if isinstance(tiles, ExtendTiles):
+        # With a short window no rows are shared.
+        yield replace(tiles, programs_per_cu=0, one_launch=False)
+    if isinstance(tiles, HopperTiles):
+        for early, fills in itertools.product((False, True), repeat=2):
+            yield replace(tiles, extend=replace(tiles.extend, early=early, fills=fills))
+
+
 def kernel_of(job: TuneJob, tiles: Tiles, data: TuneData, target: Target) -> BoundKernel:
     """The kernel that would serve a step of the layer if these tiles were measured."""
     problem = replace(job.problem, wants_lse=data.lse is not None)
@@ -170,7 +199,9 @@ def edges_of(job: TuneJob) -> list[StepLengths]:
     kv_len = (1, 2, page, page + 1, 63, 64, 65, 129, 300, 777)
     decode = StepLengths(kv_len, (1,) * len(kv_len))
     # Enough new tokens that no step is one of those with fewer, which have rows of their own.
-    least = 2 * min(_MOST_SHORT, *(shape.q_len for shape in job.shapes))
+    # Mixed steps count: a chunk in them is as long as any.
+    most_short = _MOST_SHORT // job.problem.gqa_ratio + 1
+    least = 2 * min(most_short, *(max(StepLengths.of(shape).q_len) for shape in job.shapes))
     longest = max(48, least) if job.max_rows == ANY_ROWS else max(2, job.max_rows // job.problem.gqa_ratio)
     new = tuple(max(2, longest - seq % 3) if seq % 4 else 2 for seq in range(len(kv_len)))
     extend = StepLengths(tuple(kv + n for kv, n in zip(kv_len, new, strict=True)), new)

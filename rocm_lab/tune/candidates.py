@@ -2,21 +2,25 @@
 
 The effect of two changes together follows mostly from the effects of each alone. So pairs come later, and are left out
 if one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
+Those of Hopper's kernels follow from a description of the kernels (hopper.py), and some change several fields at once.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
 from rocm_attn.kernels.tuning.measured import Tiles, TileTable, refusal
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, CodeKind, DecodeTiles, ExtendTiles, next_power_of_2
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.tiles import codes_of, layer_of
+from rocm_lab.tune import hopper
 from rocm_lab.tune.jobs import TuneJob
 
 Change = tuple[str, object]
@@ -38,33 +42,74 @@ class CandidateTiles:
         return ", ".join(f"{name} {value}" for name, value in self.changes) or "the table's choice"
 
 
-def candidates(job: TuneJob, target: Target) -> list[CandidateTiles]:
+@functools.cache
+def candidates(job: TuneJob, target: Target) -> tuple[CandidateTiles, ...]:
     """All candidates of a job, in order, without the choice in use.
 
     If the choice in use is another kernel's, the table's own choice is the first candidate.
     """
     values = _values(job, target)
     single: list[Change] = [
-        (name, value) for name, each in values.items() for value in each if value != getattr(job.tiles, name)
+        (name, value) for name, each in values.items() for value in each if value != _present(job.tiles, name)
     ]
     pairs = ((one, other) for one, other in itertools.combinations(single, 2) if one[0] != other[0])
     none: tuple[tuple[Change, ...], ...] = () if job.tiles == job.in_use else ((),)
-    found = (_changed(job.tiles, changes) for changes in itertools.chain(none, ((one,) for one in single), pairs))
+    return tuple(_taken(job, target, itertools.chain(none, ((one,) for one in single), pairs)))
+
+
+def together(job: TuneJob, target: Target, gains: Sequence[Change]) -> list[CandidateTiles]:
+    """Candidates with the first three gains, the first four, and so on: of each field its first one. Most last."""
+    of_fields = list({change[0]: change for change in reversed(gains)}.values())[::-1]
+    return list(_taken(job, target, (tuple(of_fields[:many]) for many in range(3, len(of_fields) + 1))))
+
+
+def _taken(job: TuneJob, target: Target, changes: Iterable[tuple[Change, ...]]) -> Iterator[CandidateTiles]:
+    """The candidates that a kernel takes."""
     layer = layer_of(job.problem)
-    return [
-        each
-        for each in found
-        if not refusal(job.table, each.tiles, layer) and _fits(each.tiles, job.problem, target.lds_bytes)
-    ]
+    for each in changes:
+        try:
+            tiles = _changed(job.tiles, each)
+        except ValueError:
+            continue  # fields that exclude each other
+        if not refusal(job.table, tiles, layer) and _fits(tiles, job.problem, target.lds_bytes):
+            yield CandidateTiles(tiles, each)
 
 
-def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> CandidateTiles:
+def _present(tiles: Tiles, name: str) -> object:
+    """The value of a field, or of one of the tiles within these."""
+    if isinstance(tiles, HopperTiles):
+        return hopper.layout_of(tiles) if name == "layout" else getattr(tiles, name, getattr(tiles.extend, name, None))
+    return getattr(
+        tiles.latent if isinstance(tiles, HopperLatentTiles) and hasattr(tiles.latent, name) else tiles, name
+    )
+
+
+def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> Tiles:
+    """Tiles with other values of fields, their own and of the tiles within them."""
     given: dict[str, Any] = dict(changes)
-    return CandidateTiles(replace(tiles, **given), changes)
+    if isinstance(tiles, HopperTiles) and "layout" in given:
+        tiles = hopper.with_layout(tiles, given.pop("layout"))
+    if isinstance(tiles, HopperTiles):
+        within, given = _parted(given, tiles.extend)
+        return replace(tiles, extend=replace(tiles.extend, **within), **given)
+    if isinstance(tiles, HopperLatentTiles):
+        within, given = _parted(given, tiles.latent)
+        return replace(tiles, latent=replace(tiles.latent, **within), **given)
+    return replace(tiles, **given)
+
+
+def _parted(given: dict[str, Any], within: ExtendTiles | LatentTiles) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of fields of the tiles within, and the others."""
+    names = {field.name for field in fields(within)}
+    return {n: v for n, v in given.items() if n in names}, {n: v for n, v in given.items() if n not in names}
 
 
 def _values(job: TuneJob, target: Target) -> Values:
     """The values of each field that may be tried: only fields that change a kernel's time and not its results."""
+    if isinstance(job.tiles, HopperTiles):
+        return dict(hopper.extend_values(job.tiles, job.problem, target.lds_bytes))
+    if isinstance(job.tiles, HopperLatentTiles):
+        return dict(hopper.latent_values())
     values = dict(_values_of(job))
     if target.is_amd:
         values["waves_per_eu"] = (0, 1, 2, 3)
@@ -130,6 +175,8 @@ def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:
     """True if the key blocks whose loads are in flight fit LDS; other data of the compiler in LDS is not known."""
     if isinstance(tiles, CdnaTiles):
         return True  # its blocks are in registers
+    if isinstance(tiles, HopperTiles | HopperLatentTiles):
+        return hopper.fits(tiles, problem, lds_bytes)
     heads = 1 if isinstance(tiles, LatentTiles) else tiles.heads_per_row
     # In a latent pool V is a part of K.
     dims = problem.head_dim + (0 if isinstance(tiles, LatentTiles) else problem.v_head_dim)

@@ -78,9 +78,9 @@ def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench)
     say(*left_out, *_not_served(problems, target, options.provider, jobs))
     facts = facts_of(target, device)
     ends = time.monotonic() + options.seconds
-    run = _Run(file, place, facts)
+    run = TuneRun(file, place, facts)
     journal = Journal(place.with_name(place.name + ".trials"), facts)
-    search = Search(bench, target, journal, lambda: time.monotonic() < ends, run.keep, run.kept)
+    search = Search(bench, target, journal, lambda: ends - time.monotonic(), run.keep, run.kept)
     try:
         for tried in search.run(jobs):
             run.took(tried)
@@ -89,7 +89,7 @@ def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench)
         run.report(options.json, was_enough=time.monotonic() < ends)
 
 
-class _Run:
+class TuneRun:
     """The findings of a search so far, and the file that they are kept in."""
 
     def __init__(self, file: TuningFile, place: Path, facts: dict[str, str]) -> None:
@@ -104,6 +104,7 @@ class _Run:
             shapes = tuple(times.shape for times in choice.measured.shapes)
             if (
                 is_same
+                and choice.table in job.table.rivals
                 and choice == job.choice(choice.tiles, choice.measured)
                 and shapes == tuple(map(str, job.shapes))
             ):

@@ -17,13 +17,19 @@ from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.prepared import PreparedLayer, bounds_of_step, step_of
 from rocm_lab.bench.step_data import random_pages
+from rocm_lab.cost.cost import CostShape
 
 # The number of last new tokens per sequence that are compared: the reference takes float64 for each and each key.
 _MOST_TOKENS = 8
 # The largest scale of codes in random pages.
 _LARGEST_SCALE = 1.5
+
+
+# Sequences that are alike, or any.
+TimedShape = CostShape | BatchSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,13 @@ class StepLengths:
 
     kv_len: tuple[int, ...]
     q_len: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: TimedShape) -> StepLengths:
+        """The lengths of a shape that is timed."""
+        if isinstance(shape, BatchSpec):
+            return cls(shape.kv_len, shape.q_len)
+        return cls((shape.kv_len,) * shape.num_seqs, (shape.q_len,) * shape.num_seqs)
 
     @property
     def kind(self) -> StepKind:

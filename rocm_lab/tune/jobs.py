@@ -19,12 +19,17 @@ from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import (
     decode_tiles_of,
     extend_choices_of_table,
+    hopper_latent_tiles_of,
+    hopper_tiles_of,
     latent_decode_tiles_of_table,
     latent_extend_tiles_of_table,
     layer_of,
 )
 from rocm_attn.providers.triton_cdna import CdnaDecode
+from rocm_attn.providers.triton_hopper import HopperExtend
+from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_lab.cost.cost import CostShape
+from rocm_lab.tune.data import StepLengths, TimedShape
 
 # Default shapes: decode of one long and of many sequences, a chunk of a prompt, many chunks, and verified drafts.
 SHAPES = (
@@ -52,10 +57,10 @@ class TuneJob:
     max_rows: int
     tiles: Tiles
     in_use: Tiles
-    shapes: tuple[CostShape, ...]
+    shapes: tuple[TimedShape, ...]
 
     @classmethod
-    def of(cls, table: TileTable, problem: Problem, tiles: Tiles, shapes: tuple[CostShape, ...]) -> TuneJob:
+    def of(cls, table: TileTable, problem: Problem, tiles: Tiles, shapes: tuple[TimedShape, ...]) -> TuneJob:
         """A job for a row that serves by itself, in all steps."""
         return cls(table, problem, ANY_ROWS, tiles, tiles, shapes)
 
@@ -92,7 +97,7 @@ def shapes_named(text: str) -> tuple[CostShape, ...]:
 
 
 def jobs_of(
-    problems: Iterable[Problem], target: Target, shapes: Sequence[CostShape]
+    problems: Iterable[Problem], target: Target, shapes: Sequence[TimedShape]
 ) -> tuple[list[TuneJob], list[str]]:
     """The searches for layers on a target, and a sentence for each kind of layer, or shape, that has none."""
     jobs: list[TuneJob] = []
@@ -114,29 +119,40 @@ def jobs_of(
     return jobs, left_out
 
 
-def _jobs_of(problem: Problem, target: Target, shapes: Sequence[CostShape]) -> Iterator[TuneJob]:
-    decodes = tuple(shape for shape in shapes if shape.q_len == 1)
-    extends = tuple(shape for shape in shapes if shape.q_len > 1)
+def _jobs_of(problem: Problem, target: Target, shapes: Sequence[TimedShape]) -> Iterator[TuneJob]:
+    decodes = tuple(shape for shape in shapes if StepLengths.of(shape).kind.decodes)
+    extends = tuple(shape for shape in shapes if shape not in decodes)
+    static = replace(target, measured=())
     if problem.pool is PoolKind.LATENT:
-        if decodes:
+        if decodes and isinstance(select(problem, static, "triton").kernel(StepKind.DECODE).bound, HopperLatentDecode):
+            yield TuneJob.of(TileTable.HOPPER_LATENT_DECODE, problem, hopper_latent_tiles_of(problem, static), decodes)
+        elif decodes:
             yield TuneJob.of(
                 TileTable.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes
             )
-        longer = tuple(shape for shape in extends if shape.q_len > MOST_SPLIT_TOKENS)
+        longer = tuple(shape for shape in extends if max(StepLengths.of(shape).q_len) > MOST_SPLIT_TOKENS)
         if longer:
             yield TuneJob.of(TileTable.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
         return
-    if decodes:
-        yield from _decode_jobs(problem, replace(target, measured=()), decodes)
+    selection = select(problem, static, "triton")
+    by_hopper: tuple[TimedShape, ...] = ()
+    if decodes and isinstance(selection.kernel(StepKind.DECODE).bound, HopperExtend):
+        by_hopper = decodes
+    elif decodes:
+        yield from _decode_jobs(problem, static, decodes)
     left = list(extends)
     for choice in extend_choices_of_table(problem, target):
         of_choice = tuple(shape for shape in left if _choices(problem, shape) <= choice.max_rows)
         left = [shape for shape in left if shape not in of_choice]
-        if of_choice:
+        if choice.max_rows == ANY_ROWS and selection.kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend":
+            by_hopper += of_choice
+        elif of_choice:
             yield TuneJob(TileTable.EXTEND, problem, choice.max_rows, choice.tiles, choice.tiles, of_choice)
+    if by_hopper:
+        yield TuneJob.of(TileTable.HOPPER_EXTEND, problem, hopper_tiles_of(problem, static), by_hopper)
 
 
-def _decode_jobs(problem: Problem, static: Target, shapes: tuple[CostShape, ...]) -> Iterator[TuneJob]:
+def _decode_jobs(problem: Problem, static: Target, shapes: tuple[TimedShape, ...]) -> Iterator[TuneJob]:
     """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode."""
     tiles = decode_tiles_of(problem, static)
     bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
@@ -147,7 +163,7 @@ def _decode_jobs(problem: Problem, static: Target, shapes: tuple[CostShape, ...]
     yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
 
 
-def _choices(problem: Problem, shape: CostShape) -> int:
+def _choices(problem: Problem, shape: TimedShape) -> int:
     """New tokens times query heads per KV head, computed by a kernel from a step's shape."""
-    step = PaddedShape(StepKind.EXTEND, shape.num_seqs, shape.num_seqs * shape.q_len)
-    return likely_q_len(step) * problem.gqa_ratio
+    lengths = StepLengths.of(shape)
+    return likely_q_len(PaddedShape(lengths.kind, len(lengths.q_len), sum(lengths.q_len))) * problem.gqa_ratio

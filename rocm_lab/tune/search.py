@@ -2,7 +2,7 @@
 
 Times are taken in turn with those of the choice in use, and compared round by round, so that anything that slows the
 GPU for a while slows both. A candidate that looks faster is measured again over more rounds. It is kept if three of
-four of those rounds are faster than the best so far, and the median by more than noise.
+four of those rounds are faster than the choice in use by LEAST_GAIN, and faster than the best so far.
 """
 
 from __future__ import annotations
@@ -17,22 +17,31 @@ from typing import Any, Protocol
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles
 from rocm_attn.machine.target import Target
-from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates
+from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates, together
 from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.journal import BEGUN, INTERRUPTED, CandidateResult, Journal
 
 # Rounds of a first measurement, and of one that decides whether a candidate is kept.
 LOOK, CONFIRM = 3, 15
-# The least gain for which a row is kept.
-LEAST_GAIN = 0.01
+# The least gain for which a row is kept: three of four rounds have it. And of the median over a row kept before.
+LEAST_GAIN, LEAST_STEP = 0.03, 0.01
+# Candidates of a job that are compiled before those of later jobs; of a later one, and how many jobs are ahead of the
+# other candidates.
+_FIRST, _FIRST_LATER, _AHEAD = 16, 12, 2
+# Part of a job's time that is kept for several changes at once, if there is too little for all.
+_FOR_SEVERAL = 1 / 3
 # Largest ratio of a change alone that may be in a pair, and of two changes together.
 TOO_SLOW, UNLIKELY = 1.15, 1.1
+# Gains of a first measurement up to this are taken for noise: such changes are not tried together.
+NOISE = 0.004
 # A candidate that spills this many more registers than the choice in use is not timed. Rows that spill a few have won.
 MORE_SPILLED = 16
 TIMED = "timed"
 
 # Microseconds of one layer, by round and shape.
 Times = list[list[float]]
+# A candidate's tiles, with their job.
+Task = tuple[TuneJob, Tiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,19 @@ class SearchEnded(RocmAttnError):
 class Bench(Protocol):
     """Judges and times candidates."""
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """Announces candidates that are likely to be judged next, in order."""
         ...
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Compares a candidate with the reference. Raises SearchEnded if the device has stopped working."""
+        """Compares a candidate with the reference, in steps of the kinds that are timed.
+
+        Raises SearchEnded if the device has stopped working.
+        """
+        ...
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """Does the same in steps of other kinds that the row would serve. Their kernels are compiled apart."""
         ...
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
@@ -106,58 +122,88 @@ class _Best:
 
 @dataclass
 class Search:
-    """Searches jobs until they are done or time is up.
+    """Searches jobs until they are done or time is up. Each has an equal share of the time that is left.
 
-    has_time: True while another candidate may be begun
-    keep:     called with each row that is faster than the one kept before
-    kept:     the row that an earlier search kept for a job, if any
+    seconds_left: until no candidate is begun any more
+    keep:         called with each row that is faster than the one kept before
+    kept:         the row that an earlier search kept for a job, if any
     """
 
     bench: Bench
     target: Target
     journal: Journal
-    has_time: Callable[[], bool]
+    seconds_left: Callable[[], float]
     keep: Callable[[TuneJob, FasterTiles], None]
     kept: Callable[[TuneJob], MeasuredTileChoice | None]
+    # Of the job that is searched: the seconds that are left when its share ends, and candidates of later jobs.
+    _end: float = 0.0
+    _later: tuple[Task, ...] = ()
 
     def run(self, jobs: Sequence[TuneJob]) -> Iterator[Tried]:
         """Tries every candidate and yields it. Ends early when time is up. Raises SearchEnded."""
-        for job in jobs:
-            if not self.has_time():
-                return
-            yield from self._job(job)
+        for number, job in enumerate(jobs):
+            yield from self.run_one(job, jobs[number + 1 :])
 
-    def _job(self, job: TuneJob) -> Iterator[Tried]:
+    def run_one(self, job: TuneJob, later: Sequence[TuneJob]) -> Iterator[Tried]:
+        """Does the same for a job, before those that come later."""
+        self._later = tuple(task for each in later for task in self._first(each))
+        if self.seconds_left() > 0:
+            yield from self._job(job, len(later))
+
+    def _first(self, job: TuneJob) -> list[Task]:
+        """The choice in use, and a job's first candidates."""
+        first = candidates(job, self.target)[: _FIRST_LATER - 1]
+        return [(job, job.in_use), *((job, each.tiles) for each in self._new(job, first))]
+
+    def _has_time(self) -> bool:
+        return self.seconds_left() > self._end
+
+    def _expect(self, job: TuneJob, each: Sequence[CandidateTiles]) -> None:
+        """Announces a job's candidates: the first ones, then those of the jobs after it, then the others."""
+        tasks, ahead = [(job, candidate.tiles) for candidate in each], _AHEAD * _FIRST_LATER
+        self.bench.expect([*tasks[:_FIRST], *self._later[:ahead], *tasks[_FIRST:], *self._later[ahead:]])
+
+    def _job(self, job: TuneJob, num_later: int) -> Iterator[Tried]:
         in_use = CandidateTiles(job.in_use, (IN_USE,))
         every = candidates(job, self.target)
         singles = [each for each in every if len(each.changes) <= 1]
-        self.bench.expect(job, [job.in_use, *(each.tiles for each in self._new(job, singles))])
+        self._expect(job, [in_use, *self._new(job, singles)])
         base = self._judged(job, in_use)
         if base.outcome != TIMED:
             yield Tried(job, 0, len(every), in_use, base, was_known=False)
             if job.tiles != job.in_use:
                 # The probe will find the other kernel wrong, too, so the table's own choice serves then.
-                yield from self._job(replace(job, in_use=job.tiles))
+                yield from self._job(replace(job, in_use=job.tiles), num_later)
             return
+        # Its share begins here: the wait for the first compilers is no job's own. A part of it is for several changes.
+        left = self.seconds_left()
+        end = left * num_later / (1 + num_later)
+        self._end = end + (left - end) * _FOR_SEVERAL
         choice = self.kept(job)
         best = _Best(1.0 if choice is None else 1 - choice.measured.gain, base.spilled)
         ratios: dict[Change, float] = {}
+        start = 1.0
         numbers = itertools.count(1)
         for tried in self._all(job, singles, best):
+            if not tried.candidate.changes and tried.trial.outcome == TIMED:
+                start = tried.trial.ratio
             ratios |= dict.fromkeys(tried.candidate.changes, tried.trial.ratio)
             yield replace(tried, number=next(numbers), of=len(every))
-        pairs = _likely(every, ratios)
-        for tried in self._all(job, pairs, best):
-            yield replace(tried, number=next(numbers), of=len(singles) + len(pairs))
+        self._end = end
+        enough = start * (1 - NOISE)
+        gains = sorted((change for change, ratio in ratios.items() if ratio < enough), key=lambda each: ratios[each])
+        several = [*reversed(together(job, self.target, gains)), *_likely(every, ratios, start)]
+        for tried in self._all(job, several, best):
+            yield replace(tried, number=next(numbers), of=len(singles) + len(several))
 
     def _all(self, job: TuneJob, each: Sequence[CandidateTiles], best: _Best) -> Iterator[Tried]:
         """Tries candidates in order, until time is up."""
-        self.bench.expect(job, [candidate.tiles for candidate in self._new(job, each)])
+        self._expect(job, self._new(job, each))
         for candidate in each:
             trial = self.journal.of(job, candidate.tiles)
             was_known = trial is not None
             if trial is None:
-                if not self.has_time():
+                if not self._has_time():
                     return
                 trial = self._try(job, candidate, best)
             yield Tried(job, 0, 0, candidate, trial, was_known)
@@ -187,20 +233,27 @@ class Search:
         if trial.spilled > best.spilled + MORE_SPILLED:
             return CandidateResult(f"not timed: the choice in use spills {best.spilled}", spilled=trial.spilled)
         gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), LOOK))
-        if gain.ratio < best.ratio * (1 - LEAST_GAIN):
+        enough = min(1 - LEAST_GAIN, best.ratio * (1 - LEAST_STEP))
+        if gain.ratio < enough:
             gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), CONFIRM))
-            if gain.ratio < best.ratio * (1 - LEAST_GAIN) and gain.high < best.ratio:
+            if gain.ratio < enough and gain.high < min(1 - LEAST_GAIN, best.ratio):
+                others = self.bench.judge_others(job, candidate.tiles)
+                if others.wrong:
+                    return CandidateResult(others.wrong, spilled=trial.spilled)
                 self.keep(job, FasterTiles(candidate, gain, trial.spilled))
                 best.ratio = gain.ratio
         return CandidateResult(TIMED, gain.ratio, trial.spilled)
 
 
-def _likely(every: Sequence[CandidateTiles], ratios: Mapping[Change, float]) -> list[CandidateTiles]:
-    """Pairs of changes, by the product of their ratios, likely ones first. Pairs with a bad change are left out."""
+def _likely(every: Sequence[CandidateTiles], ratios: Mapping[Change, float], start: float) -> list[CandidateTiles]:
+    """Pairs of changes, by the product of their ratios, likely ones first. Pairs with a bad change are left out.
+
+    start: the ratio of the tiles that changes are made to
+    """
     infinite = float("inf")
     found = []
     for candidate in every:
-        alone = [ratios.get(change, infinite) for change in candidate.changes]
+        alone = [ratios.get(change, infinite) / start for change in candidate.changes]
         if len(alone) == 2 and max(alone) <= TOO_SLOW and math.prod(alone) <= UNLIKELY:
             found.append((math.prod(alone), candidate))
     return [candidate for _, candidate in sorted(found, key=lambda each: each[0])]

@@ -343,9 +343,9 @@ def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
     args = tensors.args(garbage(cut.words(5, 1), torch.device("cpu")), workspace)
     with pytest.raises(AssertionError, match="a program less"):
         launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
-    with pytest.raises(AssertionError, match="drawn rows"):
+    with pytest.raises(ValueError, match="drawn rows"):
         replace(hopper_segment_tiles(96, 16), drawn_blocks=8)
-    with pytest.raises(AssertionError, match="by fours or by eights"):
+    with pytest.raises(ValueError, match="by fours or by eights"):
         replace(tiles, powers_by_products=2, eights_by_products=6)
 
 

@@ -14,6 +14,7 @@ from rocm_attn.cli import BAD_INPUT, main
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import Tiles, TileTable, refusal
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
@@ -22,7 +23,7 @@ from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import TuneJob, jobs_of, shapes_named
-from rocm_lab.tune.search import Judged, SearchEnded, Times
+from rocm_lab.tune.search import Judged, SearchEnded, Task, Times
 
 # A release with which paged decode serves on CDNA.
 TRITON = "3.8.0"
@@ -41,13 +42,17 @@ class FakeBench:
         self.judged: list[Tiles] = []
         self.timed: list[Tiles] = []
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """Does the same as `Bench.expect`."""
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
-        return Judged(self._wrong(tiles), spilled=3 if tiles.num_warps == 2 else 0)
+        return Judged(self._wrong(tiles), spilled=3 if isinstance(tiles, DecodeTiles) and tiles.num_warps == 2 else 0)
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """Does the same as `Bench.judge_others`."""
+        return Judged("")
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Does the same as `Bench.times`."""
@@ -57,8 +62,14 @@ class FakeBench:
         return in_use, tiles
 
 
-def cost(tiles: Tiles) -> float:
+def plain(tiles: Tiles) -> DecodeTiles:
+    assert isinstance(tiles, DecodeTiles)
+    return tiles
+
+
+def cost(given: Tiles) -> float:
     """Returns a cost that is lowest for blocks of 64 keys in four warps; each helps by itself."""
+    tiles = plain(given)
     return 100.0 - 20.0 * (tiles.key_block == 64) - 10.0 * (tiles.num_warps == 4)
 
 
@@ -103,7 +114,7 @@ def test_every_candidate_is_taken_by_a_kernel_and_differs_from_the_row_in_use(ar
 
 def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) -> None:
     (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows
-    assert (row.tiles.key_block, row.tiles.num_warps) == (64, 4)
+    assert (plain(row.tiles).key_block, plain(row.tiles).num_warps) == (64, 4)
     assert row.table is TileTable.DECODE
     of = row.measured
     assert (of.device, of.arch, of.compute_units, of.triton) == ("a GPU", "gfx942", 304, TRITON)
@@ -116,10 +127,10 @@ def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) 
 def test_what_is_wrong_or_does_not_compile_is_never_timed_and_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench = FakeBench(cost, lambda tiles: "wrong: off" if tiles.key_block == 64 else "")
+    bench = FakeBench(cost, lambda tiles: "wrong: off" if plain(tiles).key_block == 64 else "")
     (row,) = search(tmp_path / "t.json", bench).rows
-    assert row.tiles.key_block != 64
-    assert not any(tiles.key_block == 64 for tiles in bench.timed)
+    assert plain(row.tiles).key_block != 64
+    assert not any(plain(tiles).key_block == 64 for tiles in bench.timed)
     said = capsys.readouterr()
     assert "key_block 64: wrong: off\n" in said.err
     assert "3 registers spilled" in said.err
@@ -162,10 +173,10 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
     with pytest.raises(KeyboardInterrupt):
         search(place, first)
     (row,) = TuningFile.read(place).rows
-    assert row.tiles.key_block == 64
+    assert plain(row.tiles).key_block == 64
     second = FakeBench(cost)
     (row,) = search(place, second).rows
-    assert (row.tiles.key_block, row.tiles.num_warps) == (64, 4)
+    assert (plain(row.tiles).key_block, plain(row.tiles).num_warps) == (64, 4)
     # The row in use is judged again, to show that the machine is right; nothing else is.
     assert set(first.judged) & set(second.judged) == {only_job().in_use}
     assert set(first.judged) | set(second.judged) == set(whole.judged)
@@ -184,14 +195,14 @@ def test_a_candidate_that_takes_the_process_with_it_is_passed_over(
 
     class Faulting(FakeBench):
         def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
-            if tiles.num_stages == 4:
+            if plain(tiles).num_stages == 4:
                 raise SearchEnded("the GPU stopped working")
             return super().judge(job, tiles)
 
     with pytest.raises(SearchEnded):
         search(place, Faulting(cost))
     search(place, bench := FakeBench(cost))
-    assert replace(only_job().in_use, num_stages=4) not in bench.judged
+    assert replace(plain(only_job().in_use), num_stages=4) not in bench.judged
     assert "num_stages 4: skipped: an earlier search did not return from it" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from rocm_lab.tune.ahead import CompiledAhead, compile_tiles
 from rocm_lab.tune.bench import JobSteps, kernel_of
 from rocm_lab.tune.data import StepLengths, TuneData
 from rocm_lab.tune.jobs import TuneJob
-from rocm_lab.tune.search import Judged, Times
+from rocm_lab.tune.search import Judged, Task, Times
 
 # Each started process imports torch and Triton.
 pytestmark = pytest.mark.nightly
@@ -40,12 +40,16 @@ class Judge:
     def __init__(self) -> None:
         self.judged: list[Tiles] = []
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """Does the same as `Bench.expect`."""
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
+        return Judged("")
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """Does the same as `Bench.judge_others`."""
         return Judged("")
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
@@ -83,13 +87,13 @@ def ahead(judge: Judge) -> Iterator[CompiledAhead]:
 
 def test_a_compiler_that_ends_its_process_ends_that_one_alone(ahead: CompiledAhead, judge: Judge) -> None:
     right, deadly = job(8), job(DEADLY)
-    ahead.expect(deadly, [TILES])
+    ahead.expect([(deadly, TILES)])
     assert ahead.judge(deadly, TILES) == Judged("its compiler ended the process (exit code -9)")
     assert judge.judged == [], "what has ended one process does not enter this one"
     # Not expected, and expected: both are compiled before they are judged.
     others = [replace(TILES, num_warps=warps) for warps in (2, 4)]
     assert ahead.judge(right, TILES) == Judged("")
-    ahead.expect(right, others)
+    ahead.expect([(right, each) for each in others])
     assert [ahead.judge(right, each) for each in reversed(others)] == [Judged(""), Judged("")]
     assert judge.judged == [TILES, *reversed(others)]
 
@@ -99,7 +103,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
     heads, steps, gpu = job(8), JobSteps(one_step), AbsentGpu("gfx942", 304, 64, 64 << 10)
     seen: list[CompileEvent] = []
     with compile_only(gpu), observe_launches(launch), observe_compiles(seen.append):
-        compile_tiles(heads, TILES, GFX942, steps)
+        compile_tiles(heads, TILES, GFX942, steps.of(heads), [])
         compiled = len(seen)
         data = TuneData.random(heads.problem, one_step(heads)[0], sets=1, device=torch.device("cpu"), lse=True)
         kernel = kernel_of(heads, TILES, data, GFX942)
@@ -111,4 +115,4 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
 def test_what_cannot_be_compiled_is_left_to_the_bench() -> None:
     gpu = AbsentGpu("gfx942", 304, 64, 64 << 10)
     with compile_only(gpu), observe_launches(launch):
-        compile_tiles(job(8), replace(TILES, key_block=24), GFX942, JobSteps(one_step))
+        compile_tiles(job(8), replace(TILES, key_block=24), GFX942, JobSteps(one_step).of(job(8)), [])

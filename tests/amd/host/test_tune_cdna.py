@@ -23,7 +23,7 @@ from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import jobs_of
-from tests.amd.host.test_tune import FakeBench, options
+from tests.amd.host.test_tune import FakeBench, options, plain
 
 TRITON = "3.9.0"
 GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
@@ -63,11 +63,11 @@ def cdna_is_best(tiles: Tiles) -> float:
     """Returns a cost that is lowest for two blocks in flight; paged decode is worse with any tiles."""
     if isinstance(tiles, CdnaTiles):
         return 80.0 - 10.0 * (tiles.num_stages == 2)
-    return 100.0 - 15.0 * (tiles.key_block == 64)
+    return 100.0 - 15.0 * (plain(tiles).key_block == 64)
 
 
 def paged_is_best(tiles: Tiles) -> float:
-    return cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0 - 15.0 * (tiles.key_block == 64)
+    return cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0 - 15.0 * (plain(tiles).key_block == 64)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: s
     assert ours.tiles == ours.in_use == paged.in_use
     assert paged.tiles == decode_tiles_of(layer(), target)
     of_ours, of_paged = ([each.tiles for each in candidates(job, target)] for job in (ours, paged))
-    assert {each.num_stages for each in of_ours} == {1, 2, 3, 4}
-    assert {each.key_block for each in of_ours} == {ours.tiles.key_block}, "what one product takes"
+    assert {plain(each).num_stages for each in of_ours} == {1, 2, 3, 4}
+    assert {plain(each).key_block for each in of_ours} == {ours.tiles.key_block}, "what one product takes"
     assert of_paged[0] == paged.tiles, "the table's row is a candidate where it does not serve"
     for job, found in ((ours, of_ours), (paged, of_paged)):
         assert len(found) == len(set(found)) > 20
@@ -97,7 +97,7 @@ def test_its_best_tiles_are_found_and_bound(tmp_path: Path) -> None:
     search(place, cdna_is_best)
     row = only_row(place)
     assert row.table is TileTable.CDNA_DECODE
-    assert row.tiles.num_stages == 2
+    assert plain(row.tiles).num_stages == 2
     assert row.measured.gain == pytest.approx(1 / 8)
     assert serving(row) == "triton.cdna_decode"
     selection = select(layer(), replace(GFX942, measured=(row,)), "triton")
@@ -141,7 +141,7 @@ def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     place = tmp_path / "t.json"
     search(place, cdna_is_best)
     row = only_row(place)
-    forged = replace(row, tiles=replace(row.tiles, key_block=32))
+    forged = replace(row, tiles=replace(plain(row.tiles), key_block=32))
     selection = select(layer(), replace(GFX942, measured=(forged,)), "triton")
     assert selection.kernel(StepKind.DECODE).entry.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}

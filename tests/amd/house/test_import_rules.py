@@ -58,6 +58,7 @@ LIBRARIES = {
     "rocm_lab.bench": {"matplotlib", "numpy", "safetensors", "torch"},
     "rocm_lab.simulator.pytest_plugin": {"pytest"},
     "rocm_lab.simulator": {"numpy", "torch", "triton"},
+    "rocm_lab.tune.ahead": {"torch", "triton"},
     "rocm_lab": {"numpy", "torch"},
     VLLM: {"torch", "vllm"},
     SGLANG: {"sglang", "torch"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def bench(kernel_device: torch.device) -> LayerBench:
 )
 def test_other_tiles_are_right_and_are_the_ones_that_run(bench: LayerBench, problem: Problem, table: TileTable) -> None:
     job = job_of(problem, table)
-    other = replace(job.in_use, key_block=32)
+    other: Any = replace(job.in_use, key_block=32)  # type: ignore[arg-type]
     assert bench.judge(job, job.in_use).wrong == ""
     assert bench.judge(job, other).wrong == ""
     in_use, tuned = bench.times(job, (job.in_use, other), 1)
@@ -119,6 +120,7 @@ def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkey
 
 def test_what_does_not_compile_is_a_sentence_and_the_next_candidate_runs(bench: LayerBench) -> None:
     job = job_of(layer(), TileTable.DECODE, SHAPES[:1])
+    assert isinstance(job.in_use, DecodeTiles)
     wrong = bench.judge(job, replace(job.in_use, key_block=24)).wrong
     assert wrong.startswith("does not compile or run: ")
     assert bench.judge(job, job.in_use).wrong == ""

@@ -24,9 +24,11 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
+from rocm_lab.tune.ahead import wrong_in_code
+from rocm_lab.tune.hopper import shared_bytes
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
 from tests.amd.kernels.latent_cases import latent_decode_args
 from tests.amd.offline.barriers import misused_barriers
@@ -113,7 +115,22 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dims: tuple[int,
     tiles = hopper_tiles(*dims, case.page_size, coded=case.kv is not None)
     # If a cap bounds the sums there is no running maximum, and nothing to scale.
     asks = tiles.scales_seldom and layer != "capped"
-    assert_fast(compiled(case, tiles), SPILLED.get((dims, layer), 0), parameters_to_scale=asks)
+    kernels = compiled(case, tiles)
+    kernel = kernels["_hopper_extend_kernel"]
+    # The search takes the description's word for it, and compiles nothing that does not fit.
+    said = shared_bytes(tiles, Problem(8, 2, dims[0], torch.bfloat16, case.page_size, v_head_dim=dims[1], scale=1.0))
+    # Scales of tokens take up to 2.5 KiB, and none where only heads have scales.
+    assert 0 <= said - kernel.metadata.shared < 3072
+    assert not wrong_in_code(kernel)
+    assert_fast(kernels, SPILLED.get((dims, layer), 0), parameters_to_scale=asks)
+
+
+@pytest.mark.nightly
+def test_the_search_does_not_time_what_ptxas_waits_for_product_by_product() -> None:
+    """With 168 registers a consumer of heads of 128 does not hold its running products."""
+    tiles = replace(hopper_tiles(128, 128, 16, coded=False), registers=168)
+    kernel = compiled(replace(CASE, dims=(128, 128)), tiles)["_hopper_extend_kernel"]
+    assert wrong_in_code(kernel).startswith("pruned: ptxas waits for products 64 times, and the kernel 8 times")
 
 
 @pytest.mark.parametrize("dim", [96, pytest.param(128, marks=pytest.mark.nightly)])

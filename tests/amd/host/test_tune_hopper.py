@@ -1,0 +1,315 @@
+"""The search for tiles of Hopper's kernels, without a GPU: candidates from the description, the file, the selection."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli.tile_choices import tile_choices
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_tiles, is_gathered
+from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES, HopperLatentTiles
+from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles, TileTable, refusal
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.select import select
+from rocm_attn.providers.tiles import hopper_tiles_of, layer_of
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.benchmarks import derive_tiles
+from rocm_lab.tune import command, hopper
+from rocm_lab.tune.bench import JobSteps, edges_of, kernel_of
+from rocm_lab.tune.candidates import candidates, together
+from rocm_lab.tune.jobs import TuneJob, jobs_of
+from rocm_lab.tune.search import Judged, Task, Times
+
+TRITON = "3.6.0"
+H200 = replace(known_target("sm_90"), releases=Releases(triton=Release.of(TRITON)))
+LAYER = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
+CODED = replace(LAYER, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
+LATENT = Problem(128, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=576**-0.5, pool=PoolKind.LATENT)
+MEASURED = Provenance(
+    "NVIDIA H200", "sm_90", 132, TRITON, "2.11.0", "CUDA 13.0", "1.0", "0123456789ab", "2026-11-26T10:00:00+00:00",
+    (ShapeTimes("1x2048+6144", 400.0, 370.0),), 15, 0.07, 0.06, 0.08, 0,
+)  # fmt: skip
+
+
+def of_dims(dims: tuple[int, int], page_size: int, *, coded: bool = False) -> Problem:
+    layer = replace(CODED if coded else LAYER, head_dim=dims[0], v_head_dim=dims[1], page_size=page_size)
+    return replace(layer, scale=dims[0] ** -0.5)
+
+
+ROWS = [
+    *((dims, page_size, False) for dims in DIMS for page_size in (2, 16)),
+    *(((dim, dim), 16, True) for dim in (64, 128, 192)),
+]
+
+
+def job_of(problem: Problem, batch: str = "1x2048+6144") -> TuneJob:
+    (job,), left_out = jobs_of([problem], H200, [BatchSpec.parse(batch)])
+    assert not left_out
+    return job
+
+
+def row_of(problem: Problem, table: TileTable, tiles: Tiles) -> MeasuredTileChoice:
+    return MeasuredTileChoice(table, layer_of(problem), ANY_ROWS, tiles, MEASURED)
+
+
+@pytest.mark.parametrize(("dims", "page_size", "coded"), ROWS, ids=str)
+def test_the_description_leads_to_the_layout_of_every_row_that_was_chosen_by_hand(
+    dims: tuple[int, int], page_size: int, coded: bool
+) -> None:
+    """Keys of a block, stages and tiles of V were found by hand; the model has each of them among its first eight."""
+    problem, by_hand = of_dims(dims, page_size, coded=coded), hopper_tiles(*dims, page_size, coded=coded)
+    start = hopper.derived_tiles(problem, H200.lds_bytes, is_gathered=is_gathered(page_size))
+    assert hopper.layout_of(by_hand) in hopper.layouts(start, problem, H200.lds_bytes)
+    for tiles in (start, by_hand):
+        assert hopper.fits(tiles, problem, H200.lds_bytes)
+        assert refusal(TileTable.HOPPER_EXTEND, tiles, layer_of(problem)) == ""
+
+
+@pytest.mark.parametrize("problem", [LAYER, CODED, of_dims((192, 128), 2), of_dims((72, 72), 64)], ids=str)
+def test_every_candidate_serves_the_steps_that_are_timed_and_their_edges(problem: Problem) -> None:
+    job = job_of(problem)
+    assert job.table is TileTable.HOPPER_EXTEND
+    found = candidates(job, H200)
+    assert len({each.tiles for each in found}) == len(found) > 100
+    assert job.in_use not in [each.tiles for each in found]
+    for each in (found[0], found[len(found) // 2], found[-1]):
+        for step in JobSteps(edges_of).of(job):
+            kernel = kernel_of(job, each.tiles, step.empty(problem), H200)
+            assert isinstance(each.tiles, HopperTiles)
+            early = step.lengths.kind is not StepKind.MIXED
+            bound = replace(each.tiles, extend=replace(each.tiles.extend, early=early))
+            assert str(bound) in kernel.describe()
+
+
+def test_gains_are_tried_together_each_field_once() -> None:
+    job = job_of(LAYER)
+    gains = [("registers", 240), ("drawn_blocks", 8), ("registers", 224), ("alike_keys", 0), ("scales_seldom", False)]
+    found = together(job, H200, gains)
+    assert [len(each.changes) for each in found] == [3, 4]
+    tiles = found[-1].tiles
+    assert isinstance(tiles, HopperTiles)
+    assert (tiles.registers, tiles.drawn_blocks, tiles.extend.alike_keys, tiles.scales_seldom) == (240, 8, 0, False)
+
+
+def test_a_users_row_beats_the_built_in_one_in_every_kind_of_step() -> None:
+    tiles = replace(hopper_tiles(128, 128, 16, coded=False), registers=240, drawn_blocks=16)
+    target = replace(H200, measured=(row_of(LAYER, TileTable.HOPPER_EXTEND, tiles),))
+    assert hopper_tiles_of(LAYER, H200) != tiles
+    assert hopper_tiles_of(replace(LAYER, page_size=64), target) == hopper_tiles_of(LAYER, H200)
+    for kind in (StepKind.EXTEND, StepKind.MIXED):
+        described = select(LAYER, target, "triton").kernel(kind).bound.describe()
+        assert "registers=240" in described
+        assert "drawn_blocks=16" in described
+    choices = {choice.what: choice for choice in tile_choices(select(LAYER, target, "triton"))}
+    assert choices["hopper_extend"].is_measured
+    assert "registers 240" in choices["hopper_extend"].line()
+    assert json.dumps(choices["hopper_extend"].as_json())
+
+
+def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
+    tiles = replace(hopper_tiles(128, 128, 16, coded=False), registers=240)
+    measured = replace(H200, measured=(row_of(LAYER, TileTable.HOPPER_EXTEND, tiles),))
+    tuned, built_in = (select(LAYER, target, "triton", deterministic=True) for target in (measured, H200))
+    for kind in (StepKind.EXTEND, StepKind.MIXED):
+        assert tuned.kernel(kind).bound == built_in.kernel(kind).bound
+
+
+def test_a_users_row_of_latent_decode_serves_one_new_token() -> None:
+    tiles = replace(HOPPER_LATENT_TILES, score_registers=112)
+    target = replace(H200, measured=(row_of(LATENT, TileTable.HOPPER_LATENT_DECODE, tiles),))
+    kernel = select(LATENT, target, "triton").kernel(StepKind.DECODE).bound
+    assert str(tiles) in kernel.describe()
+    job = job_of(LATENT, "64d4k")
+    assert job.table is TileTable.HOPPER_LATENT_DECODE
+    assert all(isinstance(each.tiles, HopperLatentTiles) for each in candidates(job, H200))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    extend = row_of(LAYER, TileTable.HOPPER_EXTEND, hopper_tiles(128, 128, 16, coded=False))
+    latent = row_of(LATENT, TileTable.HOPPER_LATENT_DECODE, HOPPER_LATENT_TILES)
+    file = TuningFile().with_choice(extend).with_choice(latent)
+    file.write(tmp_path / "t.json")
+    assert TuningFile.read(tmp_path / "t.json") == file
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"registers": 220}, "registers 220 is not a multiple of 8 from 24 to 240"),
+        ({"registers": 240, "decoder_registers": 48}, "are for pages of eight bits"),
+        ({"code_tiles": 4}, "are for pages of eight bits"),
+        ({"value_keys": 32}, "tiles of V of all of them or half"),
+        ({"drawn_blocks": 65}, "drawn_blocks 65 is not 0 to 64"),
+        ({"segment_len": 1024, "scales_seldom": False}, "segment_len 1024 is not 0 except"),
+        ({"num_stages": 9}, "num_stages 9 is not 1 to 8"),
+        ({"query_rows": 64}, "has 128 rows in groups of four warps"),
+        ({"early": True}, "a cut that differs in nothing else"),
+        ({"value_tiles": 8}, "V's ring holds more steps than K's"),
+        ({"powers_by_products": 2, "eights_by_products": 6}, "powers are by fours or by eights"),
+        ({"key_block": 0}, "key_block 0 is not a power of two"),
+    ],
+    ids=str,
+)
+def test_a_file_with_tiles_that_the_kernel_does_not_take_is_refused(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    said = as_json(row_of(LAYER, TileTable.HOPPER_EXTEND, hopper_tiles(128, 128, 16, coded=False)))
+    for name, value in changes.items():
+        (said["tiles"]["extend"] if name in said["tiles"]["extend"] else said["tiles"])[name] = value
+    place = tmp_path / "t.json"
+    place.write_text(json.dumps({"version": VERSION, "rows": [said]}))
+    with pytest.raises(BadSetting, match="is refused") as refused:
+        TuningFile.read(place)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        replace(HOPPER_LATENT_TILES, score_registers=240, loader_registers=240),
+        replace(HOPPER_LATENT_TILES, score_registers=100),
+        replace(HOPPER_LATENT_TILES, latent=replace(HOPPER_LATENT_TILES.latent, key_block=128)),
+        replace(HOPPER_LATENT_TILES, latent=replace(HOPPER_LATENT_TILES.latent, num_warps=8)),
+    ],
+    ids=["all registers", "odd registers", "keys", "warps"],
+)
+def test_latent_tiles_that_the_kernel_does_not_take_have_a_reason(tiles: HopperLatentTiles) -> None:
+    assert refusal(TileTable.HOPPER_LATENT_DECODE, HOPPER_LATENT_TILES, layer_of(LATENT)) == ""
+    assert refusal(TileTable.HOPPER_LATENT_DECODE, tiles, layer_of(LATENT))
+
+
+class StandIn:
+    """A bench with made-up times: the model's, less for drawn rows and a raised maximum; plain kernels take 10 us.
+
+    wrong_in_others: what is said of candidates in steps of other kinds
+    """
+
+    def __init__(self, wrong_in_others: str = "") -> None:
+        self.wrong_in_others = wrong_in_others
+        self.expected: list[Task] = []
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """Does the same as `Bench.expect`."""
+        self.expected = list(tasks)
+
+    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """Does the same as `Bench.judge`."""
+        return Judged("")
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """Does the same as `Bench.judge_others`."""
+        return Judged(self.wrong_in_others)
+
+    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+        """Does the same as `Bench.times`."""
+        one, other = ([[_us(tiles, job.problem)] * len(job.shapes) for _ in range(rounds)] for tiles in both)
+        return one, other
+
+
+def _us(tiles: Tiles, problem: Problem) -> float:
+    if isinstance(tiles, HopperTiles):
+        gain = 0.96 * (0.9 if tiles.drawn_blocks == 8 else 1.0) if tiles.scales_seldom else 1.0
+        return hopper.clocks_per_key(tiles, problem) * gain
+    return 9.0 if isinstance(tiles, DecodeTiles) and tiles.num_stages == 3 else 10.0
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "triton_version", lambda: TRITON)
+
+
+def derived(place: Path, bench: StandIn, only: str, seconds: float = 3600.0) -> dict[str, Any]:
+    derive_tiles.derive(Namespace(out=place, seconds=seconds, only=only), H200, "a GPU", bench, lambda: None)
+    found: dict[str, Any] = json.loads(place.read_text())
+    return found
+
+
+def few(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Leaves only these layers of the script."""
+    layers = tuple(each for each in derive_tiles._LAYERS if each[0] in names)
+    assert len(layers) == len(names)
+    monkeypatch.setattr(derive_tiles, "_LAYERS", layers)
+
+
+def test_rows_are_derived_without_loss_and_what_gains_is_kept_with_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch, "boxes of (128, 128)", "decode of 128")
+    found = derived(tmp_path / "r.json", StandIn(), derive_tiles.ROWS)
+    extend, decode = found["rows"]
+    # The row raises its maximum seldom, and draws no rows.
+    assert extend["ratio"] == pytest.approx(0.9, abs=1e-3)
+    assert extend["ratio_of_start"] == pytest.approx(1 / 0.96, abs=1e-3)
+    assert (extend["found"]["drawn_blocks"], extend["found"]["scales_seldom"]) == (8, True)
+    assert decode["ratio"] <= 1.0
+    assert found["summary"]["rows"]["losses"] == 0
+    kept = TuningFile.read(tmp_path / "r.tuning.json").rows
+    (row,) = (row for row in kept if row.table is TileTable.HOPPER_EXTEND)
+    assert (row.measured.device, row.measured.triton, row.measured.compute_units) == ("a GPU", TRITON, 132)
+    served = hopper_tiles_of(derive_tiles._LAYERS[0][1], replace(H200, measured=kept))
+    assert served == row.tiles
+
+
+def test_what_is_wrong_in_other_kinds_of_steps_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch, "boxes of (128, 128)")
+    (row,) = derived(tmp_path / "r.json", StandIn("wrong: off"), derive_tiles.ROWS)["rows"]
+    assert row["tried"]["wrong"] >= 1
+    assert row["ratio"] > 0.97
+    assert not (tmp_path / "r.tuning.json").exists()
+
+
+def test_twenty_random_cases_have_searches_whose_first_candidates_are_compiled_ahead(tmp_path: Path) -> None:
+    bench = StandIn()
+    found = derived(tmp_path / "r.json", bench, derive_tiles.RANDOM, seconds=30.0)
+    assert found["left_out"] == []
+    jobs = [each.job for each in derive_tiles.wanted(H200, (derive_tiles.RANDOM,))[0]]
+    assert len(jobs) >= derive_tiles.COUNT
+    assert {job.table for job in jobs} >= {TileTable.DECODE, TileTable.EXTEND, TileTable.HOPPER_EXTEND}
+    assert all(row["ratio"] <= 1.0 + 1e-9 for row in found["rows"])
+
+
+def test_a_gpu_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    ended, codes = Event(), []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr("rocm_lab.benchmarks.derive_tiles.os._exit", end)
+    derive_tiles.StuckWatch(0.0)
+    ended.wait()
+    assert codes == [3]
+    assert "run the same command again" in capfd.readouterr().out
+
+
+def test_every_search_has_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate takes a second: of 40 seconds each of two searches has about half."""
+    now = [0.0]
+    monkeypatch.setattr("rocm_lab.benchmarks.derive_tiles.time.monotonic", lambda: now[0])
+
+    class Slow(StandIn):
+        """A bench that takes its time."""
+
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
+            now[0] += 1.0
+            return Judged("")
+
+    few(monkeypatch, "boxes of (128, 128)", "boxes of (256, 256)")
+    found = derived(tmp_path / "r.json", Slow(), derive_tiles.ROWS, seconds=40.0)
+    first, second = (sum(row["tried"].values()) for row in found["rows"])
+    assert 18 <= first <= 21
+    assert 18 <= second <= 21

@@ -18,7 +18,7 @@ from rocm_attn.kernels.tuning.measured import MeasuredLayer
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import plain_value
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_lab.cost.cost import GPUS, CostShape
 from rocm_lab.simulator.code_figures import CodeFigures
 
@@ -172,7 +172,7 @@ def problem_in(given: object) -> Problem:
             logits_soft_cap=_SOME_CAP if layer.soft_cap else 0.0,
             has_sinks=layer.sinks,
             has_alibi_slopes=layer.alibi,
-            causal=layer.causal,
+            window_right=0 if layer.causal else UNLIMITED_WINDOW,
         )
     except (ValueError, KeyError, AttributeError, BadProblem) as error:
         raise BadSetting(f"a layer of the report is not one that this release knows ({error})") from error

@@ -14,6 +14,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import Tiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.measured_choices import sorted_for
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
@@ -157,8 +158,9 @@ def test_a_time_of_other_tiles_than_todays_is_not_used(read: Read) -> None:
     assert "key_block=64" in times.left_out[0]
 
 
-def only_row(found: ReportedRows) -> Tiles:
+def only_row(found: ReportedRows) -> DecodeTiles:
     (row,) = found.rows
+    assert isinstance(row.tiles, DecodeTiles)
     return row.tiles
 
 
@@ -394,11 +396,18 @@ def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tm
     jobs, _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
 
     def cost(tiles: Tiles) -> float:
-        is_first = type(tiles) is type(jobs[0].tiles)
-        stages = 1 if jobs[0].tiles.num_stages == 3 else 3
+        first = jobs[0].tiles
+        assert isinstance(tiles, DecodeTiles)
+        assert isinstance(first, DecodeTiles)
+        is_first = type(tiles) is type(first)
+        stages = 1 if first.num_stages == 3 else 3
         return 100.0 - 20.0 * (is_first and tiles.num_stages == stages) - 5.0 * (tiles.programs_per_cu == 4)
 
-    bench = RecordedBench(FakeBench(cost, lambda tiles: "wrong: off by 3" if tiles.programs_per_cu == 16 else ""))
+    def verdict(tiles: Tiles) -> str:
+        assert isinstance(tiles, DecodeTiles)
+        return "wrong: off by 3" if tiles.programs_per_cu == 16 else ""
+
+    bench = RecordedBench(FakeBench(cost, verdict))
     journal = Journal(tmp_path / "trials", {})
     for job in jobs:
         search_for(60, bench, target, journal, job)

@@ -9,7 +9,7 @@ from typing import Any
 from rocm_attn.kernels.tuning.measured import Tiles
 from rocm_attn.providers.tiles import layer_of
 from rocm_lab.tune.jobs import TuneJob
-from rocm_lab.tune.search import Bench, Judged, Times
+from rocm_lab.tune.search import Bench, Judged, Task, Times
 
 
 class RecordedBench:
@@ -19,14 +19,21 @@ class RecordedBench:
         self._bench = bench
         self._candidates: dict[tuple[TuneJob, Tiles], dict[str, Any]] = {}
 
-    def expect(self, job: TuneJob, tiles: Sequence[Tiles]) -> None:
+    def expect(self, tasks: Sequence[Task]) -> None:
         """See `Bench.expect`."""
-        self._bench.expect(job, tiles)
+        self._bench.expect(tasks)
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """See `Bench.judge`."""
         judged = self._bench.judge(job, tiles)
         self._candidates[job, tiles] = {**_tiles(job, tiles), **asdict(judged)}
+        return judged
+
+    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
+        """See `Bench.judge_others`."""
+        judged = self._bench.judge_others(job, tiles)
+        if judged.wrong:
+            self._candidates[job, tiles] |= asdict(judged)
         return judged
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:

@@ -19,7 +19,7 @@ COMMANDS = "rocm_attn.commands"
 # The commands of this project's other distributions, and the folder that each is installed from.
 ELSEWHERE = {
     **dict.fromkeys(("generate", "serve"), "rocm_serve"),
-    **dict.fromkeys(("bench", "cost", "replay-step", "soak", "tune", "waits"), "rocm_lab"),
+    **dict.fromkeys(("bench", "cost", "cycles", "replay-step", "soak", "tune", "waits"), "rocm_lab"),
 }
 
 EPILOG = """\

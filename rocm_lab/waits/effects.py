@@ -70,7 +70,7 @@ class Effects:
 _VECTOR_TOO = re.compile(
     r"v_cmpx_\w+_[fiu](?:16|32|64)|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
     r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt|fmac|div_scale|div_fmas|div_fixup)_f64"
-    r"|v_(?:maximum|minimum)3_f32|v_(?:add|sub)_i32|v_nop"
+    r"|v_(?:add|sub)_i32|v_nop"
 )
 _PERMUTE = "ds_permute_b32"
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")

@@ -2,10 +2,10 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program is eight waves with 256 rows: a query block of extend_schedule.py, and query heads of one KV head. Two waves of
-a SIMD take turns: one computes a round of products while the other reads LDS and starts loads. Keys that every row sees
-go in whole blocks from memory into LDS, three blocks ahead; page numbers are loaded a block before that. The others
-follow under masks, block by block, with other=0: keys that no row sees may be NaN.
+A program is eight waves with 256 rows: a query block of extend_schedule.py, and query heads of one KV head. Two waves
+of a SIMD take turns: one computes a round of products while the other reads LDS and starts loads. Keys that every row
+sees go in whole blocks from memory into LDS, three blocks ahead; page numbers are loaded a block before that. The
+others follow under masks, block by block. Elements that no row sees may be NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.amd import warp_pipeline_stage
 from triton.experimental.gluon.language.amd.cdna4 import async_copy, buffer_load, mfma
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows, PagePointers
+from rocm_attn.kernels.attention.bundles import PagePointers
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -55,7 +55,6 @@ ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 16], [WARPS.value, 1], [1, 0]))
 # that neither the operands of K, which are columns of K^T, nor those of V meet in a bank.
 _COLUMN_BITS = [[1], [2], [4], [8], [16], [32], [64]]
 _KEY_BITS = [[16], [32], [1], [2], [4], [8]]
-
 
 
 LOAD_V = gl.constexpr(
@@ -104,34 +103,47 @@ class ExtendGeometry(NamedTuple):
     PAGE_SIZE: int
     SAME_OFFSETS: bool
     CAUSAL: bool
+    STRIDE_UNIT: int
 
 
 @gluon.jit
-def _rows(line, k, v, block, G: gl.constexpr):
-    """The places of a block's keys in pages of K and of V, [KEYS], less those of their columns: elements, 32 bits."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LOAD_K))
-    if G.PAGE_SIZE > KEYS:
-        index = gl.zeros_like(key) + block * KEYS // G.PAGE_SIZE
-        place = key + block * KEYS % G.PAGE_SIZE
+def _pages(line, block, G: gl.constexpr):
+    """The numbers of the pages of a block's keys, [KEYS]."""
+    L: gl.constexpr = gl.SliceLayout(0, LOAD_K)
+    if G.PAGE_SIZE >= KEYS:
+        page = gl.full([KEYS], gl.load(line + block * KEYS // G.PAGE_SIZE), gl.int32, layout=L)
     else:
-        index = key // G.PAGE_SIZE + block * (KEYS // G.PAGE_SIZE)
-        place = key % G.PAGE_SIZE
-    page = buffer_load(line, index)
-    return page * k.page + place * k.token, page * v.page + place * v.token
+        page = gl.arange(0, KEYS, layout=L) // G.PAGE_SIZE + block * (KEYS // G.PAGE_SIZE)
+        page = buffer_load(line, page)
+    return page
 
 
 @gluon.jit
-def _copy_keys(to, k, rows):
+def _in_page(block, L: gl.constexpr, G: gl.constexpr):
+    """The places of a block's keys in their pages, [KEYS]: tokens."""
+    key = gl.arange(0, KEYS, layout=L)
+    place = key % G.PAGE_SIZE
+    if G.PAGE_SIZE > KEYS:
+        place = key + block * KEYS % G.PAGE_SIZE
+    return place
+
+
+@gluon.jit
+def _copy_keys(to, k, pages, block, G: gl.constexpr):
+    L: gl.constexpr = gl.SliceLayout(0, LOAD_K)
     column = gl.arange(0, DIM, layout=gl.SliceLayout(1, LOAD_K))
-    async_copy.buffer_load_to_shared(to, k.at, column[:, None] + rows[0][None, :])
+    at = _in_page(block, L, G)[None, :] * k.token + column[:, None]
+    async_copy.global_load_to_shared(to, k.at + (pages.to(gl.int64) * k.page)[None, :] + at)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _copy_values(to, v, rows):
+def _copy_values(to, v, pages, block, G: gl.constexpr):
+    L: gl.constexpr = gl.SliceLayout(1, LOAD_V)
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, LOAD_V))
-    row = gl.convert_layout(rows[1], gl.SliceLayout(1, LOAD_V), assert_trivial=True)
-    async_copy.buffer_load_to_shared(to, v.at, row[:, None] + column[None, :])
+    at = _in_page(block, L, G)[:, None] * v.token + column[None, :]
+    row = gl.convert_layout(pages, L, assert_trivial=True).to(gl.int64) * v.page
+    async_copy.global_load_to_shared(to, v.at + row[:, None] + at)
     async_copy.commit_group()
 
 
@@ -155,13 +167,13 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     num: at least 1
     """
     last = num - 1
-    rows_2 = _rows(line, k, v, gl.minimum(2, last), G)
-    rows_3 = _rows(line, k, v, gl.minimum(3, last), G)
-    rows_0 = _rows(line, k, v, 0, G)
-    rows_1 = _rows(line, k, v, gl.minimum(1, last), G)
-    _copy_keys(ks.index(0), k, rows_0)
-    _copy_values(vs.index(0), v, rows_0)
-    _copy_keys(ks.index(1), k, rows_1)
+    pages_2 = _pages(line, gl.minimum(2, last), G)
+    pages_3 = _pages(line, gl.minimum(3, last), G)
+    pages_0 = _pages(line, 0, G)
+    pages_1 = _pages(line, gl.minimum(1, last), G)
+    _copy_keys(ks.index(0), k, pages_0, 0, G)
+    _copy_values(vs.index(0), v, pages_0, 0, G)
+    _copy_keys(ks.index(1), k, pages_1, 1, G)
     async_copy.wait_group(2)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=PRODUCT)
     scores = mfma(query, async_copy.load_shared_relaxed(ks.index(0), KEY), zeros)
@@ -171,10 +183,10 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     old = maximum
     acc, done, raw, maximum = round_2(acc, (nothing, nothing, nothing, nothing), no_values, tiles, maximum, scale)
     gl.barrier()
-    _copy_keys(ks.index(0), k, rows_2)
+    _copy_keys(ks.index(0), k, pages_2, 2, G)
     async_copy.wait_group(1)
     keys = async_copy.load_shared_relaxed(ks.index(1), KEY)
-    _copy_values(vs.index(1), v, rows_1)
+    _copy_values(vs.index(1), v, pages_1, 1, G)
     acc, total = rescaled(acc, total, old, maximum)
     pairs = last // 2
     for pair in tl.range(0, pairs):
@@ -184,33 +196,33 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
         async_copy.wait_group(1)
         with warp_pipeline_stage("loads"):
             values = async_copy.load_shared_relaxed(vs.index(0), VALUE)
-            _copy_keys(ks.index(1), k, rows_3)
-            rows_4 = _rows(line, k, v, gl.minimum(block + 4, last), G)
+            _copy_keys(ks.index(1), k, pages_3, block + 3, G)
+            pages_4 = _pages(line, gl.minimum(block + 4, last), G)
         with warp_pipeline_stage("products"):
             old = maximum
             acc, done, raw, maximum = round_2(acc, operands, values, tiles, maximum, scale)
         async_copy.wait_group(1)
         with warp_pipeline_stage("loads"):
             keys = async_copy.load_shared_relaxed(ks.index(0), KEY)
-            _copy_values(vs.index(0), v, rows_2)
+            _copy_values(vs.index(0), v, pages_2, block + 2, G)
             acc, total = rescaled(acc, total, old, maximum)
         with warp_pipeline_stage("products"):
             tiles, operands, total = round_1(query, keys, done, raw, maximum, total, scale, WEIGHT)
         async_copy.wait_group(1)
         with warp_pipeline_stage("loads"):
             values = async_copy.load_shared_relaxed(vs.index(1), VALUE)
-            _copy_keys(ks.index(0), k, rows_4)
-            rows_5 = _rows(line, k, v, gl.minimum(block + 5, last), G)
+            _copy_keys(ks.index(0), k, pages_4, block + 4, G)
+            pages_5 = _pages(line, gl.minimum(block + 5, last), G)
         with warp_pipeline_stage("products"):
             old = maximum
             acc, done, raw, maximum = round_2(acc, operands, values, tiles, maximum, scale)
         async_copy.wait_group(1)
         with warp_pipeline_stage("loads"):
             keys = async_copy.load_shared_relaxed(ks.index(1), KEY)
-            _copy_values(vs.index(1), v, rows_3)
+            _copy_values(vs.index(1), v, pages_3, block + 3, G)
             acc, total = rescaled(acc, total, old, maximum)
-        rows_2 = rows_4
-        rows_3 = rows_5
+        pages_2 = pages_4
+        pages_3 = pages_5
     _, operands, total = round_1(query, keys, done, raw, maximum, total, scale, WEIGHT)
     async_copy.wait_group(0)
     acc = _times_values(acc, operands, vs.index(0).load(VALUE))
@@ -226,7 +238,8 @@ def _masked_block(query, k, v, line, block, end_key, row_key, scale, ks, vs, acc
     live = (key < end_key)[:, None]
     place = (key % G.PAGE_SIZE).to(gl.int64)
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))[None, :]
-    k_rows = gl.load(k.at + (page * k.page + place * k.token)[:, None] + column, mask=live, other=0.0)
+    # Scores of keys that are not seen are replaced; a weight of zero times a value that is NaN would be NaN.
+    k_rows = gl.load(k.at + (page * k.page + place * k.token)[:, None] + column)
     v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)
     gl.barrier()
     ks.index(0).permute((1, 0)).store(k_rows)
@@ -263,7 +276,11 @@ def _places(first_token, num_tokens, row, L: gl.constexpr, G: gl.constexpr):
     block_token = line // G.BLOCK_HEADS
     ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
     is_row = (block_token < num_tokens) & (ratio_head < G.GQA_RATIO)
-    return (first_token + block_token).to(gl.int64), (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(gl.int64), is_row
+    return (
+        (first_token + block_token).to(gl.int64),
+        (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(gl.int64),
+        is_row,
+    )
 
 
 @gluon.jit
@@ -293,6 +310,11 @@ def _cdna_extend_kernel(
     lse_head,
     G: gl.constexpr,
 ):
+    if G.STRIDE_UNIT > 1:
+        q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
+        kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
+        vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
+        out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     if G.SAME_OFFSETS:
         vp_page, vp_token, vp_head = kp_page, kp_token, kp_head
     program = gl.program_id(0)
@@ -351,7 +373,8 @@ def _cdna_extend_kernel(
 def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:
     """Does the same as `launch_paged_extend` on gfx950, without windows, caps, sinks, slopes and shares.
 
-    cut: of TILES
+    args: with strides that are multiples of eight
+    cut:  of TILES
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("extend on CDNA")
@@ -366,7 +389,10 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
     assert args.q.dtype in (torch.bfloat16, torch.float16)
     assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"
     assert args.q.shape[2] == args.out.shape[2] == DIM.value
+    size = pages.format.page_size
+    assert KEYS.value % size == 0 or size % KEYS.value == 0, "a block lies in whole pages, or in one"
     assert pages.is_near
+    assert not any(stride % 8 for stride in args.read_strides[:8]), "a lane loads 16 bytes"
     geometry = ExtendGeometry(
         HEAD_ROWS=num_kv_heads * TILES.head_blocks(gqa_ratio),
         GQA_RATIO=gqa_ratio,
@@ -375,6 +401,7 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
         PAGE_SIZE=pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         CAUSAL=scores.causal,
+        STRIDE_UNIT=args.stride_unit,
     )
     launch(
         _cdna_extend_kernel,
@@ -389,8 +416,7 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
         args.out,
         args.lse,
         scores.base_2_scale,
-        *args.read_strides,
-        *args.written_strides,
+        *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
         num_warps=TILES.num_warps,
         waves_per_eu=TILES.waves_per_eu,

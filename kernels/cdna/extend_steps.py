@@ -13,19 +13,18 @@ would be, and the accumulator is rescaled by few waves, few times. Those that ne
 
 from __future__ import annotations
 
-from triton.language import PropagateNan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import slice as columns
 from triton.experimental.gluon.language.amd.cdna4 import mfma
 from triton.experimental.gluon.language.amd.hint import sched_barrier
+from triton.language import PropagateNan
 
 # Maxima of three are one instruction only so.
 _NAN = gl.constexpr(PropagateNan.ALL)
 LAG = gl.constexpr(8.0)
-# Products of a round, and the eighths of a block's columns that round 2 finishes.
+# Of a round.
 _PRODUCTS = gl.constexpr(16)
-_FIRST = gl.constexpr(5)
 
 
 @gluon.jit
@@ -56,6 +55,18 @@ def _eighth_of(r, L: gl.constexpr):
     """The reverse of _registers."""
     a, b = gl.join(r[0], r[2]), gl.join(r[1], r[3])
     return gl.convert_layout(gl.join(a, b).reshape([r[0].shape[0], 8]), L, assert_trivial=True)
+
+
+@gluon.jit
+def _with(tiles, at: gl.constexpr, tile):
+    """The tiles, with another one at a place."""
+    found = ()
+    for i in gl.static_range(len(tiles)):
+        if i == at:
+            found += (tile,)  # type: ignore[assignment]
+        else:
+            found += (tiles[i],)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
@@ -94,10 +105,7 @@ def round_1(query, keys, done, raw, maximum, total, scale, P: gl.constexpr):
     for i in gl.static_range(_PRODUCTS):
         part = columns(query, [ROWS, 16], [0, i // 2 * 16])
         key = columns(keys, [16, 32], [i // 2 * 16, i % 2 * 32])
-        if i % 2 == 0:
-            tiles = (mfma(part, key, tiles[0]), tiles[1])
-        else:
-            tiles = (tiles[0], mfma(part, key, tiles[1]))
+        tiles = _with(tiles, i % 2, mfma(part, key, tiles[i % 2]))
         sched_barrier()
         if i < 6 and i % 2 == 0:
             r = _registers(gl.fma(raw[i // 2], scale, -maximum[:, None]))
@@ -111,9 +119,9 @@ def round_1(query, keys, done, raw, maximum, total, scale, P: gl.constexpr):
             sums = sums + weights[i - 5]
         if i >= 6 and i < 14:
             sums = _here(sums)
-            halves += (weights[i - 6].to(DTYPE),)
+            halves += (weights[i - 6].to(DTYPE),)  # type: ignore[assignment]
             if i % 2 == 1:
-                operands += (gl.convert_layout(joined(halves[i - 7], halves[i - 6]), P, assert_trivial=True),)
+                operands += (gl.convert_layout(joined(halves[i - 7], halves[i - 6]), P, assert_trivial=True),)  # type: ignore[assignment]
         if i == 14:
             total = total + gl.reduce(sums, 1, _sum)
         sched_barrier()
@@ -132,15 +140,7 @@ def round_2(acc, operands, values, scores, maximum, scale):
     e = r
     for i in gl.static_range(_PRODUCTS):
         value = columns(values, [16, 32], [i // 4 * 16, i % 4 * 32])
-        product = mfma(operands[i // 4], value, acc[i % 4])
-        if i % 4 == 0:
-            acc = (product, acc[1], acc[2], acc[3])
-        elif i % 4 == 1:
-            acc = (acc[0], product, acc[2], acc[3])
-        elif i % 4 == 2:
-            acc = (acc[0], acc[1], product, acc[3])
-        else:
-            acc = (acc[0], acc[1], acc[2], product)
+        acc = _with(acc, i % 4, mfma(operands[i // 4], value, acc[i % 4]))
         sched_barrier()
         if i < 3:
             top = _larger(_larger(top, _eighth(scores, 2 * i + 1)), _eighth(scores, 2 * i + 2))
@@ -156,7 +156,7 @@ def round_2(acc, operands, values, scores, maximum, scale):
             e = (_here(gl.exp2(r[0])),)
         if i >= 6 and i % 2 == 1:
             e = (e[0], _here(gl.exp2(r[1])), _here(gl.exp2(r[2])), _here(gl.exp2(r[3])))
-            done += (_eighth_of(e, M),)
+            done += (_eighth_of(e, M),)  # type: ignore[assignment]
         sched_barrier()
     return acc, done, (_eighth(scores, 5), _eighth(scores, 6), _eighth(scores, 7)), new
 
@@ -167,11 +167,11 @@ def _decayed(*x):
     if x[64] < 1.0:
         out = ()
         for i in gl.static_range(64):
-            out += (x[i] * x[64],)
+            out += (x[i] * x[64],)  # type: ignore[assignment]
     else:
         out = ()
         for i in gl.static_range(64):
-            out += (x[i],)
+            out += (x[i],)  # type: ignore[assignment]
     return out
 
 

@@ -23,8 +23,11 @@ from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.kernels.attention_cases import Case
+from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
+from tests.amd.kernels.cdna_extend_cases import PLAIN
 from tests.amd.offline.candidate_kernels import plain_kernel
 from tests.amd.offline.cdna_decode import KINDS, compiled_decode
+from tests.amd.offline.cdna_extend import compiled_extend
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, first_kernels
 from tests.amd.offline.matrix import ROWS, Row
@@ -111,6 +114,15 @@ def _others() -> Iterator[str]:
     for row in ROWS:
         if str(row) in SHOWN:
             yield from lines_of(row)
+    yield extend_line()
+
+
+def extend_line() -> str:
+    """The line of extend for CDNA 4."""
+    kernel = compiled_extend(replace(PLAIN, heads=(32, 8)))
+    count = count_of(kernel, EXTEND_ARCHS[0])
+    assert count is not None
+    return f"| `{kernel.name}` | {EXTEND_ARCHS[0]} | 32x8-128-128-bfloat16-page16 | {cells(count)} |\n"
 
 
 def lines_of(row: Row) -> Iterator[str]:

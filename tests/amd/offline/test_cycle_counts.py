@@ -8,7 +8,7 @@ import pytest
 import triton
 
 from tests.amd.offline.compiling import IN_EVERY_RUN
-from tests.amd.offline.cycle_counts import SHOWN, lines_of
+from tests.amd.offline.cycle_counts import SHOWN, extend_line, lines_of
 from tests.amd.offline.matrix import ROWS, Row
 
 PAGE = Path(__file__).parents[3] / "docs/cycles.md"
@@ -23,7 +23,15 @@ def test_the_page_says_which_triton_compiled_and_has_every_row() -> None:
     assert IN_THIS_RUN
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.9."), reason="the page is of Triton 3.9")
+NEEDS_ITS_TRITON = pytest.mark.skipif(not triton.__version__.startswith("3.9."), reason="the page is of Triton 3.9")
+
+
+@NEEDS_ITS_TRITON
+def test_the_count_of_extend_in_gluon_is_current() -> None:
+    assert extend_line() in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
+
+
+@NEEDS_ITS_TRITON
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, id=str(row), marks=pytest.mark.xdist_group(str(row))) for row in IN_THIS_RUN]

@@ -65,27 +65,27 @@ SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND = (
     partial(simulate_extend, case=EXTENDS[name]) for name in ("short", "plain", "steep")
 )
 IN_EXTEND = {
-    "values_are_not_masked": (
+    "extend_values_are_not_masked": (
         extend,
         "v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)",
         "v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column)",
         SHORT_EXTEND,
     ),
-    "rows_see_the_keys_after_their_own": (
+    "extend_rows_see_the_keys_after_their_own": (
         extend,
         "seen = seen & (key[None, :] <= row_key[:, None])",
         "seen = seen",
         SHORT_EXTEND,
     ),
-    "pages_in_32_bits": (
+    "extend_pages_in_32_bits": (
         extend,
         "(pages.to(gl.int64) * k.page)",
         "(pages * k.page)",
         partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
     ),
-    "the_sum_keeps_an_old_maximum": (extend_steps, "total * decay", "total", STEEP_EXTEND),
-    "the_accumulator_keeps_an_old_maximum": (extend_steps, "if x[64] < 1.0:", "if x[64] < -1.0:", STEEP_EXTEND),
-    "a_block_is_taken_for_the_one_before": (
+    "extend_the_sum_keeps_an_old_maximum": (extend_steps, "total * decay", "total", STEEP_EXTEND),
+    "extend_the_accumulator_keeps_an_old_maximum": (extend_steps, "if x[64] < 1.0:", "if x[64] < -1.0:", STEEP_EXTEND),
+    "extend_a_block_is_taken_for_the_one_before": (
         extend,
         "pages_2 = pages_4",
         "pages_2 = pages_3",

@@ -34,13 +34,12 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.cdna.extend_steps import joined, rescaled, round_1, round_2
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES
 
 DIM = gl.constexpr(128)
-KEYS = gl.constexpr(64)
-ROWS = gl.constexpr(256)
-WARPS = gl.constexpr(8)
-TILES = ExtendTiles(ROWS.value, KEYS.value, WARPS.value, 1, waves_per_eu=2)
+KEYS = gl.constexpr(EXTEND_TILES.key_block)
+ROWS = gl.constexpr(EXTEND_TILES.query_rows)
+WARPS = gl.constexpr(EXTEND_TILES.num_warps)
 # Products stay in VGPRs: copies to and from AGPRs would take issue slots of the vector unit.
 _NO_AGPRS = (("amdgpu-agpr-alloc", "0,0"),)
 
@@ -374,14 +373,16 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
     """Does the same as `launch_paged_extend` on gfx950, without windows, caps, sinks, slopes and shares.
 
     args: with strides that are multiples of eight
-    cut:  of TILES
+    cut:  of EXTEND_TILES
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("extend on CDNA")
     queries, pages, table = args.queries, args.pages, args.table
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    assert cut == ExtendCut.of(TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len), "the schedule was cut for others"
+    assert cut == ExtendCut.of(EXTEND_TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len), (
+        "the schedule was cut for others"
+    )
     assert not scores.windowed, "no window is served"
     assert not scores.soft_cap, "no cap is served"
     assert args.sinks is None, "no sinks are served"
@@ -394,10 +395,10 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
     assert pages.is_near
     assert not any(stride % 8 for stride in args.read_strides[:8]), "a lane loads 16 bytes"
     geometry = ExtendGeometry(
-        HEAD_ROWS=num_kv_heads * TILES.head_blocks(gqa_ratio),
+        HEAD_ROWS=num_kv_heads * EXTEND_TILES.head_blocks(gqa_ratio),
         GQA_RATIO=gqa_ratio,
-        BLOCK_HEADS=TILES.heads_per_block(gqa_ratio),
-        HEAD_BLOCKS=TILES.head_blocks(gqa_ratio),
+        BLOCK_HEADS=EXTEND_TILES.heads_per_block(gqa_ratio),
+        HEAD_BLOCKS=EXTEND_TILES.head_blocks(gqa_ratio),
         PAGE_SIZE=pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         CAUSAL=scores.causal,
@@ -418,7 +419,7 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
         scores.base_2_scale,
         *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
-        num_warps=TILES.num_warps,
-        waves_per_eu=TILES.waves_per_eu,
+        num_warps=EXTEND_TILES.num_warps,
+        waves_per_eu=EXTEND_TILES.waves_per_eu,
         llvm_fn_attrs=_NO_AGPRS,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
-from rocm_attn.kernels.cdna.extend import TILES, launch_cdna_extend
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -32,9 +35,14 @@ LEAST_Q_LEN = 2
 ARCHS = ("gfx950",)
 
 
+def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:
+    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
+    import_module("rocm_attn.kernels.cdna.extend").launch_cdna_extend(args, scores=scores, cut=cut)
+
+
 def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
     """The cut of a step's layer."""
-    return ExtendCut.of(TILES, gqa_ratio=tensors.gqa_ratio, min_q_len=LEAST_Q_LEN)
+    return ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio, min_q_len=LEAST_Q_LEN)
 
 
 def run_cdna_extend(tensors: Tensors) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.cdna.extend import launch_cdna_extend
 from tests.amd.kernels.attention_cases import Case, build, garbage
-from tests.amd.kernels.cdna_extend_cases import ARCHS, cdna_extend_cut
+from tests.amd.kernels.cdna_extend_cases import ARCHS, cdna_extend_cut, launch_cdna_extend
 from tests.amd.offline.offline_driver import compiled_by
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rocm_attn.kernels.tuning.tile_choices import TableFile
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, ExtendTiles, NoTiles
 
 # Keys of a chunk, the number that one product with K takes. A chunk lies in one page.
 CHUNK = 16
@@ -30,6 +30,8 @@ _TILES = {(choice.arch, choice.head_dim): choice.tiles for choice in TableFile(_
 
 ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))
 HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim in _TILES))
+# Of extend for CDNA 4, whose kernel is written for them.
+EXTEND_TILES = ExtendTiles(query_rows=256, key_block=64, num_warps=8, num_stages=1, waves_per_eu=2)
 
 
 def cdna_tiles(arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int) -> CdnaTiles:

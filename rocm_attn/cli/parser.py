@@ -19,7 +19,9 @@ COMMANDS = "rocm_attn.commands"
 # The commands of this project's other distributions, and the folder that each is installed from.
 ELSEWHERE = {
     **dict.fromkeys(("generate", "serve"), "rocm_serve"),
-    **dict.fromkeys(("bench", "cost", "read-report", "replay-step", "simulate", "soak", "tune", "waits"), "rocm_lab"),
+    **dict.fromkeys(
+        ("bench", "cost", "cycles", "read-report", "replay-step", "simulate", "soak", "tune", "waits"), "rocm_lab"
+    ),
 }
 
 EPILOG = """\

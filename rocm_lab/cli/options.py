@@ -28,6 +28,8 @@ OUTPUT = option("--output", metavar="FILE", help="file for the rows (ROCM_ATTN_T
 JOBS = option("--jobs", type=positive, metavar="N", help="processes that compile (all cores but one)")
 SIMULATE = switch("--simulate", "DUMP is a server's .evidence file: run its machine code on a CPU and name the cause")
 DRY_RUN = switch("--dry-run", "list the candidates without running them; needs no GPU")
+WAVES = option("--waves", type=positive, default=2, metavar="N", help="waves that a SIMD has room for (2)")
+NUM_WARPS = option("--num-warps", type=positive, default=8, metavar="N", help="waves of a program (8)")
 OBJDUMP = option("--objdump", metavar="FILE", help="llvm-objdump that knows the code objects' arch (looked for)")
 FILES = option(
     "files",

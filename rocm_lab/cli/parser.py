@@ -37,6 +37,12 @@ examples:
   rocm-attn read-report report.json --arch mi355x --triton-release 3.6.0 --folder from_mi355x
 """
 
+_CYCLES_EXAMPLES = """\
+examples:
+  rocm-attn cycles ~/.triton/cache                                       everything that Triton compiled
+  rocm-attn cycles fmha_fwd.co --waves 2 --num-warps 8 --json
+"""
+
 _WAITS_EXAMPLES = """\
 examples:
   rocm-attn waits ~/.triton/cache                                        everything that Triton compiled
@@ -46,9 +52,9 @@ examples:
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Adds the laboratory's commands to `rocm-attn`."""
-    for add in (_add_tune, _add_cost, _add_read_report, _add_replay_step, _add_simulate, _add_soak, _add_waits):
+    adders = _add_tune, _add_cost, _add_cycles, _add_read_report, _add_replay_step, _add_simulate, _add_soak, _add_waits
+    for add in (*adders, add_bench):
         add(commands)
-    add_bench(commands)
 
 
 def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -149,6 +155,19 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     recurrent = a.switch("--recurrent", "with recurrent layers: checkpoints of prefixes, drafts that are taken back")
     add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
     add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, recurrent, json))
+
+
+def _add_cycles(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "cycles",
+        help="count clocks of the hot loops of compiled kernels for gfx942 and gfx950; needs no GPU",
+        description="Issue the innermost loop with the most matrix instructions by the rules of CDNA3 and CDNA4, and "
+        "print its clocks and its share of the matrix units' ceiling.",
+        examples=_CYCLES_EXAMPLES,
+    )
+    parser.set_defaults(module="rocm_lab.cli.cycles")
+    add_options(parser, (o.FILES, o.WAVES, o.NUM_WARPS, o.OBJDUMP, a.JSON))
 
 
 def _add_waits(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -70,7 +70,9 @@ class Effects:
 _VECTOR_TOO = re.compile(
     r"v_cmpx_\w+_[fiu](?:16|32|64)|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
     r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt|fmac|div_scale|div_fmas|div_fixup)_f64"
+    r"|v_(?:add|sub)_i32|v_nop"
 )
+_PERMUTE = "ds_permute_b32"
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")
 _READ_EXEC = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")
@@ -93,7 +95,7 @@ def effects_of(instruction: Instruction) -> Effects:
         return Effects(Unit.SCALAR_MEMORY, _union(rest), destination)
     if name in global_memory.BUILDERS or name in atomic.BUILDERS or name in scratch.BUILDERS:
         return _vector_memory(instruction)
-    if name in local_memory.BUILDERS or (name in cross_lane.BUILDERS and name.startswith("ds_")):
+    if name in local_memory.BUILDERS or (name in (*cross_lane.BUILDERS, _PERMUTE) and name.startswith("ds_")):
         tokens = [registers_of(token) for token in instruction.operands]
         if "_write" in name:
             return Effects(Unit.LOCAL_MEMORY, _union(tokens), data=_union(tokens[1:]), stores=True)

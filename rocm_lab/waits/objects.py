@@ -11,7 +11,7 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ _ELF, _E_FLAGS_AT = b"\x7fELF", 48
 # "<kernel>:" with its address, and an instruction with the address that its comment begins with.
 _SYMBOL = re.compile(r"([0-9a-f]+) <([^>]+)>:")
 _LINE = re.compile(r"\s+(\S.*?)\s*// ([0-9A-F]+):")
+_NAMED_TARGET = re.compile(r"(?m)^\s+s_c?branch\w*\s+([A-Za-z_.$][\w.$]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,33 +117,43 @@ def _disassembled(path: Path, arch: str, objdumps: Sequence[str]) -> str:
 def parse_disassembly(text: str) -> list[Assembly]:
     """The kernels of llvm-objdump's output, each from its symbol to the next one. Raises UnknownInstruction.
 
-    Branches there have a distance of 4-byte words from the next instruction; labels are addresses here.
+    Branches there have a distance of 4-byte words from the next instruction, or a label that is a symbol; labels are
+    addresses here.
     """
     found: list[Assembly] = []
     name = ""
     lines: list[str] = []
     addresses: list[int] = []
+    # Assembly written by people keeps its labels as symbols, which branches name.
+    named = set(_NAMED_TARGET.findall(text))
+    labels: dict[str, str] = {}
     for line in [*text.splitlines(), "0 <end>:"]:
         symbol, code = _SYMBOL.match(line), _LINE.match(line)
-        if symbol:
+        if symbol and symbol[2] in named:
+            labels[symbol[2]] = f"{int(symbol[1], 16):x}"
+        elif symbol:
             if lines:
-                found.append(_assembly(name, lines, addresses))
-            name, lines, addresses = symbol[2], [], []
+                found.append(_assembly(name, lines, addresses, labels))
+            name, lines, addresses, labels = symbol[2], [], [], {}
         elif code:
             lines.append(code[1])
             addresses.append(int(code[2], 16))
     return found
 
 
-def _assembly(name: str, lines: list[str], addresses: list[int]) -> Assembly:
+def _assembly(name: str, lines: list[str], addresses: list[int], named: Mapping[str, str]) -> Assembly:
     labels = {f"{address:x}": index for index, address in enumerate(addresses)}
     instructions: list[Instruction] = []
     used: dict[str, int] = {}
     for line, address in zip(lines, addresses, strict=True):
         instruction = parse_instruction(line)
         if instruction.name.startswith(("s_branch", "s_cbranch_")):
-            words = int(instruction.operands[0], 0)
-            target = f"{address + 4 + 4 * (words - (words >> 15 << 16)):x}"
+            operand = instruction.operands[0]
+            if operand in named:
+                target = named[operand]
+            else:
+                words = int(operand, 0)
+                target = f"{address + 4 + 4 * (words - (words >> 15 << 16)):x}"
             if target not in labels:
                 raise UnknownInstruction(f"the target of {line!r} in {name}")
             used[target] = labels[target]

@@ -78,6 +78,9 @@ _ARITHMETIC: dict[str, VectorOp] = {
     "v_max3_f32": _float(_max3, 3),
     "v_min3_f32": _float(_min3, 3),
     "v_med3_f32": _float(_median, 3),
+    # CDNA 4; a NaN among the three is the result.
+    "v_maximum3_f32": _float(lambda a, b, c: np.maximum(np.maximum(a, b), c), 3),
+    "v_minimum3_f32": _float(lambda a, b, c: np.minimum(np.minimum(a, b), c), 3),
     "v_exp_f32": _float(np.exp2, 1),
     "v_log_f32": _float(np.log2, 1),
     "v_rcp_f32": _float(_reciprocal, 1),

@@ -92,6 +92,7 @@ class Case:
     mask_keys:       keys before a sequence's new ones that the mask covers, at most; all tokens see those before them
     first_page:      pages of each sequence's row before its keys; nothing: none
     latent:          true if V is the first part of K
+    steep:           a factor of all scores: with large ones, maxima rise by much from block to block
     kv, scales:      the encoding of 8-bit pages, and the granularity of scales; None: pages are in dtype
     """
 
@@ -115,6 +116,7 @@ class Case:
     kv: Encoding | None = None
     scales: Scales = Scales.NONE
     latent: bool = False
+    steep: float = 1.0
 
     @property
     def codes(self) -> CodeKind:
@@ -205,7 +207,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     pages_of_seq = [-(-length // page_size) for length in case.kv_len]
     num_pages = sum(pages_of_seq) + 4
     num_tokens = sum(case.q_len) + case.tail
-    scores = Scores(head_dim**-0.5, Visibility(case.window_left, case.window_right), case.soft_cap)
+    scores = Scores(head_dim**-0.5 * case.steep, Visibility(case.window_left, case.window_right), case.soft_cap)
     sinks = torch.randn(num_q_heads, generator=generator) * 2 if case.sinks else None
     slopes = torch.rand(num_q_heads, generator=generator) if case.slopes else None
 

@@ -25,7 +25,7 @@ from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.tile_cost import cost_of_loop, loop_figures
 
 # Kinds of layer that tiles which serve have figures of.
-_KINDS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window_left": 127}, "cap": {"soft_cap": 50.0}}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window_left": 127}, "cap": {"soft_cap": 50.0}}
 
 
 def tiles_of(arch: str, case: Case) -> CdnaTiles:
@@ -58,7 +58,7 @@ def figures_of(row: Row) -> tuple[DecodeFigures, ...]:
         tiles = tiles_of(row.arch, case)
     except NoTiles:
         return ()
-    return tuple(_figures(row, replace(case, **changes), tiles, kind) for kind, changes in _KINDS.items())
+    return tuple(_figures(row, replace(case, **changes), tiles, kind) for kind, changes in KINDS.items())
 
 
 def _figures(row: Row, case: Case, tiles: CdnaTiles, kind: str) -> DecodeFigures:

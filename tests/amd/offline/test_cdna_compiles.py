@@ -1,4 +1,8 @@
-"""Decode for CDNA compiles: nothing spills, K and V pass no LDS, and numbers of pages are scalar loads."""
+"""Decode and extend for CDNA compile: nothing spills.
+
+Keys and values of decode pass no LDS, and its numbers of pages are scalar loads. Extend keeps the matrix units busy, by
+the count of docs/cycles.md, and waits for all that it uses.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,15 @@ from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, HEAD_DIMS
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.providers.triton_cdna import TRITONS
+from rocm_lab.simulator.assembly import parse_assembly
+from rocm_lab.waits.check import Word, check_waits
 from tests.amd.kernels.attention_cases import Case
+from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
+from tests.amd.kernels.cdna_extend_cases import PLAIN
 from tests.amd.offline.cdna_decode import compiled_decode, tiles_of
+from tests.amd.offline.cdna_extend import compiled_extend
 from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.cycle_counts import count_of
 from tests.amd.offline.hot_loop import hot_loop
 
 pytestmark = pytest.mark.skipif(
@@ -96,3 +106,30 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
         assert code.vgprs <= ACCEPTED_VGPRS[arch, dim]
         per_key = len(loop.instructions) / keys
         assert per_key <= ACCEPTED_INSTRUCTIONS[arch, dim], per_key
+
+
+EXTENDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float16": {"dtype": torch.float16, "page_size": 64},
+    "large_pages": {"page_size": 128},
+    "every_key": {"causal": False},
+    "other_strides": {"spread": True},
+}
+# Of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in eights one
+# address more is computed.
+LEAST_SHARE = 0.85
+
+
+@pytest.mark.parametrize(
+    "layer", [pytest.param(each, marks=[pytest.mark.nightly] * (each != "plain")) for each in EXTENDS]
+)
+def test_extend_keeps_the_matrix_units_busy_and_waits(layer: str) -> None:
+    (arch,) = EXTEND_ARCHS
+    kernel = compiled_extend(replace(PLAIN, heads=(32, 8), **EXTENDS[layer]))
+    code, count = read_amd_code(kernel), count_of(kernel, arch)
+    assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
+    assert code.waves_per_simd == 2
+    assert count is not None
+    assert count.waves == 2
+    assert count.share >= LEAST_SHARE, count
+    assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED

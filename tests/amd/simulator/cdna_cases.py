@@ -1,4 +1,4 @@
-"""Runs of decode for CDNA on a simulated arch, compared with float64."""
+"""Runs of decode and extend for CDNA on a simulated arch, compared with float64."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, build
 from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
+from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
+from tests.amd.kernels.cdna_extend_cases import CASES, assert_extended, run_cdna_extend
+from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
 
-_IN_EVERY_RUN = ("plain", "window")
+_IN_EVERY_RUN = ("plain", "window", "extend-plain")
 
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
@@ -26,6 +29,17 @@ def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     return simulation
 
 
+def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+    """Runs an extend; it leaves sequences with one new token to decode. is_large: true if pools are above 4 GiB"""
+    tensors = build(case, torch.device("cpu"))
+    if is_large:
+        tensors = in_large_pools(tensors)
+    with simulated(arch) as simulation:
+        run_cdna_extend(tensors)
+    assert_extended(tensors)
+    return simulation
+
+
 def cdna_cases(arch: str) -> list[KernelCase]:
     """A case of every run."""
     return [case for case in _cases(arch) if case.name.removeprefix("cdna-") in _IN_EVERY_RUN]
@@ -33,10 +47,20 @@ def cdna_cases(arch: str) -> list[KernelCase]:
 
 def more_cdna_cases(arch: str) -> list[KernelCase]:
     """Cases of the grid."""
-    above = KernelCase("cdna-above", arch, partial(run_cdna, arch, LARGE, is_large=True))
-    return [case for case in [*_cases(arch), above] if case.name.removeprefix("cdna-") not in _IN_EVERY_RUN]
+    above = [KernelCase("cdna-above", arch, partial(run_cdna, arch, LARGE, is_large=True))]
+    if arch in EXTEND_ARCHS:
+        run = partial(simulate_extend, arch, EXTEND_ABOVE, is_large=True)
+        above.append(KernelCase("cdna-extend-above", arch, run))
+    return [case for case in [*_cases(arch), *above] if case.name.removeprefix("cdna-") not in _IN_EVERY_RUN]
 
 
 def _cases(arch: str) -> list[KernelCase]:
     cases = served_cases(arch)
-    return [KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()]
+    extends = CASES if arch in EXTEND_ARCHS else {}
+    return [
+        *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
+        *(
+            KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case))
+            for name, case in extends.items()
+        ),
+    ]

@@ -44,6 +44,7 @@ TOLERATED = {
 CASES_OF_BARRIERS = {
     "_accept_sampled_kernel": "gfx950-speculative/accept_sampled",
     "_add_norm_kernel": "gfx950-model-float16",
+    "_cdna_extend_kernel": "gfx950-cdna-extend-plain",
     "_check_pages_kernel": "gfx942-metadata/check_pages",
     "_chunk_rows_kernel": "gfx950-states-channels",
     "_chunk_walk_kernel": "gfx950-states-channels",

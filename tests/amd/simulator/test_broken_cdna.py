@@ -1,4 +1,4 @@
-"""The simulator notices mistakes in copies of decode for CDNA: each mask and each clamp is needed."""
+"""The simulator notices mistakes in copies of decode and extend for CDNA: each mask and each clamp is needed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.kernels.cdna import decode, key_blocks
+from rocm_attn.kernels.cdna import decode, extend, extend_steps, key_blocks
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS
-from tests.amd.kernels import cdna_cases
+from tests.amd.kernels import cdna_cases, cdna_extend_cases
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
-from tests.amd.simulator.cdna_cases import run_cdna
+from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
+from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
+from tests.amd.simulator.cdna_cases import run_cdna, simulate_extend
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly
@@ -58,7 +60,53 @@ IN_KEY_BLOCKS = {
         f"{STRAYS}|out of range: it wrapped around",
     ),
 }
+# The same for extend.py, or of it for extend_steps.py.
+SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND = (
+    partial(simulate_extend, case=EXTENDS[name]) for name in ("short", "plain", "steep")
+)
+IN_EXTEND = {
+    "extend_values_are_not_masked": (
+        extend,
+        "v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)",
+        "v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column)",
+        SHORT_EXTEND,
+    ),
+    "extend_rows_see_the_keys_after_their_own": (
+        extend,
+        "seen = seen & (key[None, :] <= row_key[:, None])",
+        "seen = seen",
+        SHORT_EXTEND,
+    ),
+    "extend_pages_in_32_bits": (
+        extend,
+        "(pages.to(gl.int64) * k.page)",
+        "(pages * k.page)",
+        partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
+    ),
+    "extend_the_sum_keeps_an_old_maximum": (extend_steps, "total * decay", "total", STEEP_EXTEND),
+    "extend_the_accumulator_keeps_an_old_maximum": (extend_steps, "if x[64] < 1.0:", "if x[64] < -1.0:", STEEP_EXTEND),
+    "extend_a_block_is_taken_for_the_one_before": (
+        extend,
+        "pages_2 = pages_4",
+        "pages_2 = pages_3",
+        PLAIN_EXTEND,
+    ),
+}
 MISTAKES = {
+    **{
+        name: Mistake(
+            module,
+            right,
+            wrong,
+            "launch_cdna_extend",
+            cdna_extend_cases,
+            run,
+            Exception,
+            f"nan|not close|{STRAYS}|race",
+            launched_from=None if module is extend else extend,
+        )
+        for name, (module, right, wrong, run) in IN_EXTEND.items()
+    },
     **{
         name: Mistake(
             key_blocks, right, wrong, "launch_cdna_decode", cdna_cases, run, notices, says, launched_from=decode
@@ -80,10 +128,14 @@ MISTAKES = {
 
 @pytest.mark.parametrize(
     ("mistake", "arch"),
-    [pytest.param(mistake, arch, id=f"{name}-{arch}") for name, mistake in MISTAKES.items() for arch in ARCHS],
+    [
+        pytest.param(mistake, arch, id=f"{name}-{arch}")
+        for name, mistake in MISTAKES.items()
+        for arch in (cdna_extend_cases.ARCHS if name in IN_EXTEND else ARCHS)
+    ],
 )
 def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = broken_copy(mistake, tmp_path, monkeypatch)
-    monkeypatch.setattr(cdna_cases, mistake.launcher, getattr(broken, mistake.launcher))
+    monkeypatch.setattr(mistake.used_by, mistake.launcher, getattr(broken, mistake.launcher))
     with pytest.raises(mistake.notices, match=mistake.says):
         mistake.run(arch)

@@ -144,6 +144,18 @@ def test_maximum_and_minimum_prefer_numbers_to_nan() -> None:
     assert [set(floats(core, index).tolist()) for index in (2, 3, 4)] == [{-2.0}] * 3
 
 
+def test_the_maximum_and_minimum_of_cdna_4_are_nan_if_one_of_three_is() -> None:
+    core = execute(
+        "v_maximum3_f32 v3, v1, v2, v1",
+        "v_minimum3_f32 v4, v1, v2, v1",
+        "v_maximum3_f32 v5, v0, v1, v2",
+        "v_minimum3_f32 v6, v1, v2, v0",
+        vector={0: bits(math.nan), 1: bits(-2.0), 2: bits(3.0)},
+    )
+    assert [set(floats(core, index).tolist()) for index in (3, 4)] == [{3.0}, {-2.0}]
+    assert np.isnan([floats(core, index) for index in (5, 6)]).all()
+
+
 @pytest.mark.parametrize(
     ("value", "expected"), [(-9.0, -2.0), (0.5, 0.5), (3.0, 2.0), (math.inf, 2.0), (math.nan, -2.0)]
 )

@@ -65,6 +65,13 @@ def test_a_disassembly_is_read_with_its_branches() -> None:
     assert fault.uses.startswith("v_add_u32")
 
 
+def test_labels_of_assembly_that_people_wrote_are_no_kernels() -> None:
+    """AITER's code objects keep them as symbols, and llvm-objdump names them in branches."""
+    symbol = "\n0000000000001a08 <again>:\n\tglobal_load_dword"
+    labelled = DISASSEMBLED.replace("\tglobal_load_dword", symbol).replace("65531 ", "again ")
+    assert parse_disassembly(labelled) == parse_disassembly(DISASSEMBLED)
+
+
 def test_a_branch_out_of_its_function_is_refused() -> None:
     with pytest.raises(UnknownInstruction, match="the target"):
         parse_disassembly(DISASSEMBLED.replace("65531", "65000"))

@@ -1,0 +1,425 @@
+"""Paged extend for CDNA 4, in Gluon: extend.py's results, at the pace of the matrix units (extend_steps.py).
+
+    out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
+
+A program is eight waves with 256 rows: a query block of extend_schedule.py, and query heads of one KV head. Two waves
+of a SIMD take turns: one computes a round of products while the other reads LDS and starts loads. Keys that every row
+sees go in whole blocks from memory into LDS, three blocks ahead; page numbers are loaded a block before that. The
+others follow under masks, block by block. Elements that no row sees may be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import slice as columns
+from triton.experimental.gluon.language.amd import warp_pipeline_stage
+from triton.experimental.gluon.language.amd.cdna4 import async_copy, buffer_load, mfma
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import PagePointers
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_FIRST_TOKEN,
+    BLOCK_KV_INDEX,
+    BLOCK_SEQ,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+)
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.cdna.extend_steps import joined, rescaled, round_1, round_2
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES
+
+DIM = gl.constexpr(128)
+KEYS = gl.constexpr(EXTEND_TILES.key_block)
+ROWS = gl.constexpr(EXTEND_TILES.query_rows)
+WARPS = gl.constexpr(EXTEND_TILES.num_warps)
+# Products stay in VGPRs: copies to and from AGPRs would take issue slots of the vector unit.
+_NO_AGPRS = (("amdgpu-agpr-alloc", "0,0"),)
+
+PRODUCT = gl.constexpr(gl.amd.AMDMFMALayout(4, [32, 32, 16], True, [WARPS.value, 1]))
+QUERY = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 8))
+KEY = gl.constexpr(gl.DotOperandLayout(1, PRODUCT.value, 8))
+WEIGHT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 4))
+VALUE = gl.constexpr(gl.DotOperandLayout(1, PRODUCT.value, 4))
+# Rows in memory: 16 lanes read the 256 bytes of one.
+ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 16], [WARPS.value, 1], [1, 0]))
+# Loads into LDS: a wave's instruction reads four rows of 16 keys' distance, and LDS has them next to each other, so
+# that neither the operands of K, which are columns of K^T, nor those of V meet in a bank.
+_COLUMN_BITS = [[1], [2], [4], [8], [16], [32], [64]]
+_KEY_BITS = [[16], [32], [1], [2], [4], [8]]
+
+
+LOAD_V = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [0, 32], [0, 64], [16, 0], [32, 0]],
+        [[1, 0], [2, 0], [4, 0]],
+        [],
+        [KEYS.value, DIM.value],
+    )
+)
+LOAD_K = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [0, 8]],
+        [[8, 0], [16, 0], [32, 0], [64, 0], [0, 16], [0, 32]],
+        [[0, 1], [0, 2], [0, 4]],
+        [],
+        [DIM.value, KEYS.value],
+    )
+)
+LDS_K = gl.constexpr(
+    gl.PaddedSharedLayout(
+        [[512, 8]],
+        [[column[0], 0] for column in _COLUMN_BITS] + [[0, key[0]] for key in _KEY_BITS],
+        [],
+        [DIM.value, KEYS.value],
+    )
+)
+LDS_V = gl.constexpr(
+    gl.PaddedSharedLayout(
+        [[512, 32]],
+        [[0, column[0]] for column in _COLUMN_BITS] + [[key[0], 0] for key in _KEY_BITS],
+        [],
+        [KEYS.value, DIM.value],
+    )
+)
+
+
+class ExtendGeometry(NamedTuple):
+    """The values that the kernel is compiled for: of query_block.BlockGeometry and of key_loop.KeyGeometry."""
+
+    HEAD_ROWS: int
+    GQA_RATIO: int
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    PAGE_SIZE: int
+    SAME_OFFSETS: bool
+    CAUSAL: bool
+    STRIDE_UNIT: int
+
+
+@gluon.jit
+def _pages(line, block, G: gl.constexpr):
+    """The numbers of the pages of a block's keys, [KEYS]."""
+    L: gl.constexpr = gl.SliceLayout(0, LOAD_K)
+    if G.PAGE_SIZE >= KEYS:
+        page = gl.full([KEYS], gl.load(line + block * KEYS // G.PAGE_SIZE), gl.int32, layout=L)
+    else:
+        page = gl.arange(0, KEYS, layout=L) // G.PAGE_SIZE + block * (KEYS // G.PAGE_SIZE)
+        page = buffer_load(line, page)
+    return page
+
+
+@gluon.jit
+def _in_page(block, L: gl.constexpr, G: gl.constexpr):
+    """The places of a block's keys in their pages, [KEYS]: tokens."""
+    key = gl.arange(0, KEYS, layout=L)
+    place = key % G.PAGE_SIZE
+    if G.PAGE_SIZE > KEYS:
+        place = key + block * KEYS % G.PAGE_SIZE
+    return place
+
+
+@gluon.jit
+def _copy_keys(to, k, pages, block, G: gl.constexpr):
+    L: gl.constexpr = gl.SliceLayout(0, LOAD_K)
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(1, LOAD_K))
+    at = _in_page(block, L, G)[None, :] * k.token + column[:, None]
+    async_copy.global_load_to_shared(to, k.at + (pages.to(gl.int64) * k.page)[None, :] + at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _copy_values(to, v, pages, block, G: gl.constexpr):
+    L: gl.constexpr = gl.SliceLayout(1, LOAD_V)
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, LOAD_V))
+    at = _in_page(block, L, G)[:, None] * v.token + column[None, :]
+    row = gl.convert_layout(pages, L, assert_trivial=True).to(gl.int64) * v.page
+    async_copy.global_load_to_shared(to, v.at + row[:, None] + at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _times_values(acc, operands, values):
+    for i in gl.static_range(4):
+        part = columns(values, [16, DIM], [16 * i, 0])
+        acc = (
+            mfma(operands[i], columns(part, [16, 32], [0, 0]), acc[0]),
+            mfma(operands[i], columns(part, [16, 32], [0, 32]), acc[1]),
+            mfma(operands[i], columns(part, [16, 32], [0, 64]), acc[2]),
+            mfma(operands[i], columns(part, [16, 32], [0, 96]), acc[3]),
+        )
+    return acc
+
+
+@gluon.jit
+def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
+    """Adds blocks [0, num) that every row sees, or all but the last of them; returns the number of them too.
+
+    num: at least 1
+    """
+    last = num - 1
+    pages_2 = _pages(line, gl.minimum(2, last), G)
+    pages_3 = _pages(line, gl.minimum(3, last), G)
+    pages_0 = _pages(line, 0, G)
+    pages_1 = _pages(line, gl.minimum(1, last), G)
+    _copy_keys(ks.index(0), k, pages_0, 0, G)
+    _copy_values(vs.index(0), v, pages_0, 0, G)
+    _copy_keys(ks.index(1), k, pages_1, 1, G)
+    async_copy.wait_group(2)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=PRODUCT)
+    scores = mfma(query, async_copy.load_shared_relaxed(ks.index(0), KEY), zeros)
+    tiles = (columns(scores, [ROWS, 32], [0, 0]), columns(scores, [ROWS, 32], [0, 32]))
+    nothing = gl.zeros([ROWS, 16], query.dtype, layout=WEIGHT)
+    no_values = gl.zeros([KEYS, DIM], query.dtype, layout=VALUE)
+    old = maximum
+    acc, done, raw, maximum = round_2(acc, (nothing, nothing, nothing, nothing), no_values, tiles, maximum, scale)
+    gl.barrier()
+    _copy_keys(ks.index(0), k, pages_2, 2, G)
+    async_copy.wait_group(1)
+    keys = async_copy.load_shared_relaxed(ks.index(1), KEY)
+    _copy_values(vs.index(1), v, pages_1, 1, G)
+    acc, total = rescaled(acc, total, old, maximum)
+    pairs = last // 2
+    for pair in tl.range(0, pairs):
+        block = pair * 2
+        with warp_pipeline_stage("products"):
+            tiles, operands, total = round_1(query, keys, done, raw, maximum, total, scale, WEIGHT)
+        async_copy.wait_group(1)
+        with warp_pipeline_stage("loads"):
+            values = async_copy.load_shared_relaxed(vs.index(0), VALUE)
+            _copy_keys(ks.index(1), k, pages_3, block + 3, G)
+            pages_4 = _pages(line, gl.minimum(block + 4, last), G)
+        with warp_pipeline_stage("products"):
+            old = maximum
+            acc, done, raw, maximum = round_2(acc, operands, values, tiles, maximum, scale)
+        async_copy.wait_group(1)
+        with warp_pipeline_stage("loads"):
+            keys = async_copy.load_shared_relaxed(ks.index(0), KEY)
+            _copy_values(vs.index(0), v, pages_2, block + 2, G)
+            acc, total = rescaled(acc, total, old, maximum)
+        with warp_pipeline_stage("products"):
+            tiles, operands, total = round_1(query, keys, done, raw, maximum, total, scale, WEIGHT)
+        async_copy.wait_group(1)
+        with warp_pipeline_stage("loads"):
+            values = async_copy.load_shared_relaxed(vs.index(1), VALUE)
+            _copy_keys(ks.index(0), k, pages_4, block + 4, G)
+            pages_5 = _pages(line, gl.minimum(block + 5, last), G)
+        with warp_pipeline_stage("products"):
+            old = maximum
+            acc, done, raw, maximum = round_2(acc, operands, values, tiles, maximum, scale)
+        async_copy.wait_group(1)
+        with warp_pipeline_stage("loads"):
+            keys = async_copy.load_shared_relaxed(ks.index(1), KEY)
+            _copy_values(vs.index(1), v, pages_3, block + 3, G)
+            acc, total = rescaled(acc, total, old, maximum)
+        pages_2 = pages_4
+        pages_3 = pages_5
+    _, operands, total = round_1(query, keys, done, raw, maximum, total, scale, WEIGHT)
+    async_copy.wait_group(0)
+    acc = _times_values(acc, operands, vs.index(0).load(VALUE))
+    return acc, maximum, total, 2 * pairs + 1
+
+
+@gluon.jit
+def _masked_block(query, k, v, line, block, end_key, row_key, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
+    """Adds one block, of whose keys a row sees those up to row_key, and none from end_key on."""
+    L: gl.constexpr = gl.SliceLayout(1, ROW)
+    key = block * KEYS + gl.arange(0, KEYS, layout=L)
+    page = gl.load(line + key // G.PAGE_SIZE, mask=key < end_key, other=0).to(gl.int64)
+    live = (key < end_key)[:, None]
+    place = (key % G.PAGE_SIZE).to(gl.int64)
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))[None, :]
+    # Scores of keys that are not seen are replaced; a weight of zero times a value that is NaN would be NaN.
+    k_rows = gl.load(k.at + (page * k.page + place * k.token)[:, None] + column)
+    v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)
+    gl.barrier()
+    ks.index(0).permute((1, 0)).store(k_rows)
+    vs.index(0).store(v_rows)
+    gl.barrier()
+    scores = mfma(query, ks.index(0).load(KEY), gl.zeros([ROWS, KEYS], gl.float32, layout=PRODUCT))
+    key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
+    seen = (key < end_key)[None, :]
+    if G.CAUSAL:
+        seen = seen & (key[None, :] <= row_key[:, None])
+    scores = gl.where(seen, scores, float("-inf"))
+    new = gl.maximum(maximum, gl.max(scores, 1) * scale)
+    # A row may have seen no key yet: the subtractions must not be inf - inf.
+    base = gl.where(new == float("-inf"), 0.0, new)
+    decay = gl.exp2(maximum - base)
+    weights = gl.exp2(scores * scale - base[:, None])
+    total = total * decay + gl.sum(weights, 1)
+    d = decay[:, None]
+    weights = gl.convert_layout(weights.to(query.dtype), WEIGHT, assert_trivial=True)
+    operands = (
+        columns(weights, [ROWS, 16], [0, 0]),
+        columns(weights, [ROWS, 16], [0, 16]),
+        columns(weights, [ROWS, 16], [0, 32]),
+        columns(weights, [ROWS, 16], [0, 48]),
+    )
+    acc = _times_values((acc[0] * d, acc[1] * d, acc[2] * d, acc[3] * d), operands, vs.index(0).load(VALUE))
+    return acc, new, total
+
+
+@gluon.jit
+def _places(first_token, num_tokens, row, L: gl.constexpr, G: gl.constexpr):
+    """Token and query head (int64) of each row of a block, and whether the row has one."""
+    line = gl.arange(0, ROWS, layout=L)
+    block_token = line // G.BLOCK_HEADS
+    ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
+    is_row = (block_token < num_tokens) & (ratio_head < G.GQA_RATIO)
+    return (
+        (first_token + block_token).to(gl.int64),
+        (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(gl.int64),
+        is_row,
+    )
+
+
+@gluon.jit
+def _cdna_extend_kernel(
+    q,
+    k_pages,
+    v_pages,
+    table: tl.const,
+    row_of_seq: tl.const,
+    kv_len: tl.const,
+    schedule: tl.const,
+    out,
+    lse,
+    qk_scale,
+    q_token,
+    q_head,
+    kp_page,
+    kp_token,
+    kp_head,
+    vp_page,
+    vp_token,
+    vp_head,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: gl.constexpr,
+):
+    if G.STRIDE_UNIT > 1:
+        q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
+        kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
+        vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
+        out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
+    if G.SAME_OFFSETS:
+        vp_page, vp_token, vp_head = kp_page, kp_token, kp_head
+    program = gl.program_id(0)
+    row = program % G.HEAD_ROWS
+    words = schedule + program // G.HEAD_ROWS * BLOCK_WORDS
+    seq = gl.load(words + BLOCK_SEQ)
+    first_token = gl.load(words + BLOCK_FIRST_TOKEN)
+    num_tokens = gl.load(words + BLOCK_TOKENS)
+    first_key = gl.load(words + BLOCK_KV_INDEX)
+    if num_tokens > 0:
+        kv_head = (row // G.HEAD_BLOCKS).to(gl.int64)
+        token, head, is_row = _places(first_token, num_tokens, row, gl.SliceLayout(1, ROW), G)
+        column = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))[None, :]
+        q_rows = gl.load(q + (token * q_token + head * q_head)[:, None] + column, mask=is_row[:, None], other=0.0)
+        LDS_Q: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=16, order=[1, 0])
+        query = gl.allocate_shared_memory(q.dtype.element_ty, [ROWS, DIM], LDS_Q, q_rows).load(QUERY)
+        line = table + gl.load(row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * table_row
+        k = PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head)
+        v = PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head)
+        if G.CAUSAL:
+            end_key = gl.where(seq >= 0, first_key + num_tokens, 0)
+            num_whole = gl.where(seq >= 0, first_key + 1, 0) // KEYS
+        else:
+            end_key = gl.load(kv_len + gl.maximum(seq, 0))
+            end_key = gl.where(seq >= 0, end_key, 0)
+            num_whole = end_key // KEYS
+        M: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+        zeros = gl.zeros([ROWS, 32], gl.float32, layout=PRODUCT)
+        acc = (zeros, zeros, zeros, zeros)
+        maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=M)
+        total = gl.zeros([ROWS], gl.float32, layout=M)
+        ks = gl.allocate_shared_memory(q.dtype.element_ty, [2, DIM, KEYS], LDS_K)
+        vs = gl.allocate_shared_memory(q.dtype.element_ty, [2, KEYS, DIM], LDS_V)
+        done = 0
+        if num_whole > 0:
+            acc, maximum, total, done = _whole_blocks(
+                query, k, v, line, num_whole, qk_scale, ks, vs, acc, maximum, total, G
+            )
+        row_key = first_key + gl.arange(0, ROWS, layout=M) // G.BLOCK_HEADS
+        for block in range(done, gl.cdiv(end_key, KEYS)):
+            acc, maximum, total = _masked_block(
+                query, k, v, line, block, end_key, row_key, qk_scale, ks, vs, acc, maximum, total, G
+            )
+        # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
+        total = gl.where(total == 0.0, 1.0, total)
+        share = (1.0 / total)[:, None]
+        value = joined(joined(acc[0] * share, acc[1] * share), joined(acc[2] * share, acc[3] * share))
+        value = gl.convert_layout(value.to(out.dtype.element_ty), ROW)
+        token, head, is_row = _places(first_token, num_tokens, row, gl.SliceLayout(1, ROW), G)
+        gl.store(out + (token * out_token + head * out_head)[:, None] + column, value, mask=is_row[:, None])
+        if lse is not None:
+            token, head, is_row = _places(first_token, num_tokens, row, M, G)
+            gl.store(lse + token * lse_token + head * lse_head, (maximum + gl.log2(total)) * LN_2, mask=is_row)
+
+
+def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:
+    """Does the same as `launch_paged_extend` on gfx950, without windows, caps, sinks, slopes and shares.
+
+    args: with strides that are multiples of eight
+    cut:  of EXTEND_TILES
+    Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
+    """
+    args.check("extend on CDNA")
+    queries, pages, table = args.queries, args.pages, args.table
+    num_kv_heads, gqa_ratio = args.heads
+    cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
+    assert cut == ExtendCut.of(EXTEND_TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len), (
+        "the schedule was cut for others"
+    )
+    assert not (scores.visibility.windowed or scores.visibility.by_ranges), "no window is served"
+    assert not scores.soft_cap, "no cap is served"
+    assert args.sinks is None, "no sinks are served"
+    assert args.slopes is None, "no slopes are served"
+    assert args.q.dtype in (torch.bfloat16, torch.float16)
+    assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"
+    assert args.q.shape[2] == args.out.shape[2] == DIM.value
+    size = pages.format.page_size
+    assert KEYS.value % size == 0 or size % KEYS.value == 0, "a block lies in whole pages, or in one"
+    assert pages.is_near
+    assert not any(stride % 8 for stride in args.read_strides[:8]), "a lane loads 16 bytes"
+    geometry = ExtendGeometry(
+        HEAD_ROWS=num_kv_heads * EXTEND_TILES.head_blocks(gqa_ratio),
+        GQA_RATIO=gqa_ratio,
+        BLOCK_HEADS=EXTEND_TILES.heads_per_block(gqa_ratio),
+        HEAD_BLOCKS=EXTEND_TILES.head_blocks(gqa_ratio),
+        PAGE_SIZE=pages.format.page_size,
+        SAME_OFFSETS=args.same_offsets,
+        CAUSAL=scores.visibility.causal,
+        STRIDE_UNIT=args.stride_unit,
+    )
+    launch(
+        _cdna_extend_kernel,
+        (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_ROWS,),
+        args.q,
+        pages.raw_k,
+        pages.raw_v,
+        table,
+        queries.row_of_seq,
+        queries.kv_len,
+        args.schedule,
+        args.out,
+        args.lse,
+        scores.base_2_scale,
+        *args.strides_in(geometry.STRIDE_UNIT),
+        G=geometry,
+        num_warps=EXTEND_TILES.num_warps,
+        waves_per_eu=EXTEND_TILES.waves_per_eu,
+        llvm_fn_attrs=_NO_AGPRS,
+    )

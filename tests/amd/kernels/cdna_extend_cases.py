@@ -1,0 +1,64 @@
+"""Extends for CDNA 4, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import torch
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES
+from rocm_attn.problem import UNLIMITED_WINDOW
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+# Six whole blocks, of which the loop takes four; the first new tokens of a sequence; a tail that no sequence owns.
+PLAIN = Case([470, 33], [70, 33], heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, tail=2)
+# One whole block, two of them, and none; sequences that extend leaves to decode; blocks of all sixteen heads.
+SHORT = replace(PLAIN, kv_len=[80, 140, 63, 90, 0], q_len=[3, 2, 9, 1, 0], heads=(16, 1), page_size=64, spread=True)
+# Maxima rise by more than the lag, so that waves rescale what they hold.
+STEEP = replace(PLAIN, kv_len=[400], q_len=[10], heads=(4, 1), steep=20.0, tail=0)
+CASES = {
+    "plain": PLAIN,
+    "steep": STEEP,
+    "short": SHORT,
+    "float16": replace(PLAIN, kv_len=[330], q_len=[5], dtype=torch.float16, heads=(6, 2), page_size=32, tail=0),
+    "large_pages": replace(PLAIN, kv_len=[460], q_len=[40], heads=(4, 2), page_size=128, spread=True),
+    "every_key": replace(PLAIN, kv_len=[200, 70], q_len=[9, 70], heads=(4, 1), window_right=UNLIMITED_WINDOW),
+}
+# Pages next to each other, at the end of large pools.
+LARGE = replace(PLAIN, kv_len=[200], q_len=[3], heads=(4, 1), tail=0)
+LEAST_Q_LEN = 2
+ARCHS = ("gfx950",)
+
+
+def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:
+    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
+    import_module("rocm_attn.kernels.cdna.extend").launch_cdna_extend(args, scores=scores, cut=cut)
+
+
+def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
+    """The cut of a step's layer."""
+    return ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio, min_q_len=LEAST_Q_LEN)
+
+
+def run_cdna_extend(tensors: Tensors) -> None:
+    """Runs schedule and extend; the schedule's memory is garbage before."""
+    cut = cdna_extend_cut(tensors)
+    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    launch_cdna_extend(tensors.args(schedule, None), scores=tensors.scores, cut=cut)
+
+
+def assert_extended(tensors: Tensors) -> None:
+    """Checks that tokens of sequences with more than one equal the reference, and that decode's are unchanged."""
+    case = tensors.case
+    served = torch.ones(tensors.q.shape[0], dtype=torch.bool, device=tensors.q.device)
+    served[tensors.q_indptr[:-1][tensors.q_len == 1].long()] = False
+    assert (tensors.out[~served] == UNTOUCHED).all(), "extend wrote to tokens that are decode's"
+    assert_attention_close(tensors.out[served], tensors.reference[served], case.dtype)
+    assert_lse_close(tensors.lse[served], tensors.reference_lse[served], case.dtype)

@@ -1,0 +1,139 @@
+"""Counts the hot loops of our kernels for CDNA into docs/cycles.md, next to their static figures.
+
+    python -m tests.amd.offline.cycle_counts docs
+
+compiles the kernels of static_figures.json and those of ROWS_SHOWN with the installed Triton, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, ExtendTiles
+from rocm_lab.cost.static_figures import CDNA, DecodeFigures, ExtendFigures, StaticFigures
+from rocm_lab.cycles import rates
+from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
+from rocm_lab.simulator.assembly import parse_assembly
+from tests.amd.kernels.attention_cases import Case
+from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
+from tests.amd.kernels.cdna_extend_cases import PLAIN
+from tests.amd.offline.candidate_kernels import plain_kernel
+from tests.amd.offline.cdna_decode import KINDS, compiled_decode
+from tests.amd.offline.cdna_extend import compiled_extend
+from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.compiling import AMD_ARCHS, first_kernels
+from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.tile_candidates import Kind, chosen_tiles, layers
+
+# Rows whose other kernels are shown: heads of 128, and latent pages.
+SHOWN = (
+    "gfx942-32x8-128-128-bfloat16-page16-below_2gib",
+    "gfx950-32x8-128-128-bfloat16-page16-below_2gib",
+    "gfx942-16x1-576-512-latent-bfloat16-page64-below_2gib",
+    "gfx950-16x1-576-512-latent-bfloat16-page64-below_2gib",
+)
+_SECTION = re.compile(r"(<!-- made by cycle_counts: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_CLOCKS_PER_CYCLE = 4
+_COUNTED = "clocks | products | vector | LDS | loads | of the ceiling"
+
+
+def main(docs: Path) -> None:
+    """Writes the two tables of the page."""
+    # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    page = docs / "cycles.md"
+    tables = {"figures": "".join(_with_figures()), "others": "".join(_others())}
+    page.write_text(_SECTION.sub(lambda found: f"{found[1]}{tables[found[2]]}", page.read_text()))
+
+
+def count_of(kernel: CompiledKernel, arch: str, most_programs: int | None = None) -> LoopCount | None:
+    """Counts a compiled kernel, with as many programs as registers and LDS have room for, or with fewer."""
+    code, num_warps = read_amd_code(kernel), kernel.metadata.num_warps
+    room = code.waves_per_simd
+    if most_programs is not None:
+        room = min(room, max(1, most_programs * num_warps // rates.SIMDS))
+    return count_loop(parse_assembly(kernel.asm["amdgcn"]), arch, *waves_of(room, num_warps))
+
+
+def cells(count: LoopCount) -> str:
+    """The counted columns of a line."""
+    units = (count.matrix, count.vector, count.local_memory, count.vector_memory)
+    return f"{count.waves} | {count.clocks:,.0f} | {' | '.join(f'{each:,}' for each in units)} | {count.share:.1%}"
+
+
+def _with_figures() -> Iterator[str]:
+    yield f"Triton {triton.__version__}. Static figures are of one wave, counts of all waves of a SIMD.\n\n"
+    yield f"| kernel | arch | heads of | kind | tiles | static figures | waves | {_COUNTED} |\n{'|---' * 13}|\n"
+    figures = StaticFigures.read()
+    for decode in figures.decodes:
+        count = count_of(_decode(decode), decode.arch, decode.figures.programs)
+        known = decode.figures
+        said = f"own {known.own * _CLOCKS_PER_CYCLE:,.0f}, {known.latencies:.0f} latency, {known.programs} programs"
+        yield _line(decode.kernel, decode, decode.kind, said, count)
+    for extend in figures.extends:
+        row = _row_of(extend, ExtendTiles)
+        busy = (each * _CLOCKS_PER_CYCLE for each in extend.busy)
+        said = "products {:,.0f}, vector {:,.0f}".format(*busy)
+        yield _line("triton.extend", extend, "plain", said, count_of(plain_kernel(row, extend.tiles), extend.arch))
+
+
+def _row_of(figures: DecodeFigures | ExtendFigures, kind: Kind) -> Row:
+    """The first layer with these figures' arch and heads, whose own tiles they are if they are not of CDNA's decode."""
+    known = (figures.arch, figures.head_dim)
+    rows = [row for row, each in layers() if each is kind and (row.arch, row.dims[0]) == known]
+    return next((row for row in rows if chosen_tiles(row, kind) == figures.tiles), rows[0])
+
+
+def _decode(figures: DecodeFigures) -> CompiledKernel:
+    row = _row_of(figures, DecodeTiles)
+    if figures.kernel != CDNA:
+        return plain_kernel(row, figures.tiles)
+    assert isinstance(figures.tiles, CdnaTiles)
+    case = Case([300, 200], [1, 1], heads=row.heads, dims=row.dims, dtype=row.dtype, page_size=row.page_size)
+    return compiled_decode(row.arch, replace(case, **KINDS[figures.kind]), figures.tiles)
+
+
+def _line(kernel: str, figures: DecodeFigures | ExtendFigures, kind: str, said: str, count: LoopCount | None) -> str:
+    assert count is not None, f"{kernel} has matrix instructions in its loop"
+    tiles = figures.tiles
+    rows = f"{tiles.query_rows} x " if isinstance(tiles, ExtendTiles) else ""
+    shape = f"{rows}{tiles.key_block}, {tiles.num_warps} waves"
+    return f"| `{kernel}` | {figures.arch} | {figures.head_dim} | {kind} | {shape} | {said} | {cells(count)} |\n"
+
+
+def _others() -> Iterator[str]:
+    yield f"| kernel | arch | of the row | waves | {_COUNTED} |\n{'|---' * 10}|\n"
+    for row in ROWS:
+        if str(row) in SHOWN:
+            yield from lines_of(row)
+    yield extend_line()
+
+
+def extend_line() -> str:
+    """The line of extend for CDNA 4."""
+    kernel = compiled_extend(replace(PLAIN, heads=(32, 8)))
+    count = count_of(kernel, EXTEND_ARCHS[0])
+    assert count is not None
+    return f"| `{kernel.name}` | {EXTEND_ARCHS[0]} | 32x8-128-128-bfloat16-page16 | {cells(count)} |\n"
+
+
+def lines_of(row: Row) -> Iterator[str]:
+    """A line for each kernel of a row with matrix instructions in a loop, of its first variant."""
+    assert row.arch in AMD_ARCHS
+    for name, kernel in sorted(first_kernels(row).items()):
+        count = count_of(kernel, row.arch) if read_amd_code(kernel).matrix_ops else None
+        if count is not None:
+            of_row = str(row).removeprefix(f"{row.arch}-").removesuffix("-below_2gib")
+            yield f"| `{name}` | {row.arch} | {of_row} | {cells(count)} |\n"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

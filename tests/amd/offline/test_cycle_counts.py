@@ -1,0 +1,43 @@
+"""The page of counts is current for the rows that every run compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import triton
+
+from tests.amd.offline.compiling import IN_EVERY_RUN
+from tests.amd.offline.cycle_counts import SHOWN, extend_line, lines_of
+from tests.amd.offline.matrix import ROWS, Row
+
+PAGE = Path(__file__).parents[3] / "docs/cycles.md"
+IN_THIS_RUN = [row for row in ROWS if str(row) in SHOWN and str(row) in IN_EVERY_RUN]
+NIGHTLY = [row for row in ROWS if str(row) in SHOWN and str(row) not in IN_EVERY_RUN]
+
+
+def test_the_page_says_which_triton_compiled_and_has_every_row() -> None:
+    page = PAGE.read_text()
+    assert "Triton 3.9.0" in page
+    assert len(IN_THIS_RUN) + len(NIGHTLY) == len(SHOWN)
+    assert IN_THIS_RUN
+
+
+NEEDS_ITS_TRITON = pytest.mark.skipif(not triton.__version__.startswith("3.9."), reason="the page is of Triton 3.9")
+
+
+@NEEDS_ITS_TRITON
+def test_the_count_of_extend_in_gluon_is_current() -> None:
+    assert extend_line() in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
+
+
+@NEEDS_ITS_TRITON
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=str(row), marks=pytest.mark.xdist_group(str(row))) for row in IN_THIS_RUN]
+    + [pytest.param(row, id=str(row), marks=pytest.mark.nightly) for row in NIGHTLY],
+)
+def test_the_counts_of_other_kernels_are_current(row: Row) -> None:
+    page = PAGE.read_text()
+    missing = [line for line in lines_of(row) if line not in page]
+    assert not missing, "python -m tests.amd.offline.cycle_counts docs"

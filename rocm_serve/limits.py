@@ -69,10 +69,13 @@ class RequestLimits:
         if request.constraint is not None:
             library()
         biased = (token for token, _ in request.sampling.logit_bias)
-        self.check_tokens((*prompt, *request.stop_token_ids, *biased, *request.allowed_token_ids))
+        self.check_tokens(prompt)
+        self.check_tokens((*request.stop_token_ids, *biased, *request.allowed_token_ids))
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises BadRequest for a token that the model does not have."""
-        for token in (min(token_ids), max(token_ids)) if token_ids else ():
+        from rocm_serve.token_ids import least_and_largest  # an engine's process begins before numpy is imported
+
+        for token in least_and_largest(token_ids) if token_ids else ():
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -137,19 +138,19 @@ def picking_first(scheduled: list[tuple[Sequence, int]]) -> list[tuple[Sequence,
 
 def step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: Lengths) -> ScheduledStep:
     """Makes the step. scheduled: those that pick a token first; verified, lengths: of scheduled"""
-    token_ids: list[int] = []
+    token_ids = array("i")
     for seq, (sequence, q_len) in enumerate(scheduled):
         drafts = verified.get(seq)
         if drafts is not None:
             token_ids.append(sequence.token_ids[-1])
-            token_ids += drafts.token_ids
+            token_ids.extend(drafts.token_ids)
         elif sequence.pending_at != ALL_READ:
             token_ids.append(pending(sequence.pending_at))
         else:
             stored = sequence.num_stored
             token_ids += sequence.token_ids[stored : stored + q_len]
     rows, num_stored, new = lengths
-    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.frombuffer(token_ids, np.int32))
     sequences = tuple([sequence for sequence, _ in scheduled])
     num_picks = len(scheduled)
     while num_picks and _goes_on(scheduled[num_picks - 1]):

@@ -19,6 +19,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.job import Job
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.parsing import LONG_BODY
 from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
@@ -164,10 +165,6 @@ class ServerGate:
 _READ_IN_VAIN = 2
 
 
-# Bytes of a body that takes milliseconds to parse.
-_LONG_BODY = 2**16
-
-
 # At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
 _MOST_READ = 2
 
@@ -204,7 +201,7 @@ class _Replay:
 
     async def __call__(self) -> Message:
         if self._body is not None:
-            if len(self._body) > _LONG_BODY:
+            if len(self._body) > LONG_BODY:
                 # The application parses it at once, with Python's lock held. Between two of them, others have a turn.
                 async with self._parsing:
                     await asyncio.sleep(0)

@@ -36,6 +36,7 @@ from rocm_serve.text.written_forms import (
     ReasoningForm,
     form_named,
 )
+from rocm_serve.token_ids import packed
 
 # OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
 _COMPLETION_TOKENS = 16
@@ -233,7 +234,8 @@ class ServedModel:
 
     async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            await asyncio.sleep(0)  # streams have a turn between two passes over a long list
+            return packed(prompt)
         if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give the prompt as token ids", "prompt")
         return await self.tokenising.prompt(prompt)
@@ -283,7 +285,7 @@ class ServedModel:
         allowed = tuple(sorted(set(body.allowed_token_ids or ())))
         return [
             Request(
-                prompt_token_ids=tuple(prompt),
+                prompt_token_ids=prompt,
                 max_new_tokens=max_new_tokens or min(by_default, self.limits.room(len(prompt))),
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,

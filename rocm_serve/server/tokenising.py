@@ -14,6 +14,7 @@ from rocm_serve.server.api_errors import ApiError
 from rocm_serve.text.chat_template import Rendering
 from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
+from rocm_serve.token_ids import packed
 
 _Result = TypeVar("_Result")
 
@@ -23,6 +24,8 @@ _SHORT = 2048
 NICENESS = 10
 # A text above this number of characters takes a thread for long.
 _LONG = 2**16
+# A token has fewer characters in most texts. A text with more of them for each token that fits is counted in pieces.
+_USUAL_CHARACTERS = 8
 
 
 class Tokenising:
@@ -43,7 +46,7 @@ class Tokenising:
         self._for_short = ThreadPoolExecutor(2, "tokenise")
         self._for_long = ThreadPoolExecutor(1, "tokenise-long", _yield_cores)
 
-    async def prompt(self, text: str) -> list[int]:
+    async def prompt(self, text: str) -> Sequence[int]:
         """Returns the tokens of a plain text. Raises ApiError, BadRequest."""
         if len(text) <= _SHORT:
             return self._prompt(text)
@@ -55,7 +58,7 @@ class Tokenising:
         tools: Sequence[Mapping[str, Any]],
         rendering: Rendering,
         writer: Tokenizer,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel.
 
         rendering: how it is written
@@ -74,9 +77,9 @@ class Tokenising:
         threads: Executor = self._for_long if length > _LONG else self._for_short
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
-    def _prompt(self, text: str) -> list[int]:
+    def _prompt(self, text: str) -> Sequence[int]:
         self._refuse_long(text)
-        return self.tokenizer.encode(text, self._check)
+        return packed(self.tokenizer.encode(text, self._check))
 
     def _conversation(
         self,
@@ -84,13 +87,15 @@ class Tokenising:
         tools: Sequence[Mapping[str, Any]],
         rendering: Rendering,
         writer: Tokenizer,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         text = writer.conversation(messages, tools, rendering)
         self._refuse_long(text)
-        return writer.encode_conversation(text, self._check)
+        return packed(writer.encode_conversation(text, self._check))
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)
+        if least <= self._most_tokens < len(text) // _USUAL_CHARACTERS:
+            least = self._count.in_pieces(text, self._most_tokens)
         if least > self._most_tokens:
             raise self._refusal("at least ", least)
 

@@ -160,9 +160,8 @@ class TextStream:
         return self.tokenizer.decode(self._context + self._held)[len(before) :]
 
 
-def _ids(
-    backend: tokenizers.Tokenizer, text: str, check: Callable[[int], None], *, add_special_tokens: bool
-) -> list[int]:
+def require_characters(text: str) -> None:
+    """Raises BadRequest for a text with half of a character."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -170,6 +169,12 @@ def _ids(
             f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, half of a "
             "character; give whole characters"
         ) from error
+
+
+def _ids(
+    backend: tokenizers.Tokenizer, text: str, check: Callable[[int], None], *, add_special_tokens: bool
+) -> list[int]:
+    require_characters(text)
     # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     try:

@@ -81,7 +81,7 @@ class PromptRoom:
     prompt_tokens: of prompts at their beginning that are left
     doubles_after: see StepBudget
     taken:         tokens of the step that have gone to sequences
-    sizes:         see StepBudget
+    sizes, read_tokens: see StepBudget
     """
 
     tokens: int
@@ -89,6 +89,7 @@ class PromptRoom:
     doubles_after: int
     taken: int = 0
     sizes: tuple[int, ...] = ()
+    read_tokens: int = 0
 
     @classmethod
     def beside(cls, num_decoding: int, budget: StepBudget) -> PromptRoom:
@@ -96,7 +97,8 @@ class PromptRoom:
         tokens = max(budget.chunk - num_decoding, 1)
         if not num_decoding:
             return cls(tokens, tokens, NEVER)
-        return cls(tokens, budget.tokens_beside(num_decoding), budget.doubles_after, num_decoding, budget.sizes)
+        at_first, read = budget.tokens_beside(num_decoding), budget.read_tokens
+        return cls(tokens, at_first, budget.doubles_after, num_decoding, budget.sizes, read)
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +111,11 @@ class PromptRoom:
         ends_at: number of its tokens, above `stored`, at which its chunk is to end
         The room is closed by a prompt that would get more tokens if there were more room.
         """
-        most = -(-self.prompt_tokens * self.doubles_after // (self.doubles_after + stored + self.prompt_tokens))
+        at_first, doubles_after = self.prompt_tokens, self.doubles_after
+        most = -(-at_first * doubles_after // (doubles_after + stored + at_first))
+        if stored:  # few tokens take no less time than reading the weights; attention has the rest, or half of all
+            of_attention = max(at_first - max(0, self.read_tokens - self.taken), at_first // 2)
+            most = min(most, -(-of_attention * doubles_after // stored))
         num_left = min(num_left, ends_at - stored)
         q_len = min(num_left, self.tokens, max(most, 1))
         if q_len < num_left:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -59,7 +58,7 @@ class Request:
     Raises BadRequest.
     """
 
-    prompt_token_ids: Many[int]
+    prompt_token_ids: tuple[int, ...] | array[int]
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: tuple[int, ...] = ()
@@ -126,7 +125,7 @@ class Completion:
     Completions that differ only in cached_tokens and queue_seconds are equal.
     """
 
-    prompt_token_ids: Many[int]
+    prompt_token_ids: tuple[int, ...] | array[int]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason

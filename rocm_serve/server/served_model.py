@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -232,7 +233,7 @@ class ServedModel:
         assert self.tokenizer is not None
         return self.tokenizer.decode(prompt[-_TOKENS_OF_A_MARK:]).rstrip().endswith(form.opens)
 
-    async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
+    async def _tokens(self, prompt: str | Sequence[int]) -> array[int]:
         if not isinstance(prompt, str):
             await asyncio.sleep(0)  # streams have a turn between two passes over a long list
             return packed(prompt)
@@ -261,7 +262,7 @@ class ServedModel:
     async def _requests(
         self,
         body: CompletionBody | ChatBody,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[array[int]],
         max_new_tokens: int | None,
         by_default: int,
         salt: str,

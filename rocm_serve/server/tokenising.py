@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -46,7 +47,7 @@ class Tokenising:
         self._for_short = ThreadPoolExecutor(2, "tokenise")
         self._for_long = ThreadPoolExecutor(1, "tokenise-long", _yield_cores)
 
-    async def prompt(self, text: str) -> Sequence[int]:
+    async def prompt(self, text: str) -> array[int]:
         """Returns the tokens of a plain text. Raises ApiError, BadRequest."""
         if len(text) <= _SHORT:
             return self._prompt(text)
@@ -58,7 +59,7 @@ class Tokenising:
         tools: Sequence[Mapping[str, Any]],
         rendering: Rendering,
         writer: Tokenizer,
-    ) -> Sequence[int]:
+    ) -> array[int]:
         """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel.
 
         rendering: how it is written
@@ -77,7 +78,7 @@ class Tokenising:
         threads: Executor = self._for_long if length > _LONG else self._for_short
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
-    def _prompt(self, text: str) -> Sequence[int]:
+    def _prompt(self, text: str) -> array[int]:
         self._refuse_long(text)
         return packed(self.tokenizer.encode(text, self._check))
 
@@ -87,7 +88,7 @@ class Tokenising:
         tools: Sequence[Mapping[str, Any]],
         rendering: Rendering,
         writer: Tokenizer,
-    ) -> Sequence[int]:
+    ) -> array[int]:
         text = writer.conversation(messages, tools, rendering)
         self._refuse_long(text)
         return packed(writer.encode_conversation(text, self._check))

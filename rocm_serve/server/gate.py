@@ -20,7 +20,6 @@ from rocm_serve.server.job import Job
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.parsing import LONG_BODY
-from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
@@ -49,7 +48,7 @@ class ServerGate:
 
     def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
         self._app, self._generations, self._keys, self._options = app, generations, keys, options
-        self._waiting = WaitingBytes(options, generations.counts, UnusedMemory())
+        self._waiting = WaitingBytes(options, generations.counts)
         self._parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

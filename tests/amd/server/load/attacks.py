@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from rocm_serve.server import unused_memory
 from rocm_serve.server.descriptors import raise_limit
 from tests.amd.server.load.mixed import resident_bytes
 from tests.amd.server.load.model_folder import CONTEXT
@@ -57,7 +56,7 @@ class Attacked:
     """The results.
 
     beside, alone: the medians of the rounds, with the bodies and without them
-    grown, kept:   the most bytes of memory after a round; those that are left once the server gives memory back
+    grown, kept:   the most bytes of memory after a round; those after the last one
     lines:         of the log, about connections over the limit
     """
 
@@ -83,7 +82,7 @@ class Attacked:
             ),
             f"/health took {beside.health:.3f} s, and may take {most_health:.3f} s": beside.health < most_health,
             f"the memory grew by {self.grown / 2**20:.0f} MiB": self.grown < MOST_GROWTH,
-            f"{self.kept / 2**20:.0f} MiB of it were not given back": self.kept < MOST_KEPT,
+            f"{self.kept / 2**20:.0f} MiB of it were kept": self.kept < MOST_KEPT,
             f"the bodies were answered {self.statuses}": not self.statuses.keys() - {400, 413, 429},
             f"{self.refused:.0f} of {OVER} connections over the limit were refused": self.refused >= OVER,
             f"{self.lines} lines of log are about them": self.lines <= MOST_LINES,
@@ -106,7 +105,6 @@ def attack(model: Path, *flags: str, rounds: int) -> Attacked:
             seconds = time.monotonic() - begun
             grown.append(resident_bytes(server.pid) - before)
             alone.append(_waits_during(server, partial(time.sleep, seconds)))
-        time.sleep(2 * unused_memory.SECONDS)
         kept = resident_bytes(server.pid) - before
     with served(model, "--max-connections", str(MOST_CONNECTIONS), *flags) as server:
         num_lines = len(server.log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -75,7 +76,6 @@ from rocm_serve.speculation.speculative_steps import SpeculativeSteps
 from rocm_serve.step_sizes import StepSizes
 from rocm_serve.text.constraint import library
 from rocm_serve.text.matching import matching_of
-from rocm_serve.token_ids import packed
 from rocm_serve.watched import watched_steps
 
 
@@ -243,7 +243,7 @@ class Engine:
             request=request,
             stops=stops,
             sampler=Sampler(request.sampling),
-            token_ids=packed(request.prompt_token_ids),
+            token_ids=array("i", request.prompt_token_ids),
             cached_row=CachedRow(request.cache_salt, is_cached=self._may_cache(request)),
             parameters=sampling_parameters_of(request, stops, matcher, self._loaded.config.vocab_size),
         )

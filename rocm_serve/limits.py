@@ -74,8 +74,9 @@ class RequestLimits:
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises BadRequest for a token that the model does not have."""
-        from rocm_serve.token_ids import least_and_largest  # an engine's process begins before numpy is imported
+        import numpy as np  # here, because an engine's process begins before numpy is imported
 
-        for token in least_and_largest(token_ids) if token_ids else ():
+        ids = np.asarray(token_ids)  # an array is read in place
+        for token in (ids.min(), ids.max()) if token_ids else ():
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

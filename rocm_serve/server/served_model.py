@@ -8,8 +8,11 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+
+import numpy as np
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.choices import AUTO
@@ -22,7 +25,7 @@ from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Reader, TextReader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
+from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody
 from rocm_serve.server.tokenising import Tokenising
 from rocm_serve.server.tools import NamedTool
 from rocm_serve.text.chat_template import ChatTemplate
@@ -37,7 +40,6 @@ from rocm_serve.text.written_forms import (
     ReasoningForm,
     form_named,
 )
-from rocm_serve.token_ids import packed
 
 # OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
 _COMPLETION_TOKENS = 16
@@ -236,7 +238,11 @@ class ServedModel:
     async def _tokens(self, prompt: str | Sequence[int]) -> array[int]:
         if not isinstance(prompt, str):
             await asyncio.sleep(0)  # streams have a turn between two passes over a long list
-            return packed(prompt)
+            with suppress(OverflowError):
+                token_ids = array("i", prompt)
+                if not prompt or np.asarray(token_ids).min() >= 0:
+                    return token_ids
+            raise bad_request(SHAPES["prompt"], "prompt")
         if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give the prompt as token ids", "prompt")
         return await self.tokenising.prompt(prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 from array import array
@@ -15,7 +16,6 @@ from rocm_serve.server.api_errors import ApiError
 from rocm_serve.text.chat_template import Rendering
 from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
-from rocm_serve.token_ids import packed
 
 _Result = TypeVar("_Result")
 
@@ -25,6 +25,10 @@ _SHORT = 2048
 NICENESS = 10
 # A text above this number of characters takes a thread for long.
 _LONG = 2**16
+# A text above this number of characters leaves so much free memory in C's allocator that it is given back.
+_LARGE = 2**20
+# glibc's malloc_trim, which takes milliseconds; another libc has none.
+_give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
 # A token has fewer characters in most texts. A text with more of them for each token that fits is counted in pieces.
 _USUAL_CHARACTERS = 8
 
@@ -76,11 +80,16 @@ class Tokenising:
     async def in_thread(self, length: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls a function that tokenises. length: characters of its text"""
         threads: Executor = self._for_long if length > _LONG else self._for_short
-        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+        finally:
+            if length > _LARGE:
+                with suppress(RuntimeError):  # close() was called
+                    threads.submit(_give_back, 0)
 
     def _prompt(self, text: str) -> array[int]:
         self._refuse_long(text)
-        return packed(self.tokenizer.encode(text, self._check))
+        return array("i", self.tokenizer.encode(text, self._check))
 
     def _conversation(
         self,
@@ -91,7 +100,7 @@ class Tokenising:
     ) -> array[int]:
         text = writer.conversation(messages, tools, rendering)
         self._refuse_long(text)
-        return packed(writer.encode_conversation(text, self._check))
+        return array("i", writer.encode_conversation(text, self._check))
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from rocm_serve.sampling.sampling import Sampler
 from rocm_serve.scheduled_step import ScheduledStep, pending
 from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
-from rocm_serve.token_ids import packed
 
 VOCAB = 50
 
@@ -182,7 +182,9 @@ class World:
     def add(self, number: int, request: Request) -> None:
         stops = frozenset(request.stop_token_ids)
         row = CachedRow(request.cache_salt, is_cached=request.prefix_caching)
-        sequence = Sequence(number, request, stops, Sampler(request.sampling), packed(request.prompt_token_ids), row)
+        sequence = Sequence(
+            number, request, stops, Sampler(request.sampling), array("i", request.prompt_token_ids), row
+        )
         self.sequences[number] = sequence
         self.scheduler.add(sequence)
 

@@ -16,11 +16,10 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
 from rocm_serve.speculation.ngrams import MOST_LOOKED_AT, NgramDrafter
 from rocm_serve.speculation.speculation import _found_right
-from rocm_serve.token_ids import packed
 
 
 def sequence(*token_ids: int, number: int = 0) -> Sequence:
-    return Sequence(number, Request(token_ids), frozenset(), Sampler(Sampling()), packed(token_ids), CachedRow())
+    return Sequence(number, Request(token_ids), frozenset(), Sampler(Sampling()), array("i", token_ids), CachedRow())
 
 
 def drafts(*token_ids: int, most: int = 4, branches: int = 1) -> DraftTree | None:
@@ -106,7 +105,7 @@ def test_a_step_looks_at_a_part_of_a_long_text() -> None:
         read.clear()
     assert found[0] == found[3] == {0: DraftTree.chain((9, 10))}
     late = sequence(5)
-    late.token_ids = packed([*range(3 * MOST_LOOKED_AT), 3 * MOST_LOOKED_AT - 9, 3 * MOST_LOOKED_AT - 8])
+    late.token_ids = array("i", [*range(3 * MOST_LOOKED_AT), 3 * MOST_LOOKED_AT - 9, 3 * MOST_LOOKED_AT - 8])
     drafter = NgramDrafter(1)
     assert [bool(drafter.draft([(late, 2)], {0})) for _ in range(3)] == [False, False, True]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,6 @@ from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
 from rocm_serve.sampling.token_counts import TokenCounts
-from rocm_serve.token_ids import packed
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.tolerances import assert_logprobs_close
@@ -59,7 +59,7 @@ def served(request: Request, new: Sequence[int] = (), number: int = 0) -> Served
     """A sequence that has these new tokens."""
     stops = frozenset({END})
     parameters = sampling_parameters_of(request, stops, None, VOCAB)
-    tokens = packed([*request.prompt_token_ids, *new])
+    tokens = array("i", [*request.prompt_token_ids, *new])
     return Served(
         number, request, stops, Sampler(request.sampling), tokens, CachedRow("", is_cached=False), parameters=parameters
     )

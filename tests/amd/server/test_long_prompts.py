@@ -16,6 +16,7 @@ import pytest
 from rocm_attn.errors import BadRequest
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Request
+from rocm_serve.server import tokenising
 from rocm_serve.server.tokenising import NICENESS
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.token_count import PIECE
@@ -213,6 +214,21 @@ def test_a_long_text_is_read_with_a_low_priority_and_a_short_one_is_not(loaded: 
             assert post(server, requested(prompt="w1" + " " * blanks)).status == 200
     low = min(NICENESS, 19)
     assert backend.niceness == [usual, usual, usual, low, low, low]  # a text of so many blanks is counted first
+
+
+def test_the_thread_that_has_read_a_large_text_gives_its_memory_back(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[str] = []
+    monkeypatch.setattr(tokenising, "_give_back", lambda _: trims.append(threading.current_thread().name))
+    backend = Backend(word_tokenizer().backend)
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server:
+        for blanks, path in ((LONG, COMPLETIONS), (2**20, COMPLETIONS), (2**20, CHAT)):
+            assert post(server, body(path, "w1" + " " * blanks), path).status == 200
+        assert post(server, {"prompt": "w1 " * 2**19}, "/tokenize").json["count"] == 2**19
+        while len(trims) < 3:
+            server.between_loops(lambda: None)
+    assert trims == ["tokenise-long_0"] * 3
 
 
 def test_prompts_of_every_kind_reach_the_engine_as_arrays(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

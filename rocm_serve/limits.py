@@ -77,6 +77,8 @@ class RequestLimits:
         import numpy as np  # here, because an engine's process begins before numpy is imported
 
         ids = np.asarray(token_ids)  # an array is read in place
+        if token_ids and ids.dtype.kind not in "biuO":  # O: beyond 64 bits
+            raise BadRequest(f"the token ids are of type {ids.dtype}; give whole numbers")
         for token in (ids.min(), ids.max()) if token_ids else ():
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

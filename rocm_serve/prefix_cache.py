@@ -197,8 +197,11 @@ class PrefixCache:
         row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
         row.moves_at = self._next_move(row)
         for space, first in enumerate(row.first_held):
+            idle = self._idle[space]
             for page in found[first:]:
-                self._hold(page, space)
+                if page.num_rows[space] == 0:
+                    del idle[page]
+                page.num_rows[space] += 1
         return number
 
     def num_in_tier(self, row: CachedRow, token_ids: Sequence[int]) -> int:
@@ -415,11 +418,6 @@ class PrefixCache:
         """Notes that a page is kept with the state after its last token, num_tokens from the beginning."""
         self._states[page] = None
         row.newest_state = None if num_tokens in row.states_at else page
-
-    def _hold(self, page: CachedPage, space: int) -> None:
-        if page.num_rows[space] == 0:
-            del self._idle[space][page]
-        page.num_rows[space] += 1
 
     def _release(self, page: CachedPage, space: int) -> None:
         """One row less holds a page in a space, unless the cache has forgotten the page there."""

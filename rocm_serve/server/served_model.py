@@ -165,7 +165,8 @@ class ServedModel:
         rendering = body.rendering(messages[-1])
         writer = self.writer(self.tokenising.tokenizer, body.chat_template)
         constraint = await asyncio.to_thread(self._calls_of, body, writer)
-        tokens = await self.tokenising.conversation(messages, tools, rendering, writer)
+        write = partial(writer.conversation, messages, tools, rendering)
+        tokens = await self.tokenising.conversation(messages, write)
         most = body.max_completion_tokens or body.max_tokens
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
         if constraint is not None and form is not None:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from rocm_serve.server.api_errors import ApiError
-from rocm_serve.text.chat_template import Rendering
 from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
 
@@ -57,20 +56,10 @@ class Tokenising:
             return self._prompt(text)
         return await self.in_thread(len(text), self._prompt, text)
 
-    async def conversation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        rendering: Rendering,
-        writer: Tokenizer,
-    ) -> array[int]:
-        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel.
-
-        rendering: how it is written
-        writer:    the tokenizer with the chat template that writes it
-        """
+    async def conversation(self, messages: Sequence[Mapping[str, Any]], write: Callable[[], str]) -> array[int]:
+        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel. write: writes its text"""
         length = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
-        return await self.in_thread(length, self._conversation, messages, tools, rendering, writer)
+        return await self.in_thread(length, self._conversation, write)
 
     def close(self) -> None:
         """Ends the threads. A text that is being read does not delay this; those that wait are given up."""
@@ -91,16 +80,10 @@ class Tokenising:
         self._refuse_long(text)
         return array("i", self.tokenizer.encode(text, self._check))
 
-    def _conversation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        rendering: Rendering,
-        writer: Tokenizer,
-    ) -> array[int]:
-        text = writer.conversation(messages, tools, rendering)
+    def _conversation(self, write: Callable[[], str]) -> array[int]:
+        text = write()
         self._refuse_long(text)
-        return array("i", writer.encode_conversation(text, self._check))
+        return array("i", self.tokenizer.encode_conversation(text, self._check))
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)

@@ -83,7 +83,7 @@ class Tokenising:
     def _conversation(self, write: Callable[[], str]) -> array[int]:
         text = write()
         self._refuse_long(text)
-        return array("i", self.tokenizer.encode_conversation(text, self._check))
+        return array("i", self.tokenizer.encode_unmarked(text, self._check))
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)

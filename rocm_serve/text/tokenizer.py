@@ -65,9 +65,9 @@ class Tokenizer:
             return _ids(self.backend, text, check, add_special_tokens=True)
         return [self.bos_token_id, *_ids(self.backend, text, lambda n: check(n + 1), add_special_tokens=True)]
 
-    def encode_unmarked(self, text: str) -> list[int]:
-        """Like encode(), without any token that the text itself does not have."""
-        return _ids(self.backend, text, any_number, add_special_tokens=False)
+    def encode_unmarked(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:
+        """Like encode(), without any token that the text itself does not have: a template writes its own."""
+        return _ids(self.backend, text, check, add_special_tokens=False)
 
     def encode_chat(self, user: str) -> list[int]:
         """Token ids of a conversation that starts with the user's text, up to where the model continues.
@@ -84,7 +84,7 @@ class Tokenizer:
         rendering: Rendering = PLAIN,
     ) -> list[int]:
         """Likewise, for a conversation; see ChatTemplate.render. Raises like encode_chat."""
-        return self.encode_conversation(self.conversation(messages, tools, rendering))
+        return self.encode_unmarked(self.conversation(messages, tools, rendering))
 
     def conversation(
         self,
@@ -96,13 +96,6 @@ class Tokenizer:
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
         return self.chat_template.render(messages, tools, rendering)
-
-    def encode_conversation(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:
-        """Token ids of such a text: the template has written every special token itself. Raises BadRequest.
-
-        check: see encode()
-        """
-        return _ids(self.backend, text, check, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens; bytes that are not UTF-8 become U+FFFD.

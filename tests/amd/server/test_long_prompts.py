@@ -155,7 +155,7 @@ def test_the_number_of_tokens_that_is_checked_counts_the_first_one_of_the_model(
     checked: list[int] = []
     words = Tokenizer(word_tokenizer().backend, 2, PLAIN)
     assert words.encode("w1 w3", checked.append) == [2, 1, 3]
-    assert words.encode_conversation("w1 w3", checked.append) == [1, 3]
+    assert words.encode_unmarked("w1 w3", checked.append) == [1, 3]
     assert checked == [3, 2]
 
 

@@ -41,6 +41,11 @@ _REFUSED_FOR = {
 }
 # The key of a job in an ASGI scope.
 JOB = "rocm_attn.job"
+# A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
+# it sends, and would never see the reason.
+_READ_IN_VAIN = 2
+# At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
+_MOST_READ = 2
 
 
 class ServerGate:
@@ -116,15 +121,19 @@ class ServerGate:
             raise draining(generations.retry_after)
         try:
             generations.front.check()
+            self._require_place()
+            expected = min(_length(scope), options.max_body_bytes)
+            waiting = self._waiting.begin(salt or _client_of(scope), expected)
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
-        self._require_place()
-        waiting = self._begin(scope, salt)
         # A body is forgotten once its request is taken: its tokens, which took most memory, are made by then.
         job = Job(salt, options.deadline_seconds, waiting.free)
         try:
             with generations.jobs.taken(job):
-                body = await self._read(receive, waiting)
+                try:
+                    body = await _read_body(receive, options, waiting)
+                except FitsLater as error:
+                    raise generations.as_answer(error) from error
                 self._require_place()  # others may have come meanwhile, whose bodies are shorter
                 job.is_read = True
                 replay = _Replay(body, send.client_left, self._parsing)
@@ -139,33 +148,12 @@ class ServerGate:
         finally:
             waiting.free()
 
-    def _begin(self, scope: Scope, salt: str) -> WaitingBody:
-        try:
-            return self._waiting.begin(salt or _client_of(scope), min(_length(scope), self._options.max_body_bytes))
-        except FitsLater as error:
-            raise self._generations.as_answer(error) from error
-
     def _require_place(self) -> None:
         """Raises ApiError if all places are taken. A body that is being read has none: only its bytes are bounded."""
         jobs, most = self._generations.jobs, self._options.max_requests
         is_full = max(self._generations.front.num_requests, jobs.num_served) >= most
         if is_full or jobs.num_read >= most * _MOST_READ:
             raise self._generations.refusal()
-
-    async def _read(self, receive: Receive, waiting: WaitingBody) -> bytes:
-        try:
-            return await _read_body(receive, self._options, waiting)
-        except FitsLater as error:
-            raise self._generations.as_answer(error) from error
-
-
-# A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
-# it sends, and would never see the reason.
-_READ_IN_VAIN = 2
-
-
-# At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
-_MOST_READ = 2
 
 
 class _Answer:

@@ -63,7 +63,10 @@ class TokenCount:
             is_bounded = not (dropped and normalizers)  # a normalizer may make such bytes
         else:
             dropped, longest = b"", max(map(_num_bytes, tokens), default=1)
-            is_bounded = _falls_back_to_bytes(backend.model) and {f"<0x{byte:02X}>" for byte in range(256)} <= tokens
+            is_bounded = (
+                bool(getattr(backend.model, "byte_fallback", False))
+                and {f"<0x{byte:02X}>" for byte in range(256)} <= tokens
+            )
         is_bounded &= isinstance(backend.model, tokenizers.models.BPE) and backend.truncation is None
         is_bounded &= all(part["type"] in _LOSSLESS_SPLITS and part.get("behavior") != "Removed" for part in splits)
         # Any other part may take out or replace a text of any length.
@@ -106,10 +109,6 @@ class TokenCount:
         for space in spaces:
             piece = piece.replace(space, "")
         return len(piece.encode("utf-8", "surrogatepass").translate(None, self.dropped))
-
-
-def _falls_back_to_bytes(model: tokenizers.models.Model) -> bool:
-    return isinstance(model, tokenizers.models.BPE) and bool(model.byte_fallback)
 
 
 def _num_bytes(text: str) -> int:

@@ -122,8 +122,7 @@ class ServerGate:
         try:
             generations.front.check()
             self._require_place()
-            expected = min(_length(scope), options.max_body_bytes)
-            waiting = self._waiting.begin(salt or _client_of(scope), expected)
+            waiting = self._waiting.begin(salt or _client_of(scope), min(_length(scope), options.max_body_bytes))
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
         # A body is forgotten once its request is taken: its tokens, which took most memory, are made by then.
@@ -132,9 +131,9 @@ class ServerGate:
             with generations.jobs.taken(job):
                 try:
                     body = await _read_body(receive, options, waiting)
+                    self._require_place()  # others may have come meanwhile, whose bodies are shorter
                 except FitsLater as error:
                     raise generations.as_answer(error) from error
-                self._require_place()  # others may have come meanwhile, whose bodies are shorter
                 job.is_read = True
                 replay = _Replay(body, send.client_left, self._parsing)
                 del body
@@ -149,11 +148,11 @@ class ServerGate:
             waiting.free()
 
     def _require_place(self) -> None:
-        """Raises ApiError if all places are taken. A body that is being read has none: only its bytes are bounded."""
+        """Raises FitsLater if all places are taken. A body that is being read has none: only its bytes are bounded."""
         jobs, most = self._generations.jobs, self._options.max_requests
         is_full = max(self._generations.front.num_requests, jobs.num_served) >= most
         if is_full or jobs.num_read >= most * _MOST_READ:
-            raise self._generations.refusal()
+            raise FitsLater("all places for running and waiting requests are taken; send this one again later")
 
 
 class _Answer:

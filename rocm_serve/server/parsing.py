@@ -1,7 +1,6 @@
 """Parsing of bodies: by pydantic's parser, which reads long texts in a tenth of the time of Python's own.
 
-Either parser holds Python's lock from a body's first byte to its last. Streams have a turn before the next pass over
-its values.
+Either parser holds Python's lock from a body's first byte to its last. After a long one streams have a turn.
 """
 
 from __future__ import annotations

@@ -165,8 +165,7 @@ class ServedModel:
         rendering = body.rendering(messages[-1])
         writer = self.writer(self.tokenising.tokenizer, body.chat_template)
         constraint = await asyncio.to_thread(self._calls_of, body, writer)
-        write = partial(writer.conversation, messages, tools, rendering)
-        tokens = await self.tokenising.conversation(messages, write)
+        tokens = await self.tokenising.conversation(messages, partial(writer.conversation, messages, tools, rendering))
         most = body.max_completion_tokens or body.max_tokens
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
         if constraint is not None and form is not None:
@@ -284,7 +283,8 @@ class ServedModel:
                 "max_tokens",
             )
         for prompt in prompts:
-            self._check_prompt(prompt)
+            if len(prompt) > self._most_prompt_tokens:
+                raise self._too_long("", len(prompt))
             if max_new_tokens is not None:
                 self.limits.check_room(len(prompt), max_new_tokens)
         by_default = min(by_default, most)
@@ -320,12 +320,6 @@ class ServedModel:
                 f"at most {most}; split it",
                 "n",
             )
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if len(prompt) > self._most_prompt_tokens:
-            raise self._too_long("", len(prompt))
-        if not prompt:
-            raise BadRequest("the prompt is empty; give at least one token")
 
     @property
     def _most_prompt_tokens(self) -> int:

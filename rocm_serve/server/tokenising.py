@@ -24,9 +24,8 @@ _SHORT = 2048
 NICENESS = 10
 # A text above this number of characters takes a thread for long.
 _LONG = 2**16
-# A text above this number of characters leaves so much free memory in C's allocator that it is given back.
+# A text above this number of characters leaves much free memory, which glibc gives back in milliseconds when asked.
 _LARGE = 2**20
-# glibc's malloc_trim, which takes milliseconds; another libc has none.
 _give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
 # A token has fewer characters in most texts. A text with more of them for each token that fits is counted in pieces.
 _USUAL_CHARACTERS = 8

@@ -21,10 +21,10 @@ SWITCH_SECONDS = 5e-4
 
 
 def ready_to_serve() -> None:
-    """Prevents pauses of this process, in which no token comes, once it has made what it needs to serve.
+    """Prevents pauses of a process that has made what it needs to serve: no token comes in a pause.
 
-    All of its objects are taken out of garbage collection: a full one looks at each of them, hundreds of thousands
-    after torch and a model were loaded, tens of thousands in a server's front. Threads give way sooner.
+    Its objects are taken out of garbage collection: a full one looks at each, hundreds of thousands after torch and a
+    model were loaded, tens of thousands in a server's front. Threads give way sooner.
     """
     gc.collect()
     gc.freeze()

@@ -237,9 +237,10 @@ class ServedModel:
 
     async def _tokens(self, prompt: str | Sequence[int]) -> array[int]:
         if not isinstance(prompt, str):
-            await asyncio.sleep(0)  # streams have a turn between two passes over a long list
+            await asyncio.sleep(0)  # streams have a turn before a pass over a long list, and after it
             with suppress(OverflowError):
                 token_ids = array("i", prompt)
+                await asyncio.sleep(0)
                 if not prompt or np.asarray(token_ids).min() >= 0:
                     return token_ids
             raise bad_request(SHAPES["prompt"], "prompt")

@@ -1,7 +1,6 @@
 """TokenCount: the fewest tokens that a text can have, known from its bytes, or from pieces of it.
 
-A tokenizer takes more than a hundred times the memory of a text while it reads it, so a text that cannot fit is not
-given to it whole.
+A tokenizer takes over 100 times the memory of a text while it reads it: one that cannot fit is not given to it whole.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ JOB = "rocm_attn.job"
 # A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
 # it sends, and would never see the reason.
 _READ_IN_VAIN = 2
+_BYTES_A_SECOND = 100 * 2**20  # of long bodies, which the parser reads 20 times as fast
 # At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
 _MOST_READ = 2
 
@@ -188,9 +189,9 @@ class _Replay:
     async def __call__(self) -> Message:
         if self._body is not None:
             if len(self._body) > LONG_BODY:
-                # The application parses it at once, with Python's lock held. Between two of them, others have a turn.
+                # The application parses it at once, with Python's lock held. Between two, others have most time.
                 async with self._parsing:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(len(self._body) / _BYTES_A_SECOND)
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         await self._client_left.wait()

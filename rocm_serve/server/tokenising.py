@@ -24,8 +24,7 @@ _SHORT = 2048
 NICENESS = 10
 # A text above this number of characters takes a thread for long.
 _LONG = 2**16
-# A text above this number of characters leaves much free memory, which glibc gives back in milliseconds when asked.
-_LARGE = 2**20
+_LARGE = 2**20  # characters of a text that leaves much free memory, which glibc gives back when asked
 _give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
 # A token has fewer characters in most texts. A text with more of them for each token that fits is counted in pieces.
 _USUAL_CHARACTERS = 8

@@ -99,6 +99,20 @@ def test_other_work_has_a_turn_between_two_passes_over_a_long_body() -> None:
     asyncio.run(main())
 
 
+def test_long_bodies_are_parsed_at_a_pace_that_leaves_others_most_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def slept(seconds: float) -> None:
+        assert turn.locked()
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", slept)
+    turn = asyncio.Lock()
+    for num_bytes in (LONG_BODY, 2 * LONG_BODY, 4 * 2**20):
+        asyncio.run(gate._Replay(b" " * num_bytes, asyncio.Event(), turn)())
+    assert waits == [2 * LONG_BODY / gate._BYTES_A_SECOND, 4 * 2**20 / gate._BYTES_A_SECOND]
+
+
 def test_the_server_reads_each_body_once_and_by_the_fast_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
 

@@ -27,6 +27,8 @@ from tests.amd.server.load.served import Served, served
 from tests.amd.server.load.wire import CHAT, answers, chat, post, statuses
 
 NUM_BODIES, BODY_BYTES = 16, 4 << 20
+# The longest wait of a few tenths of a second, without bodies, would be chance.
+ROUND_SECONDS = 8.0
 MOST_RATIO = 3.0
 # A probe of a container's manager waits for about this long at least.
 HEALTH_SECONDS = 0.1
@@ -91,7 +93,7 @@ class Attacked:
 
 
 def attack(model: Path, *flags: str, rounds: int) -> Attacked:
-    """Sends large bodies `rounds` times, and then opens too many connections. Raises OSError.
+    """Sends large bodies for `rounds` rounds, and then opens too many connections. Raises OSError.
 
     The waits of a round are measured again right after it, without bodies: both see the same machine.
     """
@@ -121,10 +123,12 @@ def _large_body() -> bytes:
 
 
 def _send_bodies(port: int, sent: bytes, found: list[int]) -> None:
-    """Sends NUM_BODIES bodies at once. found: gets the statuses of the answers"""
+    """Sends NUM_BODIES bodies at once, again and again for ROUND_SECONDS. found: gets the statuses of the answers"""
+    end = time.monotonic() + ROUND_SECONDS
     with ThreadPoolExecutor(NUM_BODIES) as threads:
-        received = threads.map(lambda _: statuses(answers(port, sent)), range(NUM_BODIES))
-        found.extend(itertools.chain.from_iterable(received))
+        while time.monotonic() < end:
+            received = threads.map(lambda _: statuses(answers(port, sent)), range(NUM_BODIES))
+            found.extend(itertools.chain.from_iterable(received))
 
 
 @contextmanager

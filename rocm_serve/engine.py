@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -242,7 +243,7 @@ class Engine:
             request=request,
             stops=stops,
             sampler=Sampler(request.sampling),
-            token_ids=list(request.prompt_token_ids),
+            token_ids=array("i", request.prompt_token_ids),
             cached_row=CachedRow(request.cache_salt, is_cached=self._may_cache(request)),
             parameters=sampling_parameters_of(request, stops, matcher, self._loaded.config.vocab_size),
         )

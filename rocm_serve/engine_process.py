@@ -35,7 +35,7 @@ from rocm_serve.engine_thread import (
     StepOutput,
 )
 from rocm_serve.limits import RequestLimits
-from rocm_serve.parallel.child_process import end_with_parent, keep_for_good
+from rocm_serve.parallel.child_process import end_with_parent, ready_to_serve
 from rocm_serve.parallel.messages import how_it_ended, sendable
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
@@ -171,7 +171,7 @@ def _serve(make: EngineMaker, pipe: Connection) -> None:
                 traceback.print_exc()
             tell(Ended(sendable(error)))
             return
-        keep_for_good()
+        ready_to_serve()
         tell(engine.limits)
         thread = EngineThread(engine)
         threading.Thread(target=_read, args=(pipe, thread), name="commands", daemon=True).start()

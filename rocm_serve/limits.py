@@ -69,10 +69,16 @@ class RequestLimits:
         if request.constraint is not None:
             library()
         biased = (token for token, _ in request.sampling.logit_bias)
-        self.check_tokens((*prompt, *request.stop_token_ids, *biased, *request.allowed_token_ids))
+        self.check_tokens(prompt)
+        self.check_tokens((*request.stop_token_ids, *biased, *request.allowed_token_ids))
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises BadRequest for a token that the model does not have."""
-        for token in (min(token_ids), max(token_ids)) if token_ids else ():
+        import numpy as np  # here, because an engine's process begins before numpy is imported
+
+        ids = np.asarray(token_ids)  # an array is read in place
+        if token_ids and ids.dtype.kind not in "biuO":  # O: beyond 64 bits
+            raise BadRequest(f"the token ids are of type {ids.dtype}; give whole numbers")
+        for token in (ids.min(), ids.max()) if token_ids else ():
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

@@ -53,10 +53,10 @@ def salt_key(salt: str) -> bytes:
     return salted.digest()
 
 
-def page_key(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a full page. before: the key of the page before it, or of the salt; token_ids: of the page"""
+def page_key(before: bytes, content: bytes) -> bytes:
+    """The key of a full page. before: the key of the page before it, or of the salt; content: its tokens, as int32"""
     page = _PAGE.copy()  # a third of the time of making a new one
-    page.update(before + array("i", token_ids).tobytes())
+    page.update(before + content)
     return page.digest()
 
 
@@ -104,8 +104,9 @@ class CachedRow:
         keys = self.keys
         if len(keys) < num_pages:
             key = keys[-1] if keys else salt_key(self.salt)
-            for first in range(len(keys) * page_size, num_pages * page_size, page_size):
-                key = page_key(key, token_ids[first : first + page_size])
+            content = array("i", token_ids[len(keys) * page_size : num_pages * page_size]).tobytes()
+            for first in range(0, len(content), 4 * page_size):
+                key = page_key(key, content[first : first + 4 * page_size])
                 keys.append(key)
         return keys
 
@@ -170,8 +171,9 @@ class PrefixCache:
         most = (len(token_ids) - 1) // self._page_size
         found: list[CachedPage] = []
         for page_no in range(most):
-            # Keys are made as far as pages are found: those of a long prompt would take a step's time.
-            page = self._pages.get(row.keys_up_to(page_no + 1, token_ids, self._page_size)[page_no])
+            if page_no >= len(row.keys):  # at most twice as far as pages are found: all would take a step's time
+                row.keys_up_to(min(most, 2 * page_no + 1), token_ids, self._page_size)
+            page = self._pages.get(row.keys[page_no])
             if page is None or page.step > self._right_until:
                 break
             found.append(page)
@@ -195,8 +197,11 @@ class PrefixCache:
         row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
         row.moves_at = self._next_move(row)
         for space, first in enumerate(row.first_held):
+            idle = self._idle[space]
             for page in found[first:]:
-                self._hold(page, space)
+                if page.num_rows[space] == 0:
+                    del idle[page]
+                page.num_rows[space] += 1
         return number
 
     def num_in_tier(self, row: CachedRow, token_ids: Sequence[int]) -> int:
@@ -275,10 +280,11 @@ class PrefixCache:
         """Records that the row is freed. Its pages stay, and count as used now."""
         for page_no in range(len(row.pages) - 1, -1, -1):
             page = row.pages[page_no]
-            if page is not None:
+            if page is not None and page.num_rows[_FULL] != _NOT_KEPT:
                 for space, first in enumerate(row.first_held):
                     if page_no >= first:
                         self._release(page, space)
+                continue
             # Another row's page of these tokens counts as if this row had held it.
             there = self._pages.get(row.keys[page_no])
             if there is not None and there.num_rows[_FULL] == 0:
@@ -412,11 +418,6 @@ class PrefixCache:
         """Notes that a page is kept with the state after its last token, num_tokens from the beginning."""
         self._states[page] = None
         row.newest_state = None if num_tokens in row.states_at else page
-
-    def _hold(self, page: CachedPage, space: int) -> None:
-        if page.num_rows[space] == 0:
-            del self._idle[space][page]
-        page.num_rows[space] += 1
 
     def _release(self, page: CachedPage, space: int) -> None:
         """One row less holds a page in a space, unless the cache has forgotten the page there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -30,7 +31,7 @@ LONGEST_STOP = 1024
 class Request:
     """A prompt to be continued.
 
-    prompt_token_ids: at least one
+    prompt_token_ids: at least one; of a long prompt best an array of int32 (array("i"))
     max_new_tokens:   the text ends after this number at the latest; at least 1
     stop_token_ids:   tokens that end the text, in addition to the model's own
     ignore_eos:       whether the model's own end tokens are ignored
@@ -57,7 +58,7 @@ class Request:
     Raises BadRequest.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] | array[int]
     max_new_tokens: int = 128
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: tuple[int, ...] = ()
@@ -124,7 +125,7 @@ class Completion:
     Completions that differ only in cached_tokens and queue_seconds are equal.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] | array[int]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
@@ -215,7 +216,7 @@ class Sequence:
 
     number:     in the order of submission
     stops:      tokens that end the text
-    token_ids:  the prompt and the tokens generated so far
+    token_ids:  the prompt and the tokens generated so far; int32
     num_stored: tokens whose K and V are in the pool when all steps have run that were launched
     cached_row: its record in the prefix cache
     row:        of the request table; 0 while it waits
@@ -234,7 +235,7 @@ class Sequence:
     request: Request
     stops: frozenset[int]
     sampler: Sampler
-    token_ids: list[int]
+    token_ids: array[int]
     cached_row: CachedRow
     num_stored: int = 0
     row: int = 0

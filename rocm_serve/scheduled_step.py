@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.capture.step_times import NEVER, StepBudget
+from rocm_attn.capture.step_times import StepBudget
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.speculation.drafts import DraftTree
 
@@ -72,30 +73,31 @@ def pending(place: int) -> int:
     return -1 - place
 
 
+# Of a step whose time nothing bounds.
+_UNBOUNDED = StepBudget(0, 0, ())
+
+
 @dataclass(slots=True, eq=False)
 class PromptRoom:
     """The room for prompts in a step, while they get their tokens in order.
 
     tokens:        of the step that are left
     prompt_tokens: of prompts at their beginning that are left
-    doubles_after: see StepBudget
     taken:         tokens of the step that have gone to sequences
-    sizes:         see StepBudget
     """
 
     tokens: int
     prompt_tokens: int
-    doubles_after: int
-    taken: int = 0
-    sizes: tuple[int, ...] = ()
+    budget: StepBudget
+    taken: int
 
     @classmethod
     def beside(cls, num_decoding: int, budget: StepBudget) -> PromptRoom:
         """The room next to sequences that decode; without any, no stream waits, and the step is a whole one."""
         tokens = max(budget.chunk - num_decoding, 1)
         if not num_decoding:
-            return cls(tokens, tokens, NEVER)
-        return cls(tokens, budget.tokens_beside(num_decoding), budget.doubles_after, num_decoding, budget.sizes)
+            return cls(tokens, tokens, _UNBOUNDED, 0)
+        return cls(tokens, budget.tokens_beside(num_decoding), budget, num_decoding)
 
     @property
     def is_open(self) -> bool:
@@ -108,17 +110,21 @@ class PromptRoom:
         ends_at: number of its tokens, above `stored`, at which its chunk is to end
         The room is closed by a prompt that would get more tokens if there were more room.
         """
-        most = -(-self.prompt_tokens * self.doubles_after // (self.doubles_after + stored + self.prompt_tokens))
+        at_first, doubles_after, sizes = self.prompt_tokens, self.budget.doubles_after, self.budget.sizes
+        most = -(-at_first * doubles_after // (doubles_after + stored + at_first))
+        if stored:  # few tokens take no less time than reading the weights; attention has the rest, or half of all
+            of_attention = max(at_first - max(0, self.budget.read_tokens - self.taken), at_first // 2)
+            most = min(most, -(-of_attention * doubles_after // stored))
         num_left = min(num_left, ends_at - stored)
         q_len = min(num_left, self.tokens, max(most, 1))
         if q_len < num_left:
             # Its other tokens come later, so no pads are computed in their place now.
-            filled = [size for size in self.sizes if self.taken < size <= self.taken + q_len]
-            if filled and self.taken + q_len <= self.sizes[-1]:
+            filled = [size for size in sizes if self.taken < size <= self.taken + q_len]
+            if filled and self.taken + q_len <= sizes[-1]:
                 q_len = filled[-1] - self.taken
         self.tokens -= q_len
         self.taken += q_len
-        self.prompt_tokens -= q_len + q_len * (stored + q_len) // self.doubles_after
+        self.prompt_tokens -= q_len + q_len * (stored + q_len) // doubles_after
         if q_len < num_left:
             self.prompt_tokens = 0
         return q_len
@@ -137,19 +143,19 @@ def picking_first(scheduled: list[tuple[Sequence, int]]) -> list[tuple[Sequence,
 
 def step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: Lengths) -> ScheduledStep:
     """Makes the step. scheduled: those that pick a token first; verified, lengths: of scheduled"""
-    token_ids: list[int] = []
+    token_ids = array("i")
     for seq, (sequence, q_len) in enumerate(scheduled):
         drafts = verified.get(seq)
         if drafts is not None:
             token_ids.append(sequence.token_ids[-1])
-            token_ids += drafts.token_ids
+            token_ids.extend(drafts.token_ids)
         elif sequence.pending_at != ALL_READ:
             token_ids.append(pending(sequence.pending_at))
         else:
             stored = sequence.num_stored
             token_ids += sequence.token_ids[stored : stored + q_len]
     rows, num_stored, new = lengths
-    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.frombuffer(token_ids, np.int32))
     sequences = tuple([sequence for sequence, _ in scheduled])
     num_picks = len(scheduled)
     while num_picks and _goes_on(scheduled[num_picks - 1]):

@@ -28,6 +28,7 @@ tokens is made after they are read: before a sequence is preempted, and before a
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -256,7 +257,7 @@ class Scheduler:
         self._num_pending = 0
         for sequence, (token_ids, _, first) in zip(step.picking, appended, strict=True):
             if first != NOWHERE:
-                sequence.token_ids[first:] = token_ids
+                sequence.token_ids[first:] = array("i", token_ids)
                 sequence.num_stored, sequence.pending_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
             self._enter_accepted(step, appended)

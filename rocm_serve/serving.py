@@ -6,20 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rocm_attn.errors import DeviceFault
+from rocm_serve.engine_thread import ServingEngine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.request import Completion, Event, Request, RequestsFailed, RequestsFaulted
 
 
-class Serves(Protocol):
+class Serves(ServingEngine, Protocol):
     """The methods that Engine and RankedEngine have in common."""
 
-    @property
-    def has_work(self) -> bool: ...
     def check(self, request: Request) -> None: ...
-    def submit(self, request: Request) -> int: ...
-    def cancel(self, number: int) -> None: ...
-    def step(self) -> Sequence[Event]: ...
-    def completion(self, number: int) -> Completion: ...
 
 
 def serve_all(

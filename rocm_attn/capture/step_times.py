@@ -120,9 +120,17 @@ class StepTimes:
         As many as take no time of their own, while the weights are read, are always among them; so are a few more.
         num_seqs, kv_len: of sequences that decode
         """
-        reading = (self.matrices.shared + self.matrices.experts) / self.rates.bytes_per_s
-        left = max(seconds - num_seqs * self._of_each(kv_len), reading)
+        left = max(seconds - num_seqs * self._of_each(kv_len), self._reading)
         return max(_FEWEST_TOKENS, int(left * self.rates.flops_per_s / self.matrices.flops) - num_seqs)
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that are multiplied in the time in which the weights are read, in any case."""
+        return int(self._reading * self.rates.flops_per_s / self.matrices.flops)
+
+    @property
+    def _reading(self) -> float:
+        return (self.matrices.shared + self.matrices.experts) / self.rates.bytes_per_s
 
     @property
     def doubles_after(self) -> int:
@@ -199,7 +207,7 @@ class StepBudget:
     chunk:         tokens of a step
     beside:        those of prompts at their beginning, in a step that decodes 1, 2, ... sequences; the last one is for
                    more
-    doubles_after: see StepTimes; a prompt gets fewer tokens the further it is
+    doubles_after, read_tokens: see StepTimes; a prompt gets fewer tokens the further it is
     latency_ms:    sequences that decode -> the time in which each is expected to get its next token while prompts come
                    in, for some numbers of them; empty: nothing bounds it
     sizes:         token counts that steps of prompts and sequences that decode are padded to, ascending
@@ -209,6 +217,7 @@ class StepBudget:
     chunk: int
     beside: tuple[int, ...]
     doubles_after: int = NEVER
+    read_tokens: int = 0
     latency_ms: Mapping[int, float] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
 
@@ -225,7 +234,7 @@ class StepBudget:
 
         of_each = tuple(beside(num) for num in range(1, max_batch_size + 1))
         expected = {num: 1e3 * usual.decode(num, USUAL_LEN, of_each[num - 1]) for num in _reported(max_batch_size)}
-        return cls(max_batch_size, chunk, of_each, usual.doubles_after, expected)
+        return cls(max_batch_size, chunk, of_each, usual.doubles_after, usual.read_tokens, expected)
 
     def tokens_beside(self, num_decoding: int) -> int:
         """The tokens of prompts at their beginning, in a step that decodes this number of sequences, at least 1."""

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -37,11 +37,15 @@ class RequestRecord:
     failure: str = ""
 
 
+# Sends a request, and waits for its end. Failures are noted in the record, not raised.
+Sending = Callable[[RequestRecord], Awaitable[None]]
+
+
 class RequestServer(Protocol):
     """A server of requests."""
 
-    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: RequestRecord) -> None:
-        """Serves one request to its end. Failures are noted in the outcome, not raised."""
+    def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
+        """Makes a request before the load begins: of a long prompt that takes the time of several tokens."""
         ...
 
 
@@ -156,15 +160,15 @@ async def put_load(
     target: RequestServer, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter
 ) -> ServingResult:
     """Sends each request when it arrives, and waits for all of them, at most options.max_seconds."""
+    sendings = sendings_of(target, trace, options)
     joules, begin = meter.joules(), time.perf_counter()
-    outcomes = await send_all(target, trace.requests, prompts_of(trace, options), options, begin)
+    outcomes = await send_all(trace.requests, sendings, options, begin)
     return result_of(trace, outcomes, time.perf_counter() - begin, meter.joules() - joules)
 
 
 async def send_all(
-    target: RequestServer,
     requests: Sequence[TracedRequest],
-    prompts: Sequence[Sequence[int]],
+    sendings: Sequence[Sending],
     options: LoadOptions,
     begin: float,
 ) -> list[RequestRecord]:
@@ -172,20 +176,20 @@ async def send_all(
     room = asyncio.Semaphore(options.concurrency)
     outcomes: list[RequestRecord] = []
 
-    async def one(request: TracedRequest, prompt: Sequence[int]) -> None:
+    async def one(request: TracedRequest, sending: Sending) -> None:
         await asyncio.sleep(max(0.0, begin + request.arrival_s - time.perf_counter()))
         async with room:
             outcome = RequestRecord(time.perf_counter())
             outcomes.append(outcome)
             try:
-                await target.serve(prompt, request.output_tokens, outcome)
+                await sending(outcome)
             except asyncio.CancelledError:
                 outcome.failure = outcome.failure or f"not done within {options.max_seconds:g} s"
                 raise
             finally:
                 outcome.ended = time.perf_counter()
 
-    tasks = [asyncio.ensure_future(one(*each)) for each in zip(requests, prompts, strict=True)]
+    tasks = [asyncio.ensure_future(one(*each)) for each in zip(requests, sendings, strict=True)]
     done, late = await asyncio.wait(tasks, timeout=options.max_seconds)
     for task in late:
         task.cancel()
@@ -221,6 +225,12 @@ def result_of(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: f
         failures=dict(Counter(outcome.failure for outcome in outcomes if outcome.failure)),
         joules=joules,
     )
+
+
+def sendings_of(target: RequestServer, trace: RequestTrace, options: LoadOptions) -> list[Sending]:
+    """Makes all requests of a trace."""
+    prompts = prompts_of(trace, options)
+    return [target.prepared(prompt, each.output_tokens) for prompt, each in zip(prompts, trace.requests, strict=True)]
 
 
 def prompts_of(trace: RequestTrace, options: LoadOptions) -> list[list[int]]:

@@ -15,13 +15,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, RequestRecord, ServingResult, prompts_of, result_of, send_all
+from rocm_lab.bench.load import LoadOptions, RequestRecord, Sending, ServingResult, result_of, send_all, sendings_of
 from rocm_lab.bench.request_trace import RequestTrace
 
 _CONNECT_S = 30.0
@@ -38,8 +39,8 @@ class OpenAITarget:
     model: str
     key: str = ""
 
-    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: RequestRecord) -> None:
-        """Does the same as Target.serve."""
+    def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
+        """Does the same as RequestServer.prepared."""
         place = urlsplit(self.url)
         body = json.dumps(
             {
@@ -60,7 +61,10 @@ class OpenAITarget:
             "Connection: close",
             *([f"Authorization: Bearer {self.key}"] if self.key else []),
         ]
-        request = "\r\n".join([*head, "", ""]).encode() + body
+        return partial(self._send, "\r\n".join([*head, "", ""]).encode() + body)
+
+    async def _send(self, request: bytes, outcome: RequestRecord) -> None:
+        place = urlsplit(self.url)
         secured = ssl.create_default_context() if place.scheme == "https" else None
         port = place.port or (443 if secured else 80)
         connecting = asyncio.get_running_loop().create_connection(
@@ -162,10 +166,10 @@ async def run_load(
     Raises BadSetting if there is no such server.
     """
     target = OpenAITarget(url, model or await asyncio.to_thread(first_model, url, api_key), api_key)
-    prompts, num = prompts_of(trace, options), min(options.processes, len(trace.requests))
+    sendings, num = sendings_of(target, trace, options), min(options.processes, len(trace.requests))
     joules, begin = meter.joules(), time.perf_counter()
     if num == 1:
-        outcomes = await send_all(target, trace.requests, prompts, options, begin)
+        outcomes = await send_all(trace.requests, sendings, options, begin)
     else:
         workers = [_Worker() for _ in range(num)]
         for worker in workers:
@@ -174,7 +178,7 @@ async def run_load(
         joules, begin = meter.joules(), time.perf_counter() + _START_S
         of_each = replace(options, concurrency=-(-options.concurrency // num))
         for place, worker in enumerate(workers):
-            worker.pipe.send((target, trace.requests[place::num], prompts[place::num], of_each, begin))
+            worker.pipe.send((trace.requests[place::num], sendings[place::num], of_each, begin))
         outcomes = [outcome for worker in workers for outcome in await worker.heard()]
     return result_of(trace, outcomes, max(each.ended for each in outcomes) - begin, meter.joules() - joules)
 

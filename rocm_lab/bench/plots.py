@@ -1,8 +1,8 @@
-"""Pictures of a result file of kernels: times with the lower bound, and shares of it, suite by suite."""
+"""Pictures of result files: of kernels, times with the lower bound and shares of it; of servers, rates and times."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,27 +57,59 @@ def draw(kept: ResultFile, folder: Path, prefix: str) -> list[Path]:
 
     Raises BadSetting; ModuleNotFoundError without matplotlib, which the extra bench of rocm-lab brings.
     """
-    pictures = pictures_of(kept)
+    return [
+        _written(
+            folder / f"{prefix}_{(picture.suite or 'cases').replace('-', '_')}.png", _figure, picture, kept.machine
+        )
+        for picture in pictures_of(kept)
+    ]
+
+
+def draw_serving(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], path: Path) -> Path:
+    """Writes one picture of servers under a load: new tokens a second, first tokens, and times between tokens.
+
+    rows: of the servers. Raises like draw()
+    """
+    if not any(row["output_tokens"] for row in rows):
+        raise BadSetting("no server has made a token; there is nothing to draw")
+    return _written(path, _figure_of_servers, rows, machine)
+
+
+def _written(path: Path, figure_of: Callable[[Any, Any, str], Any], drawn: Any, machine: Mapping[str, Any]) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    machine = kept.machine
     caption = f"{machine['device']}, {machine['commit']}, torch {machine['torch']}, Triton {machine['triton']}"
-    paths = []
     with matplotlib.rc_context({"font.size": 8}):
-        for picture in pictures:
-            figure = _figure(pyplot, picture, caption)
-            path = folder / f"{prefix}_{(picture.suite or 'cases').replace('-', '_')}.png"
-            try:
-                figure.savefig(path, dpi=_DPI, metadata={"Software": None}, facecolor="white")
-            except OSError as error:
-                raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another --folder") from error
-            finally:
-                pyplot.close(figure)
-            paths.append(path)
-    return paths
+        figure = figure_of(pyplot, drawn, caption)
+        try:
+            figure.savefig(path, dpi=_DPI, metadata={"Software": None}, facecolor="white")
+        except OSError as error:
+            raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another place") from error
+        finally:
+            pyplot.close(figure)
+    return path
+
+
+def _figure_of_servers(pyplot: Any, rows: Sequence[Mapping[str, Any]], caption: str) -> Any:
+    """Draws a panel per measure, with a bar per server; of times p50, and p99 as a line to the right of it."""
+    height = 1.2 + 2 * _INCHES_A_CASE * len(rows)
+    figure, (rates, *panels) = pyplot.subplots(1, 3, sharey=True, figsize=(_WIDTH, height), layout="constrained")
+    at, colours = list(range(len(rows))), [_COLOURS[place % len(_COLOURS)] for place in range(len(rows))]
+    rates.barh(at, [row["output_tokens_per_s"] for row in rows], 0.6, color=colours)
+    rates.set_xlabel("new tokens a second")
+    rates.set_yticks(at, [row["target"] for row in rows])
+    rates.invert_yaxis()
+    times = ("first_token", "time to the first token"), ("token_gap", "time between tokens")
+    for panel, (name, label) in zip(panels, times, strict=True):
+        p50, p99 = ([row[name][which] or 0.0 for row in rows] for which in ("p50_ms", "p99_ms"))
+        panel.barh(at, p50, 0.6, color=colours)
+        panel.hlines(at, p50, p99, "k", linewidth=0.8)
+        panel.set_xlabel(f"{label}: p50, line to p99 (ms)")
+    figure.supxlabel(caption, fontsize=7, color="#555555")
+    return figure
 
 
 def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from rocm_attn.errors import RocmAttnError
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, RequestRecord, ServingResult, put_load
+from rocm_lab.bench.load import LoadOptions, RequestRecord, Sending, ServingResult, put_load
 from rocm_lab.bench.request_trace import RequestTrace
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine_thread import ServingEngine
@@ -20,10 +21,13 @@ class RunnerTarget:
     def __init__(self, front: AsyncEngine) -> None:
         self._front = front
 
-    async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: RequestRecord) -> None:
-        """Does the same as Target.serve."""
+    def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
+        """Does the same as RequestServer.prepared."""
+        return partial(self._send, tuple(prompt), output_tokens)
+
+    async def _send(self, prompt: tuple[int, ...], output_tokens: int, outcome: RequestRecord) -> None:
         try:
-            request = Request(tuple(prompt), output_tokens, ignore_eos=True)
+            request = Request(prompt, output_tokens, ignore_eos=True)
             async with self._front.stream(request) as stream:
                 async for piece in stream:
                     if piece.token_ids:

@@ -90,6 +90,7 @@ LOAD_PROCESSES = o.option(
     "--load-processes", type=o.positive, default=1, metavar="N", help="processes that send the requests (1)"
 )
 OUT = o.option("--out", metavar="FILE", help="write everything as JSON, with each sample")
+PICTURE = o.option("--picture", metavar="FILE.png", help="draw throughput and times")
 CSV = o.option("--csv", metavar="FILE", help="write medians as CSV")
 
 BEFORE = o.option("before", metavar="BEFORE.json", help="file that `bench kernels --out` wrote")
@@ -100,7 +101,7 @@ SMALLEST = o.option(
 OTHER_DEVICE = o.switch("--other-device", "allow runs of two devices")
 COMMON_CASES = o.switch("--common-cases", "ignore rows that only one run has")
 EVERY = o.switch("--every", "also print rows that stayed the same")
-RESULT = o.option("result", metavar="RUN.json", help="file that `bench kernels --out` wrote")
+RESULT = o.option("result", metavar="RUN.json", help="file that --out of `bench kernels`, `serve` or `runner` wrote")
 FOLDER = o.option("--folder", default=".", metavar="FOLDER", help="folder for pictures (.)")
 PREFIX = o.option("--prefix", default="bench", metavar="NAME", help="beginning of their names (bench)")
 
@@ -118,7 +119,13 @@ MAX_SECONDS = o.option(
     metavar="S",
     help="seconds after which the remaining requests are aborted (3600)",
 )
-URL = o.option("--url", required=True, metavar="URL", help="URL of the server, as in http://127.0.0.1:8000")
+URL = o.option(
+    "--url",
+    required=True,
+    action="append",
+    metavar="[NAME=]URL",
+    help="URL of the server, as in http://127.0.0.1:8000; repeat it for servers that are measured one after the other",
+)
 SERVED_MODEL = o.option(
     "--model", default="", metavar="NAME", help="model name at the server (the first that it lists)"
 )
@@ -170,12 +177,12 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommands that send requests to a server or to an engine, and the one that makes traces."""
     put = (TRACE, REQUESTS, SPEED, AT_ONCE, CONCURRENCY, MAX_SECONDS, o.SEED.but(help="of prompts (0)"))
-    serve = what.add_parser("serve", help="send a trace of requests to any server with OpenAI's API")
-    _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, LOAD_PROCESSES, OUT, o.JSON))
+    serve = what.add_parser("serve", help="send a trace of requests to servers with OpenAI's API")
+    _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, LOAD_PROCESSES, OUT, PICTURE, o.JSON))
     runner = what.add_parser("runner", help="send a trace of requests to an engine in this process")
     _add(runner.add_argument_group("model"), (s.MODEL, o.DEVICE, o.DTYPE.but(default=None)))
     _add(runner.add_argument_group("serving"), [s.OF_ENGINE[name] for name in s.ON_GENERATE])
-    _add(runner.add_argument_group("load"), (*put, OUT, o.JSON))
+    _add(runner.add_argument_group("load"), (*put, OUT, PICTURE, o.JSON))
     traffic = what.add_parser("traffic", help="write a synthetic trace: Poisson arrivals, log-normal lengths")
     _add(traffic, (REQUESTS.but(default=200, help="requests (200)"), RATE, PROMPT, OUTPUT, SPREAD, SHARED, o.SEED))
 

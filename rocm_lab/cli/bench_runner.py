@@ -37,4 +37,5 @@ def run(options: argparse.Namespace) -> None:
     how = load_options(options, loaded.config.vocab_size)
     meter = meter_of(device)
     result = asyncio.run(run_on_engine(engine, trace, how, meter))
-    show(options, result, device, f"{options.model}, this process", meter.why_not or meter.source)
+    name = f"{options.model}, this process"
+    show(options, {name: result}, device, {name: meter.why_not or meter.source})

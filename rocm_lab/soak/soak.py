@@ -6,6 +6,8 @@ pages, drops graphs and makes them again, and watches memory. In deterministic m
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import time
@@ -40,7 +42,6 @@ from rocm_lab.soak.recurrent import RecurrentReference, RecurrentTables, soak_re
 from rocm_lab.soak.rounds import SoakRounds
 from rocm_lab.soak.scenario import ROUNDS, Action, Scenario
 from rocm_lab.soak.world import World
-from rocm_serve.server.unused_memory import trim_of_libc
 
 # Allowed growth between two moments without graphs and held results. A host's allocator keeps freed memory; a device's
 # figure is exact. Buffers that grow to a power of two with the largest eager step need less than this.
@@ -148,7 +149,8 @@ class _MemoryUse:
     @classmethod
     def now(cls, device: torch.device) -> _MemoryUse:
         gc.collect()
-        trim_of_libc()()  # else what graphs have given back counts, until the allocator uses it again
+        with contextlib.suppress(AttributeError):  # a libc that is not glibc has none
+            ctypes.CDLL(None).malloc_trim(0)  # else what graphs have given back counts, until it is used again
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         return cls(resident_pages * os.sysconf("SC_PAGE_SIZE"), device_bytes)

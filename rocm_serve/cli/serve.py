@@ -23,6 +23,7 @@ from rocm_serve.engine_process import EngineProcess
 from rocm_serve.engine_thread import ServingEngine
 from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.child_process import ready_to_serve
 from rocm_serve.server.address import bind
 from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> None:
             if template is not None and tokenizer is not None:
                 tokenizer = tokenizer.with_template(template)
             model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
+            ready_to_serve()
             asyncio.run(serve(engine, model, keys, bound, _announce, traces))
 
 

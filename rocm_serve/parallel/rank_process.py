@@ -30,7 +30,7 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.engine import Engine
 from rocm_serve.limits import RequestLimits
 from rocm_serve.options import EngineOptions
-from rocm_serve.parallel.child_process import end_with_parent, keep_for_good
+from rocm_serve.parallel.child_process import end_with_parent, ready_to_serve
 from rocm_serve.parallel.messages import Command, Done, Progressed, Raised, RankSetup, RankWaits, sendable
 from rocm_serve.ranks import RanksOfGroup
 
@@ -70,7 +70,7 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
                 given.append(_progress(commands, setup.rank))
             _answer(commands, setup.rank, partial(getattr(engine[0], command.method), *given), engine)
             if command.method == "compile_all":  # the last call before requests
-                keep_for_good()
+                ready_to_serve()
     sys.stderr.flush()
     os._exit(0)  # graphs that hold collectives, and groups, need no order in which they are taken down
 

@@ -19,7 +19,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.job import Job
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.unused_memory import UnusedMemory
+from rocm_serve.server.parsing import LONG_BODY
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
@@ -41,6 +41,12 @@ _REFUSED_FOR = {
 }
 # The key of a job in an ASGI scope.
 JOB = "rocm_attn.job"
+# A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
+# it sends, and would never see the reason.
+_READ_IN_VAIN = 2
+_BYTES_A_SECOND = 100 * 2**20  # of long bodies, which the parser reads 20 times as fast
+# At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
+_MOST_READ = 2
 
 
 class ServerGate:
@@ -48,7 +54,7 @@ class ServerGate:
 
     def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
         self._app, self._generations, self._keys, self._options = app, generations, keys, options
-        self._waiting = WaitingBytes(options, generations.counts, UnusedMemory())
+        self._waiting = WaitingBytes(options, generations.counts)
         self._parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,16 +122,19 @@ class ServerGate:
             raise draining(generations.retry_after)
         try:
             generations.front.check()
+            self._require_place()
+            waiting = self._waiting.begin(salt or _client_of(scope), min(_length(scope), options.max_body_bytes))
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
-        self._require_place()
-        waiting = self._begin(scope, salt)
         # A body is forgotten once its request is taken: its tokens, which took most memory, are made by then.
         job = Job(salt, options.deadline_seconds, waiting.free)
         try:
             with generations.jobs.taken(job):
-                body = await self._read(receive, waiting)
-                self._require_place()  # others may have come meanwhile, whose bodies are shorter
+                try:
+                    body = await _read_body(receive, options, waiting)
+                    self._require_place()  # others may have come meanwhile, whose bodies are shorter
+                except FitsLater as error:
+                    raise generations.as_answer(error) from error
                 job.is_read = True
                 replay = _Replay(body, send.client_left, self._parsing)
                 del body
@@ -139,37 +148,12 @@ class ServerGate:
         finally:
             waiting.free()
 
-    def _begin(self, scope: Scope, salt: str) -> WaitingBody:
-        try:
-            return self._waiting.begin(salt or _client_of(scope), min(_length(scope), self._options.max_body_bytes))
-        except FitsLater as error:
-            raise self._generations.as_answer(error) from error
-
     def _require_place(self) -> None:
-        """Raises ApiError if all places are taken. A body that is being read has none: only its bytes are bounded."""
+        """Raises FitsLater if all places are taken. A body that is being read has none: only its bytes are bounded."""
         jobs, most = self._generations.jobs, self._options.max_requests
         is_full = max(self._generations.front.num_requests, jobs.num_served) >= most
         if is_full or jobs.num_read >= most * _MOST_READ:
-            raise self._generations.refusal()
-
-    async def _read(self, receive: Receive, waiting: WaitingBody) -> bytes:
-        try:
-            return await _read_body(receive, self._options, waiting)
-        except FitsLater as error:
-            raise self._generations.as_answer(error) from error
-
-
-# A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
-# it sends, and would never see the reason.
-_READ_IN_VAIN = 2
-
-
-# Bytes of a body that takes milliseconds to parse.
-_LONG_BODY = 2**16
-
-
-# At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
-_MOST_READ = 2
+            raise FitsLater("all places for running and waiting requests are taken; send this one again later")
 
 
 class _Answer:
@@ -204,10 +188,10 @@ class _Replay:
 
     async def __call__(self) -> Message:
         if self._body is not None:
-            if len(self._body) > _LONG_BODY:
-                # The application parses it at once, with Python's lock held. Between two of them, others have a turn.
+            if len(self._body) > LONG_BODY:
+                # The application parses it at once, with Python's lock held. Between two, others have most time.
                 async with self._parsing:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(len(self._body) / _BYTES_A_SECOND)
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         await self._client_left.wait()

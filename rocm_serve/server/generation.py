@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from rocm_attn.errors import FitsLater, RocmAttnError
-from rocm_serve.async_engine import EngineClient, TooManyRequests
+from rocm_serve.async_engine import EngineClient
 from rocm_serve.request import Completion, Request
 from rocm_serve.request_stream import OutputChunk, RequestStream, cached_tokens
 from rocm_serve.server.api_errors import ApiError, api_error
@@ -112,14 +112,6 @@ class Generations:
             raise
         finally:
             self.counts.constraint_seconds.note(time.perf_counter() - began)
-
-    def refusal(self) -> ApiError:
-        """Returns the answer to a request that comes when every place is taken."""
-        return self.as_answer(
-            TooManyRequests(
-                "the server has reached its limit of running and waiting requests; send this one again later"
-            )
-        )
 
     def as_answer(self, error: RocmAttnError) -> ApiError:
         """Converts an error to an answer."""

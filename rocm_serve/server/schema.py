@@ -19,6 +19,8 @@ from rocm_serve.server.tools import MOST_TOOLS, MadeCall, NamedTool, Tool, ToolP
 
 # Every list stops at its first wrong item. Otherwise a body of a million wrong items would have a million errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+# Bounds of each id would hold the event loop up four times as long as its type: ServedModel looks at the least one.
+_PromptIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 
@@ -200,7 +202,7 @@ class GenerationBody(GuidedFields):
 class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: str | Texts | _PromptIds | Annotated[list[_PromptIds], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     echo: bool | None = None

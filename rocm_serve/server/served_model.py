@@ -6,9 +6,13 @@ import asyncio
 import hashlib
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+
+import numpy as np
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.choices import AUTO
@@ -21,7 +25,7 @@ from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Reader, TextReader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
+from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody
 from rocm_serve.server.tokenising import Tokenising
 from rocm_serve.server.tools import NamedTool
 from rocm_serve.text.chat_template import ChatTemplate
@@ -161,7 +165,7 @@ class ServedModel:
         rendering = body.rendering(messages[-1])
         writer = self.writer(self.tokenising.tokenizer, body.chat_template)
         constraint = await asyncio.to_thread(self._calls_of, body, writer)
-        tokens = await self.tokenising.conversation(messages, tools, rendering, writer)
+        tokens = await self.tokenising.conversation(messages, partial(writer.conversation, messages, tools, rendering))
         most = body.max_completion_tokens or body.max_tokens
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
         if constraint is not None and form is not None:
@@ -231,9 +235,15 @@ class ServedModel:
         assert self.tokenizer is not None
         return self.tokenizer.decode(prompt[-_TOKENS_OF_A_MARK:]).rstrip().endswith(form.opens)
 
-    async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
+    async def _tokens(self, prompt: str | Sequence[int]) -> array[int]:
         if not isinstance(prompt, str):
-            return prompt
+            await asyncio.sleep(0)  # streams have a turn before a pass over a long list, and after it
+            with suppress(OverflowError):
+                token_ids = array("i", prompt)
+                await asyncio.sleep(0)
+                if not prompt or np.asarray(token_ids).min() >= 0:
+                    return token_ids
+            raise bad_request(SHAPES["prompt"], "prompt")
         if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give the prompt as token ids", "prompt")
         return await self.tokenising.prompt(prompt)
@@ -259,7 +269,7 @@ class ServedModel:
     async def _requests(
         self,
         body: CompletionBody | ChatBody,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[array[int]],
         max_new_tokens: int | None,
         by_default: int,
         salt: str,
@@ -274,7 +284,8 @@ class ServedModel:
                 "max_tokens",
             )
         for prompt in prompts:
-            self._check_prompt(prompt)
+            if len(prompt) > self._most_prompt_tokens:
+                raise self._too_long("", len(prompt))
             if max_new_tokens is not None:
                 self.limits.check_room(len(prompt), max_new_tokens)
         by_default = min(by_default, most)
@@ -283,7 +294,7 @@ class ServedModel:
         allowed = tuple(sorted(set(body.allowed_token_ids or ())))
         return [
             Request(
-                prompt_token_ids=tuple(prompt),
+                prompt_token_ids=prompt,
                 max_new_tokens=max_new_tokens or min(by_default, self.limits.room(len(prompt))),
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
@@ -310,12 +321,6 @@ class ServedModel:
                 f"at most {most}; split it",
                 "n",
             )
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if len(prompt) > self._most_prompt_tokens:
-            raise self._too_long("", len(prompt))
-        if not prompt:
-            raise BadRequest("the prompt is empty; give at least one token")
 
     @property
     def _most_prompt_tokens(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from rocm_serve.server.api_errors import ApiError
-from rocm_serve.text.chat_template import Rendering
 from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
 
@@ -23,6 +24,10 @@ _SHORT = 2048
 NICENESS = 10
 # A text above this number of characters takes a thread for long.
 _LONG = 2**16
+_LARGE = 2**20  # characters of a text that leaves much free memory, which glibc gives back when asked
+_give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
+# A token has fewer characters in most texts. A text with more of them for each token that fits is counted in pieces.
+_USUAL_CHARACTERS = 8
 
 
 class Tokenising:
@@ -43,26 +48,16 @@ class Tokenising:
         self._for_short = ThreadPoolExecutor(2, "tokenise")
         self._for_long = ThreadPoolExecutor(1, "tokenise-long", _yield_cores)
 
-    async def prompt(self, text: str) -> list[int]:
+    async def prompt(self, text: str) -> array[int]:
         """Returns the tokens of a plain text. Raises ApiError, BadRequest."""
         if len(text) <= _SHORT:
             return self._prompt(text)
         return await self.in_thread(len(text), self._prompt, text)
 
-    async def conversation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        rendering: Rendering,
-        writer: Tokenizer,
-    ) -> list[int]:
-        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel.
-
-        rendering: how it is written
-        writer:    the tokenizer with the chat template that writes it
-        """
+    async def conversation(self, messages: Sequence[Mapping[str, Any]], write: Callable[[], str]) -> array[int]:
+        """Returns the tokens of a conversation. Raises ApiError, BadRequest, BadModel. write: writes its text"""
         length = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
-        return await self.in_thread(length, self._conversation, messages, tools, rendering, writer)
+        return await self.in_thread(length, self._conversation, write)
 
     def close(self) -> None:
         """Ends the threads. A text that is being read does not delay this; those that wait are given up."""
@@ -72,25 +67,26 @@ class Tokenising:
     async def in_thread(self, length: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls a function that tokenises. length: characters of its text"""
         threads: Executor = self._for_long if length > _LONG else self._for_short
-        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+        finally:
+            if length > _LARGE:
+                with suppress(RuntimeError):  # close() was called
+                    threads.submit(_give_back, 0)
 
-    def _prompt(self, text: str) -> list[int]:
+    def _prompt(self, text: str) -> array[int]:
         self._refuse_long(text)
-        return self.tokenizer.encode(text, self._check)
+        return array("i", self.tokenizer.encode(text, self._check))
 
-    def _conversation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        rendering: Rendering,
-        writer: Tokenizer,
-    ) -> list[int]:
-        text = writer.conversation(messages, tools, rendering)
+    def _conversation(self, write: Callable[[], str]) -> array[int]:
+        text = write()
         self._refuse_long(text)
-        return writer.encode_conversation(text, self._check)
+        return array("i", self.tokenizer.encode_unmarked(text, self._check))
 
     def _refuse_long(self, text: str) -> None:
         least = self._count.least(text)
+        if least <= self._most_tokens < len(text) // _USUAL_CHARACTERS:
+            least = self._count.in_pieces(text, self._most_tokens)
         if least > self._most_tokens:
             raise self._refusal("at least ", least)
 

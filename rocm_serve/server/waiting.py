@@ -8,18 +8,16 @@ from collections import Counter
 from rocm_attn.errors import FitsLater
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.unused_memory import UnusedMemory
 
 
 class WaitingBytes:
     """The bytes of all bodies, in total and by client. The event loop's thread owns them.
 
     counts: gets the total
-    unused: is given each body once, when it is freed, whichever way its request ends
     """
 
-    def __init__(self, options: ServerOptions, counts: HttpMetrics, unused: UnusedMemory) -> None:
-        self._counts, self._unused = counts, unused
+    def __init__(self, options: ServerOptions, counts: HttpMetrics) -> None:
+        self._counts = counts
         self._most, self._most_of_one = options.max_waiting_bytes, options.most_waiting_bytes_of_one
         self._of: Counter[str] = Counter()
 
@@ -48,13 +46,12 @@ class WaitingBytes:
         self._counts.waiting_bytes += num_bytes
         self._of[client] += num_bytes
 
-    def free(self, client: str, num_bytes: int, num_come: int) -> None:
-        """Forgets a body: the bytes that were counted of it, and those that have come, whose memory is free now."""
+    def free(self, client: str, num_bytes: int) -> None:
+        """Forgets the bytes that were counted of a body."""
         self._counts.waiting_bytes -= num_bytes
         self._of[client] -= num_bytes
         if not self._of[client]:
             del self._of[client]
-        self._unused.note(num_come)
 
 
 class WaitingBody:
@@ -73,7 +70,7 @@ class WaitingBody:
 
     def free(self) -> None:
         """Forgets all of them: the request has been taken, or was refused. A second call finds none."""
-        self._waiting.free(self._client, self._counted, self._num_come)
+        self._waiting.free(self._client, self._counted)
         self._counted = self._num_come = 0
 
 

@@ -20,6 +20,8 @@ from rocm_serve.speculation.speculation import Drafter
 _LONGEST = 4
 # Only the last places up to this number are compared.
 _MOST_PLACES = 64
+# Tokens that one step looks at, about a millisecond's: a long prompt must not delay the other sequences.
+MOST_LOOKED_AT = 4096
 
 
 class NgramDrafter(Drafter):
@@ -55,7 +57,7 @@ class NgramDrafter(Drafter):
 class _Text:
     """A sequence's pairs of tokens, each with the places after it in order.
 
-    One entry per token: a long prompt is indexed in the step after it, and must not delay the other sequences.
+    One entry per token. A long prompt is looked at in the steps after it, a part in each.
     """
 
     __slots__ = ("_num_drafted", "_num_seen", "_place", "_places")
@@ -66,7 +68,7 @@ class _Text:
         self._place = 0  # found by the last continuation(); 0: nothing
         self._num_drafted = 0  # tokens that there were then
 
-    def continuation(self, token_ids: list[int], most: int) -> list[int]:
+    def continuation(self, token_ids: Many[int], most: int) -> list[int]:
         """The tokens after an earlier occurrence of the last ones. A text that followed its drafts continues there.
 
         Among several places, the last one with the most equal tokens before it is used.
@@ -78,7 +80,7 @@ class _Text:
         self._place, self._num_drafted = place, len(token_ids)
         return _copied(token_ids, place, most) if place else []
 
-    def _found(self, token_ids: list[int]) -> int:
+    def _found(self, token_ids: Many[int]) -> int:
         """The place after an earlier occurrence of the last tokens; 0: there is none."""
         if len(token_ids) < 2:
             return 0
@@ -113,9 +115,10 @@ class _Text:
     def _look_at(self, token_ids: Many[int]) -> None:
         """Notes the pairs that have a token after them now."""
         places, first = self._places, self._num_seen - 1
-        for place, pair in enumerate(pairwise(token_ids[first:-1]), first + 2):
+        end = min(len(token_ids) - 1, self._num_seen + MOST_LOOKED_AT)
+        for place, pair in enumerate(pairwise(token_ids[first:end]), first + 2):
             places[pair].append(place)
-        self._num_seen = max(self._num_seen, len(token_ids) - 1)
+        self._num_seen = max(self._num_seen, end)
 
 
 def _num_same(token_ids: Many[int], place: int) -> int:

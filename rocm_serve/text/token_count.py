@@ -1,4 +1,7 @@
-"""TokenCount: the fewest tokens that a text can have, known from its bytes before it is tokenised."""
+"""TokenCount: the fewest tokens that a text can have, known from its bytes, or from pieces of it.
+
+A tokenizer takes over 100 times the memory of a text while it reads it: one that cannot fit is not given to it whole.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from rocm_serve.text.token_bytes import LETTERS
+from rocm_serve.text.tokenizer import require_characters
 
 # Unicode's normal forms write a text with at least a quarter of its bytes: tests/amd/runner/test_token_count.py tries
 # all characters.
@@ -20,6 +24,8 @@ _LOSSLESS_NORMALIZERS = frozenset({"ByteLevel", "Prepend"})
 _LOSSLESS_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"})
 # Characters that are looked at in one call. Between two calls, other threads can have Python's lock.
 PIECE = 2**16
+# More tokens than two cuts make of one.
+_AT_CUTS = 128
 _SPACES = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 
@@ -31,11 +37,15 @@ class TokenCount:
                     write any number of bytes as one token
     dropped:        the bytes that have no token: a byte-level tokenizer leaves them out
     stripping:      texts of tokens that take the spaces next to them along
+    backend:        the tokenizer
+    is_local:       whether it looks at a token's neighbours alone, as long as no such token is there
     """
 
     bytes_of_token: float
     dropped: bytes
     stripping: tuple[str, ...]
+    backend: tokenizers.Tokenizer
+    is_local: bool
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenCount:
@@ -52,13 +62,20 @@ class TokenCount:
             is_bounded = not (dropped and normalizers)  # a normalizer may make such bytes
         else:
             dropped, longest = b"", max(map(_num_bytes, tokens), default=1)
-            is_bounded = _falls_back_to_bytes(backend.model) and {f"<0x{byte:02X}>" for byte in range(256)} <= tokens
+            is_bounded = (
+                bool(getattr(backend.model, "byte_fallback", False))
+                and {f"<0x{byte:02X}>" for byte in range(256)} <= tokens
+            )
         is_bounded &= isinstance(backend.model, tokenizers.models.BPE) and backend.truncation is None
         is_bounded &= all(part["type"] in _LOSSLESS_SPLITS and part.get("behavior") != "Removed" for part in splits)
+        # Any other part may take out or replace a text of any length.
+        is_local = backend.truncation is None and backend.padding is None
+        is_local &= all(part.get("behavior") != "Removed" for part in splits)
+        is_local &= all("Regex" not in part.get("pattern", {}) for part in normalizers)
         if not is_bounded:
-            return cls(math.inf, dropped, stripping)
+            return cls(math.inf, dropped, stripping, backend, is_local)
         longest = max([longest, *(_num_bytes(token.content) for token in added)])
-        return cls(longest * math.prod(map(_shrink, normalizers)), dropped, stripping)
+        return cls(longest * math.prod(map(_shrink, normalizers)), dropped, stripping, backend, is_local)
 
     def least(self, text: str) -> int:
         """Returns a number of tokens that no text of these bytes falls below; 0 if nothing is known."""
@@ -69,15 +86,28 @@ class TokenCount:
         num_bytes = sum(self._num_kept(piece, spaces) for piece in pieces)
         return math.ceil(num_bytes / self.bytes_of_token)
 
+    def in_pieces(self, text: str, most: int) -> int:
+        """Returns a number of tokens that the text does not fall below, at little more than `most`; 0: none is known.
+
+        It is half the tokens of the pieces, without some of each: a cut changes few tokens next to it, and a piece has
+        thousands. Raises BadRequest for a text with half of a character.
+        """
+        require_characters(text)
+        if not self.is_local or any(token in text for token in self.stripping):
+            return 0
+        num_tokens = 0
+        for begin in range(0, len(text), PIECE):
+            (piece,) = self.backend.encode_batch_fast([text[begin : begin + PIECE]], add_special_tokens=False)
+            num_tokens += max(0, len(piece) - _AT_CUTS)
+            if num_tokens > 2 * most:
+                break
+        return (num_tokens + 1) // 2
+
     def _num_kept(self, piece: str, spaces: Sequence[str]) -> int:
         """Returns the bytes of a part of a text that have a token, without these spaces."""
         for space in spaces:
             piece = piece.replace(space, "")
         return len(piece.encode("utf-8", "surrogatepass").translate(None, self.dropped))
-
-
-def _falls_back_to_bytes(model: tokenizers.models.Model) -> bool:
-    return isinstance(model, tokenizers.models.BPE) and bool(model.byte_fallback)
 
 
 def _num_bytes(text: str) -> int:

@@ -65,9 +65,9 @@ class Tokenizer:
             return _ids(self.backend, text, check, add_special_tokens=True)
         return [self.bos_token_id, *_ids(self.backend, text, lambda n: check(n + 1), add_special_tokens=True)]
 
-    def encode_unmarked(self, text: str) -> list[int]:
-        """Like encode(), without any token that the text itself does not have."""
-        return _ids(self.backend, text, any_number, add_special_tokens=False)
+    def encode_unmarked(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:
+        """Like encode(), without any token that the text itself does not have: a template writes its own."""
+        return _ids(self.backend, text, check, add_special_tokens=False)
 
     def encode_chat(self, user: str) -> list[int]:
         """Token ids of a conversation that starts with the user's text, up to where the model continues.
@@ -84,7 +84,7 @@ class Tokenizer:
         rendering: Rendering = PLAIN,
     ) -> list[int]:
         """Likewise, for a conversation; see ChatTemplate.render. Raises like encode_chat."""
-        return self.encode_conversation(self.conversation(messages, tools, rendering))
+        return self.encode_unmarked(self.conversation(messages, tools, rendering))
 
     def conversation(
         self,
@@ -96,13 +96,6 @@ class Tokenizer:
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
         return self.chat_template.render(messages, tools, rendering)
-
-    def encode_conversation(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:
-        """Token ids of such a text: the template has written every special token itself. Raises BadRequest.
-
-        check: see encode()
-        """
-        return _ids(self.backend, text, check, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens; bytes that are not UTF-8 become U+FFFD.
@@ -160,9 +153,8 @@ class TextStream:
         return self.tokenizer.decode(self._context + self._held)[len(before) :]
 
 
-def _ids(
-    backend: tokenizers.Tokenizer, text: str, check: Callable[[int], None], *, add_special_tokens: bool
-) -> list[int]:
+def require_characters(text: str) -> None:
+    """Raises BadRequest for a text with half of a character."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -170,6 +162,12 @@ def _ids(
             f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, half of a "
             "character; give whole characters"
         ) from error
+
+
+def _ids(
+    backend: tokenizers.Tokenizer, text: str, check: Callable[[int], None], *, add_special_tokens: bool
+) -> list[int]:
+    require_characters(text)
     # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     try:

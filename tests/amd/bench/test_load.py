@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import rocm_lab.cli.bench_runner as runner_command
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, ServingResult
+from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, Sending, ServingResult, put_load
 from rocm_lab.bench.openai_load import _Answer, run_load
 from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
 from rocm_lab.bench.runner_load import run_on_engine
@@ -95,6 +95,21 @@ def test_an_answer_is_read_however_its_bytes_are_cut(size: int) -> None:
     assert (len(outcome.pieces), outcome.tokens, outcome.failure) == (2, 2, "")
 
 
+def test_all_requests_are_made_before_the_first_is_sent() -> None:
+    events: list[str] = []
+
+    class Target:
+        def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
+            events.append("made")
+            return self._send
+
+        async def _send(self, outcome: RequestRecord) -> None:
+            events.append("sent")
+
+    asyncio.run(put_load(Target(), TRACE, LoadOptions(), NO_METER))
+    assert events == ["made"] * 6 + ["sent"] * 6
+
+
 def test_no_more_requests_are_out_than_allowed() -> None:
     server = StandIn()
     assert put(server, LoadOptions(concurrency=2)).num_failed == 0
@@ -167,6 +182,27 @@ def test_the_command_writes_what_came_of_a_trace(tmp_path: Path, capsys: pytest.
         assert {"p50_ms", "p90_ms", "p99_ms", "mean_ms", "count"} == found["rows"][0]["first_token"].keys()
         assert main(["bench", "serve", "--url", url, *arguments, "--requests", "1"]) == FAILED
         assert "1 of 1 requests failed; first reason: HTTP 503" in capsys.readouterr().err
+
+
+def test_several_servers_get_the_same_load_one_after_the_other_and_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out, picture = tmp_path / "trace.jsonl", tmp_path / "out.json", tmp_path / "servers.png"
+    trace.write_text(TRACE.text())
+    one, other = StandIn(), StandIn()
+    with in_a_thread(one) as first, in_a_thread(other) as second:
+        servers = ["--url", f"ours={first}", "--url", f"{second}/v1"]
+        files = ["--trace", str(trace), "--out", str(out), "--picture", str(picture)]
+        assert main(["bench", "serve", *servers, *files]) == DONE
+        assert capsys.readouterr().out.count("6 of 6 requests") == 2
+        assert main(["bench", "serve", "--url", f"a={first}", "--url", f"a={second}", *files]) == BAD_INPUT
+        assert "two --url have one name" in capsys.readouterr().err
+        rows = json.loads(out.read_text())["rows"]
+        assert [row["target"] for row in rows] == ["ours", second]
+    assert [body["prompt"] for body in one.bodies] == [body["prompt"] for body in other.bodies]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "plot", str(out), "--folder", str(tmp_path)]) == DONE
+    assert (tmp_path / "bench_serving.png").read_bytes() == picture.read_bytes()
 
 
 def tiny_engine(max_kv_len: int = 64) -> Engine:

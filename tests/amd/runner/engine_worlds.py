@@ -186,7 +186,7 @@ class Run:
         assert longest is not None
         if self.done and draw.random() < 0.3:  # a second turn
             earlier = self.done[draw.choice(list(self.done))]
-            prompt = earlier.prompt_token_ids + earlier.token_ids + self._tokens(draw.randrange(1, 5))
+            prompt = (*earlier.prompt_token_ids, *earlier.token_ids, *self._tokens(draw.randrange(1, 5)))
         else:
             begin = draw.choice(self._begins)
             prompt = begin[: draw.choice([len(begin), draw.randrange(len(begin))])] + self._tokens(draw.randrange(1, 9))
@@ -221,7 +221,7 @@ class Run:
             assert number == len(self.requests)
             if self.world.way == SCRIPT:  # which knows the text
                 self.wanted += self._plain.generate([request])
-                self._texts.append(request.prompt_token_ids + self.wanted[-1].token_ids)
+                self._texts.append((*request.prompt_token_ids, *self.wanted[-1].token_ids))
             self.requests.append(request)
             self.events[number] = []
         if self.requests and self._random.random() < max(0.02, rate / 8):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -181,7 +182,9 @@ class World:
     def add(self, number: int, request: Request) -> None:
         stops = frozenset(request.stop_token_ids)
         row = CachedRow(request.cache_salt, is_cached=request.prefix_caching)
-        sequence = Sequence(number, request, stops, Sampler(request.sampling), list(request.prompt_token_ids), row)
+        sequence = Sequence(
+            number, request, stops, Sampler(request.sampling), array("i", request.prompt_token_ids), row
+        )
         self.sequences[number] = sequence
         self.scheduler.add(sequence)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,30 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
     end = free.token_ids[5]
     stopped = engine(loaded).generate([replace(request, stop_token_ids=(end,))])[0]
     assert stopped.text == tokenizer.decode(free.token_ids[: free.token_ids.index(end)])
+
+
+class Whole(array):  # type: ignore[type-arg]
+    """Token ids that may be read together, and not one by one."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("a prompt was gone through")
+
+
+def test_a_prompt_that_is_an_array_is_gone_through_nowhere_and_sent_as_it_is(loaded: LoadedModel) -> None:
+    requests = some_requests(4)
+    wholes = [replace(each, prompt_token_ids=Whole("i", each.prompt_token_ids)) for each in requests]
+    expected = engine(loaded).generate(requests)
+    assert [each.token_ids for each in engine(loaded).generate(wholes)] == [each.token_ids for each in expected]
+    with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary, 0 to 63"):
+        engine(loaded).submit(Request(Whole("i", (1, 64, 2))))
+    wrong: Any = (1, 2.5)
+    with pytest.raises(BadRequest, match="the token ids are of type float64; give whole numbers"):
+        engine(loaded).submit(Request(wrong))
+    with pytest.raises(BadRequest, match=f"token {2**70} is not in the model's vocabulary"):
+        engine(loaded).submit(Request((1, 2**70)))
+    long = Request(array("i", range(9000)))
+    assert pickle.loads(pickle.dumps(long)) == long
+    assert len(pickle.dumps(long)) < 4 * 9000 + 1000
 
 
 def test_text_that_ends_inside_a_character_comes_out_at_the_end() -> None:

@@ -65,7 +65,7 @@ class IdealCache:
     def serve(self, request: Request, new: tuple[int, ...]) -> None:
         if not request.prefix_caching:
             return
-        salt, prompt, stored = request.cache_salt, request.prompt_token_ids, request.prompt_token_ids + new[:-1]
+        salt, prompt, stored = request.cache_salt, request.prompt_token_ids, (*request.prompt_token_ids, *new[:-1])
         length = 0
         while length + PAGE < len(prompt) and (salt, prompt[: length + PAGE]) in self._known:
             length += PAGE
@@ -80,7 +80,7 @@ def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(t
         for _ in range(turns):
             (done,) = served.generate([request])
             ideal.serve(request, done.token_ids)
-            request = replace(request, prompt_token_ids=done.prompt_token_ids + done.token_ids + (5,))
+            request = replace(request, prompt_token_ids=(*done.prompt_token_ids, *done.token_ids, 5))
     assert hits(served) == ideal.hits > 500
 
 

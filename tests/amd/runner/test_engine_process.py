@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
 from rocm_serve.engine_thread import EngineThread, Message, StepOutput
+from rocm_serve.parallel.child_process import SWITCH_SECONDS
 from rocm_serve.request import Completion, Event, Request
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd.runner.async_engines import LONG, read
@@ -45,12 +47,13 @@ def served() -> Iterator[Engine]:
 
 @contextmanager
 def without_old_garbage() -> Iterator[Engine]:
-    """An engine whose steps fail while a full garbage collection would look at what they did not make."""
+    """An engine whose steps fail if its process may pause: by a full garbage collection, or for another thread."""
     with served() as made:
         step = made.step
 
         def checked() -> list[Event]:
             assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
             return step()
 
         made.step = checked  # type: ignore[method-assign]

@@ -120,7 +120,7 @@ def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, g
 def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     requests = requests_of(served)
     for request, completion in zip(requests, served.completions, strict=True):
-        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
+        whole = torch.tensor((*request.prompt_token_ids, *completion.token_ids))
         best = hf_logits(served.reference, whole)[len(request.prompt_token_ids) - 1 : -1].topk(2, -1)
         is_clear = best.values[:, 0] - best.values[:, 1] > NARROW
         assert int(is_clear.sum()) > len(is_clear) // 2
@@ -151,7 +151,7 @@ def test_neither_order_nor_the_way_of_serving_changes_a_token(changes: dict[str,
 def test_mamba_states_follow_drafts_prefixes_and_requests_that_give_way(served: Served) -> None:
     """With few pages requests give way; with many they come twice, and begin at kept states. Drafts are often wrong."""
     requests, wanted = requests_of(served), [each.token_ids for each in served.completions]
-    texts = [each.prompt_token_ids + each.token_ids for each in served.completions]
+    texts = [(*each.prompt_token_ids, *each.token_ids) for each in served.completions]
     options = replace(BASE, page_size=4, chunk=8, speculative="ngram", draft_tokens=3, state_checkpoints=30)
     few, many = (
         with_drafter(

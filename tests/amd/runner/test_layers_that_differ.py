@@ -50,7 +50,7 @@ def test_layers_that_differ_are_each_served_as_they_are(page_size: int, graphs: 
     )
     engine, requests = Engine(loaded, options), some_requests()
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
+        whole = torch.tensor((*request.prompt_token_ids, *completion.token_ids))
         best = dense_logits(loaded, whole).argmax(-1)[len(request.prompt_token_ids) - 1 : -1]
         assert completion.token_ids == tuple(best.tolist())
 

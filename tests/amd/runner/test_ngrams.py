@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from array import array
+from typing import Any
 
 import pytest
 
@@ -12,12 +14,12 @@ from rocm_serve.request import Request, Sequence
 from rocm_serve.sampling.sampling import Sampler
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.drafts import LAST_TOKEN, DraftTree
-from rocm_serve.speculation.ngrams import NgramDrafter
+from rocm_serve.speculation.ngrams import MOST_LOOKED_AT, NgramDrafter
 from rocm_serve.speculation.speculation import _found_right
 
 
 def sequence(*token_ids: int, number: int = 0) -> Sequence:
-    return Sequence(number, Request(token_ids), frozenset(), Sampler(Sampling()), list(token_ids), CachedRow())
+    return Sequence(number, Request(token_ids), frozenset(), Sampler(Sampling()), array("i", token_ids), CachedRow())
 
 
 def drafts(*token_ids: int, most: int = 4, branches: int = 1) -> DraftTree | None:
@@ -45,9 +47,9 @@ def test_branches_begin_with_different_tokens_and_the_last_one_comes_first() -> 
 def test_a_sequence_is_looked_at_as_it_grows_and_forgotten_when_it_ends() -> None:
     drafter, growing = NgramDrafter(1), sequence(1, 2, 3)
     assert drafter.draft([(growing, 4)], {0}) == {}
-    growing.token_ids += [4, 1, 2]
+    growing.token_ids.extend([4, 1, 2])
     assert drafter.draft([(growing, 2)], {0})[0] == DraftTree.chain((3, 4))
-    growing.token_ids += [3, 9, 2, 3]
+    growing.token_ids.extend([3, 9, 2, 3])
     assert drafter.draft([(growing, 1)], {0})[0] == DraftTree.chain((9,))
     assert drafter.draft([], {0}) == {}
     assert drafter._texts.keys() == {0}
@@ -71,8 +73,8 @@ def test_a_draft_goes_on_where_it_was_right_and_else_is_what_looking_through_the
         text, at = growing.token_ids, 0
         for _ in range(30):
             new = [chooser.randrange(3) for _ in range(chooser.randint(1, 3))]
-            text += new
-            follows = at > 0 and new == text[at : at + len(new)]
+            text.extend(new)
+            follows = at > 0 and new == list(text[at : at + len(new)])
             num_followed += follows
             places = [
                 (num, at) for num in (2, 3, 4) for at in range(num, len(text)) if text[at - num : at] == text[-num:]
@@ -81,6 +83,31 @@ def test_a_draft_goes_on_where_it_was_right_and_else_is_what_looking_through_the
             found = drafter.draft([(growing, 1)], {0})
             assert found == ({0: DraftTree.chain((text[at],))} if at else {})
     assert num_followed > 100
+
+
+def test_a_step_looks_at_a_part_of_a_long_text() -> None:
+    class Watched(array):  # type: ignore[type-arg]
+        """Tokens of which only parts are read."""
+
+        def __getitem__(self, place: Any) -> Any:
+            read.append(len(range(*place.indices(len(self)))) if isinstance(place, slice) else 1)
+            return super().__getitem__(place)
+
+        __iter__ = None  # type: ignore[assignment]
+
+    read = list[int]()
+    drafter, long = NgramDrafter(1), sequence(5)
+    long.token_ids = Watched("i", [*range(3 * MOST_LOOKED_AT), 7, 8])
+    found = []
+    for _ in range(4):
+        found.append(drafter.draft([(long, 2)], {0}))
+        assert max(read) <= MOST_LOOKED_AT + 2
+        read.clear()
+    assert found[0] == found[3] == {0: DraftTree.chain((9, 10))}
+    late = sequence(5)
+    late.token_ids = array("i", [*range(3 * MOST_LOOKED_AT), 3 * MOST_LOOKED_AT - 9, 3 * MOST_LOOKED_AT - 8])
+    drafter = NgramDrafter(1)
+    assert [bool(drafter.draft([(late, 2)], {0})) for _ in range(3)] == [False, False, True]
 
 
 def test_a_token_that_cannot_be_picked_ends_the_accepted_ones_and_fails_its_sequence_in_the_next_step() -> None:

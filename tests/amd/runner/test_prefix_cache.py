@@ -211,9 +211,9 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
 
 
 def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
-    assert page_key(salt_key(""), (1, 2)).hex() == GOLDEN
-    before = salt_key("a")
-    assert page_key(before, (1, 2)) != salt_key((before + np.array([1, 2], np.int32).tobytes()).decode("latin-1"))
+    content, before = np.array([1, 2], np.int32).tobytes(), salt_key("a")
+    assert page_key(salt_key(""), content).hex() == GOLDEN
+    assert page_key(before, content) != salt_key((before + content).decode("latin-1"))
 
 
 def test_a_prompt_that_nothing_is_known_of_has_one_key_made() -> None:

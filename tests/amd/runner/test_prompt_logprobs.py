@@ -37,7 +37,7 @@ def expected(reference: Any, prompt: tuple[int, ...]) -> Tensor:
 
 
 def assert_those_of(reference: Any, done: Completion, num_likeliest: int) -> None:
-    exact = expected(reference, done.prompt_token_ids)
+    exact = expected(reference, tuple(done.prompt_token_ids))
     assert [each.token_id for each in done.prompt_logprobs] == list(done.prompt_token_ids[1:])
     for each, row in zip(done.prompt_logprobs, exact, strict=True):
         ids = torch.tensor([token for token, _ in each.likeliest], dtype=torch.long)

@@ -78,7 +78,7 @@ def second_turns(serving: Engine) -> list[str]:
     first = serving.generate(REQUESTS)
     numbers = [
         serving.submit(
-            replace(request, prompt_token_ids=done.prompt_token_ids + done.token_ids + (9,), priority=number % 2)
+            replace(request, prompt_token_ids=(*done.prompt_token_ids, *done.token_ids, 9), priority=number % 2)
         )
         for number, (request, done) in enumerate(zip(REQUESTS, first, strict=True))
     ]

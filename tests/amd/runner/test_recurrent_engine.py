@@ -81,7 +81,7 @@ def test_a_prompt_begins_after_the_last_state_of_its_beginning(loaded: LoadedMod
 def test_a_second_turn_begins_after_a_state_of_the_text(loaded: LoadedModel) -> None:
     served = engine(loaded)
     (done,) = served.generate([Request(prompt(0, 20), 30)])
-    text = done.prompt_token_ids + done.token_ids
+    text = (*done.prompt_token_ids, *done.token_ids)
     # 49 tokens are stored: the last one is picked and not stored.
     assert cached(served, (*text, 1, 2, 3)) == [48]
 

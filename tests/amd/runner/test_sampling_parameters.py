@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,7 @@ def served(request: Request, new: Sequence[int] = (), number: int = 0) -> Served
     """A sequence that has these new tokens."""
     stops = frozenset({END})
     parameters = sampling_parameters_of(request, stops, None, VOCAB)
-    tokens = [*request.prompt_token_ids, *new]
+    tokens = array("i", [*request.prompt_token_ids, *new])
     return Served(
         number, request, stops, Sampler(request.sampling), tokens, CachedRow("", is_cached=False), parameters=parameters
     )

@@ -29,7 +29,7 @@ DRAWN = Sampling(temperature=0.8, top_p=0.9, seed=4)
 
 
 def texts_of(completions: Many[Completion]) -> list[tuple[int, ...]]:
-    return [done.prompt_token_ids + done.token_ids for done in completions]
+    return [(*done.prompt_token_ids, *done.token_ids) for done in completions]
 
 
 def without_speculation(options: EngineOptions) -> EngineOptions:

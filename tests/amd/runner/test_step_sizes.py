@@ -135,6 +135,20 @@ def test_a_step_has_room_for_the_prompt_tokens_of_its_own_number_of_sequences() 
     assert [PromptRoom.beside(num, budget).prompt_tokens for num in (0, 1, 2, 3, 8)] == [100, 5, 7, 9, 9]
 
 
+@pytest.mark.parametrize("num", [1, 32, 200])
+def test_a_step_takes_no_longer_however_far_its_prompt_is(num: int) -> None:
+    """The floor of a step is reading the weights: with few tokens, attention has the rest of the time, not more."""
+    times, stored = replace(TIMES, layers=[replace(LAYER, num_q_heads=32)] * 16), 0
+    budget = StepBudget.chosen(times, 256)
+    usual, seconds = times.expected, 3 * times.expected.decode(num, 512)
+    while stored < 40_000:
+        q_len = PromptRoom.beside(num, budget).take(40_000 - stored, stored, 2**31)
+        attention = q_len * usual._attention_flops(stored + q_len // 2) / usual.rates.flops_per_s
+        assert usual.decode(num, 512, q_len) + attention < 1.02 * seconds
+        stored += q_len
+    assert q_len > 16
+
+
 def test_a_latency_that_is_given_holds_for_any_number_of_sequences() -> None:
     budget = StepBudget.chosen(TIMES, 64, latency_ms=20.0)
     assert list(budget.latency_ms) == [1, 32, 64]

@@ -155,6 +155,38 @@ def test_nothing_is_known_of_a_tokenizer_that_may_drop_text(backend: tokenizers.
     assert TokenCount.of(backend).least("a" * 10_000) == 0
 
 
+def padding() -> tokenizers.Tokenizer:
+    backend = by_bytes()
+    backend.enable_padding(length=3 * PIECE)
+    return backend
+
+
+LONG_TEXTS = (LONGEST, "x", " ", "w1 ", "letter", "\u1fbe\u0308\u0301", "a <|end|>" + " " * 5000)
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS)
+@pytest.mark.parametrize(
+    "backend", [*BOUNDED.values(), *UNBOUNDED.values(), padding()], ids=[*BOUNDED, *UNBOUNDED, "pads"]
+)
+def test_a_text_has_half_as_many_tokens_as_its_pieces_or_more(backend: tokenizers.Tokenizer, text: str) -> None:
+    long = text * (9 * PIECE // 8 // len(text))
+    whole = len(backend.encode(long, add_special_tokens=False))
+    count = TokenCount.of(backend)
+    assert count.in_pieces(long, 10 * PIECE) <= whole
+    for most in (1, whole // 4, whole):
+        assert not most < count.in_pieces(long, most) > whole
+
+
+def test_pieces_are_counted_until_the_text_has_too_many_tokens_and_where_they_are_those_of_the_text() -> None:
+    count = TokenCount.of(word_tokenizer().backend)
+    assert PIECE * 0.49 < count.in_pieces("w1 " * PIECE, 10 * PIECE) < PIECE * 0.5
+    assert PIECE / 7 < count.in_pieces("w1 " * PIECE, 10) < PIECE / 5
+    for backend in (removing(), truncating(), padding(), UNBOUNDED["by a pattern"]):
+        assert TokenCount.of(backend).in_pieces("a b" * PIECE, 10) == 0
+    assert TokenCount.of(stripping()).in_pieces("a<|end|>" + " " * PIECE, 10) == 0
+    assert TokenCount.of(stripping()).in_pieces("a" * PIECE, 10) > PIECE * 0.49
+
+
 @pytest.mark.parametrize(("composed", "apart"), [("NFC", "NFD"), ("NFD", "NFD"), ("NFKC", "NFKD"), ("NFKD", "NFKD")])
 def test_no_normal_form_writes_a_character_with_less_than_a_quarter_of_its_bytes(composed: str, apart: str) -> None:
     """The longest way to write a character: each of its parts as the longest character that means the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ import pytest
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Request
+from rocm_serve.server import tokenising
 from rocm_serve.server.tokenising import NICENESS
 from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.token_count import PIECE
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
@@ -133,11 +137,25 @@ def test_a_text_of_too_many_tokens_is_refused_before_an_id_is_made(path: str, lo
         assert backend.made == [20]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_that_is_far_too_long_is_never_given_to_the_tokenizer_whole(path: str, loaded: LoadedModel) -> None:
+    backend = Backend(word_tokenizer().backend)
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend), max_prompt_tokens=20) as server:
+        reply = post(server, body(path, "w1 " * LONG), path)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert backend.lengths == [PIECE]
+        assert (
+            post(server, body(path, "w1 " * LONG + "\ud800"), path)
+            .error["message"]
+            .startswith(f"character {3 * LONG + 1} of the text is the surrogate")
+        )
+
+
 def test_the_number_of_tokens_that_is_checked_counts_the_first_one_of_the_model() -> None:
     checked: list[int] = []
     words = Tokenizer(word_tokenizer().backend, 2, PLAIN)
     assert words.encode("w1 w3", checked.append) == [2, 1, 3]
-    assert words.encode_conversation("w1 w3", checked.append) == [1, 3]
+    assert words.encode_unmarked("w1 w3", checked.append) == [1, 3]
     assert checked == [3, 2]
 
 
@@ -194,7 +212,39 @@ def test_a_long_text_is_read_with_a_low_priority_and_a_short_one_is_not(loaded: 
     with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server:
         for blanks in (1, 3000, LONG):
             assert post(server, requested(prompt="w1" + " " * blanks)).status == 200
-    assert backend.niceness == [usual, usual, min(NICENESS, 19)]
+    low = min(NICENESS, 19)
+    assert backend.niceness == [usual, usual, usual, low, low, low]  # a text of so many blanks is counted first
+
+
+def test_the_thread_that_has_read_a_large_text_gives_its_memory_back(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[str] = []
+    monkeypatch.setattr(tokenising, "_give_back", lambda _: trims.append(threading.current_thread().name))
+    backend = Backend(word_tokenizer().backend)
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server:
+        for blanks, path in ((LONG, COMPLETIONS), (2**20, COMPLETIONS), (2**20, CHAT)):
+            assert post(server, body(path, "w1" + " " * blanks), path).status == 200
+        assert post(server, {"prompt": "w1 " * 2**19}, "/tokenize").json["count"] == 2**19
+        while len(trims) < 3:
+            server.between_loops(lambda: None)
+    assert trims == ["tokenise-long_0"] * 3
+
+
+def test_prompts_of_every_kind_reach_the_engine_as_arrays(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, prompts = engine(loaded), list[Any]()
+    submit = served.submit
+
+    def submitted(request: Request) -> int:
+        prompts.append(request.prompt_token_ids)
+        return submit(request)
+
+    monkeypatch.setattr(served, "submit", submitted)
+    with running(served, tokenizer=recording(word_tokenizer(), Backend(word_tokenizer().backend))) as server:
+        for prompt in ([1, 2], "w1 w2", "w1 w2" + " " * 3000):
+            assert post(server, requested(prompt=prompt), COMPLETIONS).status == 200
+        assert post(server, body(CHAT, "w1 w2"), CHAT).status == 200
+    assert prompts == [array("i", (1, 2))] * 4
 
 
 def test_a_server_that_ends_has_no_thread_left_that_reads_texts(loaded: LoadedModel) -> None:

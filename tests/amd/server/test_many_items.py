@@ -66,10 +66,11 @@ def test_a_prompt_that_is_too_large_is_refused_before_its_first_id_is_read(
 
 def test_a_prompt_of_the_largest_size_has_each_of_its_ids_read(server: Running) -> None:
     assert post(server, requested(prompt=[1] * 20), COMPLETIONS).json["usage"]["prompt_tokens"] == 20
-    for prompt in ([-1] * 20, [[1]] * 3 + [[-1]]):
-        reply = post(server, requested(prompt=prompt), COMPLETIONS)
-        assert (reply.status, reply.error["param"]) == (400, "prompt")
-        assert "prompt must be" in reply.error["message"]
+    for last in (-1, 2**30, 2**31, 2**70, True, 1.0, "w1"):
+        says = f"token {2**30} is not in the model's vocabulary" if last == 2**30 else "prompt must be"
+        for prompt in ([1] * 19 + [last], [[1]] * 3 + [[last]]):
+            reply = post(server, requested(prompt=prompt), COMPLETIONS)
+            assert (reply.status, says in reply.error["message"]) == (400, True), reply.error
 
 
 def test_more_tokens_than_the_context_holds_are_refused_before_the_first_is_read(server: Running) -> None:

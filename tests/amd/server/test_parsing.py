@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from rocm_serve.server import parsing
-from rocm_serve.server.parsing import parsed
+from rocm_serve.limits import RequestLimits
+from rocm_serve.request import Request
+from rocm_serve.server import gate, parsing
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.parsing import LONG_BODY, ParsedRequest, parsed
+from rocm_serve.server.schema import CompletionBody
+from rocm_serve.server.served_model import ServedModel
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model
 from tests.amd.server.raw import COMPLETIONS, post, requested
@@ -48,6 +54,63 @@ def _outcome(body: bytes, read: Any) -> str:
 def test_a_body_is_read_as_pythons_parser_reads_it_and_refused_with_its_words(body: bytes) -> None:
     assert _outcome(body, parsed) == _outcome(body, json.loads)
     assert ("Error" in _outcome(body, parsed)) == (body in REFUSED.values())
+
+
+def test_a_bodys_bytes_are_forgotten_before_its_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, freed, before = engine(tiny_model()), list[bytes](), list[int]()
+    read, submit = gate._read, served.submit
+
+    class Body(bytes):
+        def __del__(self) -> None:
+            freed.append(bytes(self))
+
+    async def noted(*arguments: Any) -> bytes:
+        return Body(await read(*arguments))
+
+    def submitted(request: Request) -> int:
+        before.append(len(freed))
+        return submit(request)
+
+    monkeypatch.setattr(gate, "_read", noted)
+    monkeypatch.setattr(served, "submit", submitted)
+    with running(served) as server:
+        assert post(server, requested(max_tokens=1), COMPLETIONS).status == 200
+    assert before == [1]
+
+
+def test_other_work_has_a_turn_between_two_passes_over_a_long_body() -> None:
+    ids = [1] * LONG_BODY
+    body = json.dumps({"prompt": ids}).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def main() -> None:
+        model = ServedModel("tiny", None, RequestLimits(2 * LONG_BODY, 2 * LONG_BODY, 64, None), ServerOptions())
+        for passing in (
+            ParsedRequest({"type": "http", "headers": []}, receive).json(),
+            model.completion_requests(CompletionBody(model="tiny", prompt=ids), ""),
+        ):
+            turns: list[int] = []
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            await passing
+            assert turns
+
+    asyncio.run(main())
+
+
+def test_long_bodies_are_parsed_at_a_pace_that_leaves_others_most_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def slept(seconds: float) -> None:
+        assert turn.locked()
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", slept)
+    turn = asyncio.Lock()
+    for num_bytes in (LONG_BODY, 2 * LONG_BODY, 4 * 2**20):
+        asyncio.run(gate._Replay(b" " * num_bytes, asyncio.Event(), turn)())
+    assert waits == [2 * LONG_BODY / gate._BYTES_A_SECOND, 4 * 2**20 / gate._BYTES_A_SECOND]
 
 
 def test_the_server_reads_each_body_once_and_by_the_fast_parser(monkeypatch: pytest.MonkeyPatch) -> None:

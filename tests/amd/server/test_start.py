@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from rocm_attn.cli import DONE
+from rocm_serve.parallel.child_process import SWITCH_SECONDS
 from tests.amd.house.source_tree import ROOT
 from tests.amd.server.load.model_folder import write_model
 
 # Serves some requests of each kind, and prints which of the libraries are imported at which moment.
 SERVING = """
-import json, os, signal, sys, threading, urllib.request
+import gc, json, os, signal, sys, threading, urllib.request
 from multiprocessing.context import SpawnProcess
 import rocm_serve.cli.serve as command
 from rocm_attn.cli import main
@@ -34,6 +35,8 @@ def ask(url):
         for each in ({{"logprobs": 2}}, {{"n": 2, "stop": "w9"}}, {{"stream": True, "seed": 3}}):
             body = json.dumps({{"model": "tiny", "prompt": "w9 w12", "max_tokens": 4, **each}}).encode()
             urllib.request.urlopen(urllib.request.Request(url + "/v1/completions", body, of_json)).read()
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 2
+        assert abs(sys.getswitchinterval() - {switch}) < 1e-6
         say("asked")
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -52,9 +55,11 @@ if __name__ == "__main__":
 LIBRARIES = ("torch", "numpy", "tokenizers", "jinja2", "fastapi", "pydantic", "uvicorn")
 
 
-def test_the_engines_process_begins_before_the_servers_imports_which_never_bring_torch(tmp_path: Path) -> None:
+def test_the_engines_process_begins_before_the_servers_imports_which_never_bring_torch_and_it_does_not_pause(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "serving.py"
-    script.write_text(SERVING.format(libraries=LIBRARIES))
+    script.write_text(SERVING.format(libraries=LIBRARIES, switch=SWITCH_SECONDS))
     model = write_model(tmp_path)
     flags = ("--served-model-name", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")
     command = [sys.executable, str(script), "serve", "--model", str(model), "--port", "0", *flags]

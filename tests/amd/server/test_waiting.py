@@ -13,7 +13,6 @@ from rocm_attn.errors import BadSetting, FitsLater
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.unused_memory import UnusedMemory
 from rocm_serve.server.waiting import WaitingBytes, client_at
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.server.raw import Client, as_bytes, head_of_a_post, post, requested
@@ -122,11 +121,9 @@ def test_a_body_that_is_too_long_is_counted_no_longer(loaded: LoadedModel) -> No
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_what_was_counted_is_forgotten_once_and_its_memory_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_counted_is_forgotten_once() -> None:
     counts = HttpMetrics()
-    freed, unused = list[int](), UnusedMemory()
-    monkeypatch.setattr(unused, "note", freed.append)
-    waiting = WaitingBytes(ServerOptions(max_waiting_bytes=100, max_body_bytes=40), counts, unused)
+    waiting = WaitingBytes(ServerOptions(max_waiting_bytes=100, max_body_bytes=40), counts)
     first, second = waiting.begin("a", 30), waiting.begin("a", 0)
     first.add(30)
     second.add(20)
@@ -140,7 +137,6 @@ def test_what_was_counted_is_forgotten_once_and_its_memory_noted_once(monkeypatc
         assert counts.waiting_bytes == 70
     second.free()
     assert waiting._of == {"b": 50}
-    assert freed == [31, 0, 20], "with the byte that was refused"
 
 
 def test_a_clients_share_must_hold_a_body() -> None:

@@ -119,7 +119,7 @@ def test_any_number_of_sequences_and_any_drafts_change_no_token(num_seqs: int, t
         options = replace(
             BASE, max_batch_size=num_seqs, speculative="ngram", draft_tokens=draft_tokens, topk=topk, graphs=graphs
         )
-        texts = [done.prompt_token_ids + done.token_ids for done in expected]
+        texts = [(*done.prompt_token_ids, *done.token_ids) for done in expected]
         script = ScriptedDrafter(texts, loaded.config.vocab_size, branches=topk > 1)
         engine = with_drafter(Engine(loaded, options), script)
         assert engine.generate(requests) == expected

@@ -72,7 +72,7 @@ def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rounds", type=int, default=5, help="times that 16 large bodies are sent")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of large bodies")
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=12, help="most new tokens of a request")
     parser.add_argument("--seed", type=int, default=0)

@@ -383,7 +383,8 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
     assert cut == ExtendCut.of(EXTEND_TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len), (
         "the schedule was cut for others"
     )
-    assert not (scores.visibility.windowed or scores.visibility.by_ranges), "no window is served"
+    assert not scores.visibility.windowed, "no window is served"
+    assert not scores.visibility.by_ranges, "tokens see all keys, or those up to their own"
     assert not scores.soft_cap, "no cap is served"
     assert args.sinks is None, "no sinks are served"
     assert args.slopes is None, "no slopes are served"

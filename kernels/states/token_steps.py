@@ -246,7 +246,8 @@ def launch_token_steps(
         places.num_tokens,
         most_q_len,
         *tokens.strides,
-        *slots.state.stride()[:2], *slots.strides[3:],
+        *slots.state.stride()[:2],
+        *slots.strides[3:],
         G=StepGeometry(
             RATIO=num_heads // slots.k.shape[2],
             DK=dk,
@@ -261,5 +262,5 @@ def launch_token_steps(
             NORMALISES=recurrence.normalises,
             CLEARS=clears,
         ),
-        num_warps=1 if on_nvidia() else 4,
+        **({"num_warps": 1, "maxnreg": 128} if on_nvidia() else {"num_warps": 4}),
     )

@@ -18,8 +18,7 @@ channel decays too much, it is the quotient of two, since the block's first toke
 chunk, are taken in pairs: it is the product of exp(G[i] - G[b]) and exp(G[b] - G[j]), with j in the first block of a
 pair, b its last token, and i in the second. Matrix units sum the decays of each.
 
-T is computed in float32 from pair to pair of blocks, at first of one token: powers of A would lose all digits where keys
-repeat.
+T is computed in float32 from pair to pair of blocks: powers of A would lose all digits where keys repeat.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class StepGeometry(NamedTuple):
     DK, DV:        of a state
     DK_BLOCK:      DK or the next power of two
     COLUMNS:       of a program's block
+    STATE_ROW:     elements between a state's rows
     MOST_KEPT:     tokens that a slot has room for
     CHANNELS:      whether each channel decays by itself
     DELTA, SCALE, NORMALISES: the recurrence
@@ -47,6 +48,7 @@ class StepGeometry(NamedTuple):
     DV: int
     DK_BLOCK: int
     COLUMNS: int
+    STATE_ROW: int
     MOST_KEPT: int
     CHANNELS: bool
     DELTA: bool
@@ -88,7 +90,6 @@ def _token_steps_kernel(
     out_head,
     state_slot,
     state_head,
-    state_row,
     kept_k_slot,
     kept_k_row,
     kept_k_head,
@@ -128,7 +129,7 @@ def _token_steps_kernel(
         else:
             is_kept = q_len <= G.MOST_KEPT
             in_state = is_channel[:, None] & is_column[None, :]
-            at = (channel.to(tl.int64) * state_row)[:, None] + (head * state_head + column)[None, :]
+            at = (channel * G.STATE_ROW)[:, None].to(tl.int64) + (head * state_head + column)[None, :]
             target_slot = tl.load(target + seq).to(tl.int64)
             to = state + target_slot * state_slot + at
             held = 0
@@ -245,13 +246,15 @@ def launch_token_steps(
         places.num_tokens,
         most_q_len,
         *tokens.strides,
-        *slots.strides,
+        *slots.state.stride()[:2],
+        *slots.strides[3:],
         G=StepGeometry(
             RATIO=num_heads // slots.k.shape[2],
             DK=dk,
             DV=dv,
             DK_BLOCK=dk_block,
             COLUMNS=columns,
+            STATE_ROW=slots.state.stride(2),
             MOST_KEPT=slots.most_kept,
             CHANNELS=slots.has_channels,
             DELTA=recurrence.delta,
@@ -259,5 +262,5 @@ def launch_token_steps(
             NORMALISES=recurrence.normalises,
             CLEARS=clears,
         ),
-        num_warps=1 if on_nvidia() else 4,
+        **({"num_warps": 1, "maxnreg": 128} if on_nvidia() else {"num_warps": 4}),
     )

@@ -19,13 +19,13 @@ from tests.amd.engines.models import IMAGE_PLACES, model
 from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
-from tests.amd.engines.sglang_runs import SGLANG, SglangVenv, sglang_venv
+from tests.amd.engines.sglang_runs import SGLANG, SglangVenv
 from tests.amd.engines.sglang_text import Answer, Run
 
 
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
-    return sglang_venv(tmp_path_factory.mktemp("plugin"))
+    return SglangVenv(tmp_path_factory.mktemp("plugin"))
 
 
 def run(sglang: SglangVenv, name: str, new_tokens: int = 12, *, faults: bool = False, **engine: Any) -> Run:

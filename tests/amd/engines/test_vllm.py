@@ -18,7 +18,7 @@ from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
-from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
+from tests.amd.engines.vllm_runs import VllmVenv
 from tests.amd.engines.vllm_text import EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
@@ -29,7 +29,7 @@ _FAULTS_OF_DRAFTS = ("wrong_slot", "lost_table", "stale_length")
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
-    return vllm_venv(tmp_path_factory.mktemp("plugin"))
+    return VllmVenv(tmp_path_factory.mktemp("plugin"))
 
 
 def folder_of(name: str, cache: Path) -> Path:

@@ -98,23 +98,15 @@ engine_test = tests.amd.engines.sglang_plugin:register
         self, runs: Sequence[Run], backend: str | None, scratch: Path, more: Mapping[str, str]
     ) -> list[Answer]:
         requested = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
-        drafts = any("speculative_algorithm" in run.engine for run in runs)
-        sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
-        rotation = any(run.engine["model_path"].endswith("llama4") for run in runs)
-        blocks = any(run.engine.get("speculative_algorithm") == "DFLASH" for run in runs)
-        images = any(run.engine["model_path"].endswith("_images") for run in runs)
-        overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
-        deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
-        recurrent = any("mamba_radix_cache_strategy" in run.engine for run in runs)
         switches = {
-            DRAFTS: drafts,
-            SPARSE: sparse,
-            ROTATION: rotation,
-            IMAGES: images,
-            BLOCKS: blocks,
-            OVERLAP: overlap,
-            DETERMINISTIC: deterministic,
-            RECURRENT: recurrent,
+            DRAFTS: any("speculative_algorithm" in run.engine for run in runs),
+            SPARSE: any(run.engine["model_path"].endswith("_sparse") for run in runs),
+            ROTATION: any(run.engine["model_path"].endswith("llama4") for run in runs),
+            IMAGES: any(run.engine["model_path"].endswith("_images") for run in runs),
+            BLOCKS: any(run.engine.get("speculative_algorithm") == "DFLASH" for run in runs),
+            OVERLAP: any(run.engine.get("enable_two_batch_overlap") for run in runs),
+            DETERMINISTIC: any(run.engine.get("enable_deterministic_inference") for run in runs),
+            RECURRENT: any("mamba_radix_cache_strategy" in run.engine for run in runs),
         }
         settings = {
             **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG, STATES_LOG)},

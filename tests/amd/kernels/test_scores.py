@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
@@ -85,46 +84,6 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
     chunks = [min(length, new) for length, new in zip(lengths, [1, 2, 3, 16, 17, 33] * 4, strict=False)]
     for run_of_chunks in (run_extend, run_shared_extend):
         assert_serves(run_of_chunks, replace(case, q_len=chunks), kernel_device)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("num_programs", [1, 3, 40])
-def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
-    """Either one program finishes a row, or the merge does."""
-    case = replace(DECODES, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, sinks=True, window_left=100, soft_cap=2.0)
-    assert_serves(run_shared_decode, case, kernel_device, num_programs=num_programs)
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("run", [run_decode, run_shared_decode])
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2),
-        DecodeTiles(key_block=32, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3),
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=16),
-    ],
-    ids=str,
-)
-def test_every_form_of_the_decode_loop_has_every_feature(
-    tiles: DecodeTiles, run: Callable[..., None], kernel_device: torch.device
-) -> None:
-    """Five query heads per KV head are cut unevenly by 3 blocks."""
-    case = replace(DECODES, heads=(10, 2), window_left=20, soft_cap=1.5, sinks=True, slopes=True)
-    assert_serves(run, case, kernel_device, num_programs=4, tiles=tiles)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
-@pytest.mark.parametrize("key_block", [16, 32])
-def test_every_extend_tile_has_every_feature(
-    heads: tuple[int, int], key_block: int, kernel_device: torch.device
-) -> None:
-    tiles = ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1)
-    case = replace(EXTENDS, heads=heads, window_left=20, soft_cap=1.5, sinks=True, slopes=True)
-    assert_serves(run_extend, case, kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(1)

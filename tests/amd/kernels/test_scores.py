@@ -16,9 +16,7 @@ from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
-    assert_served,
     assert_serves,
-    build,
     in_each_way,
     run_decode,
     run_decode_twin,
@@ -94,33 +92,6 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     """Cross-attention has an encoder's KV, with its length."""
     case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, causal=False)
     assert_serves(run, case, kernel_device)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"window_left": 7}, {"window_left": 8}),
-        ({"soft_cap": 1.0}, {"soft_cap": 1.1}),
-        ({}, {"sinks": True}),
-        ({}, {"slopes": True}),
-    ],
-    ids=["window_left", "soft_cap", "sinks", "slopes"],
-)
-@pytest.mark.parametrize(("case", "run"), [(DECODES, run_decode), (EXTENDS, run_extend)], ids=["decode", "extend"])
-def test_every_argument_has_its_effect(
-    case: Case,
-    run: Callable[[Tensors], None],
-    first: dict[str, object],
-    second: dict[str, object],
-    kernel_device: torch.device,
-) -> None:
-    """q, K and V are the same, and the outputs differ as much as the references do."""
-    one, other = (build(replace(case, **feature), kernel_device) for feature in (first, second))  # type: ignore[arg-type]
-    for tensors in (one, other):
-        run(tensors)
-        assert_served(tensors)
-    assert (one.reference - other.reference).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

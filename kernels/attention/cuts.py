@@ -264,8 +264,8 @@ class DecodeCut:
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
 
 
-# Fewer programs of the merge leave a GPU idle; many more run one after the other.
-_MERGE_PROGRAMS = 2048
+# Fewer programs of the merge leave a GPU idle; many more run one after the other. Of rows of few parts, most are idle.
+_MERGE_PROGRAMS, _FEW_PROGRAMS = 2048, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class MergeShape:
     columns:    output columns of a program
     parts:      parts that are added up in one step
     num_warps:  warps of a program
-    few:        rows of at most this many parts are added up in one step of as many
+    few, few_heads: rows of at most few parts are added up in one step, few_heads query heads by a program
     """
 
     by_row: bool
@@ -286,10 +286,11 @@ class MergeShape:
     parts: int
     num_warps: int
     few: int
+    few_heads: int
 
 
-def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, early: bool) -> MergeShape:
-    """The cut for num_rows rows of q_rows query heads. early: see launch_merge
+def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) -> MergeShape:
+    """The cut for num_rows rows of q_rows query heads.
 
     Two things count (measured on one H200): all parts of a typical row in one step, and enough programs.
     1 row, 264 parts: 45 us with 8 parts per step, 16 us with 256. 64 x 4k, 512 rows: 7.6 us with one head per program,
@@ -299,26 +300,33 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
     if num_rows > num_programs:
         heads = min(next_power_of_2(q_rows), max(1, 2048 // block))
         parts = 8 if heads * block <= 1024 else 4
-        return MergeShape(False, heads, block, parts, 2, few=parts)
+        return MergeShape(False, heads, block, parts, 2, parts, heads)
     # Parts of a row if all rows are alike: few rows begin where a program does.
     typical = next_power_of_2(num_programs // max(num_rows, 1) + 1)
     if typical > 32:
         # 8 rows of 133 parts: 13.5 us in three steps, 14.5 in one of eight warps.
         parts = 64 if num_rows >= 4 and typical <= 256 else min(max(typical, 64), 1024)
-        return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1, few=parts)
+        return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1, parts, 1)
     if typical > 8:
-        return MergeShape(True, 1, min(block, 64), typical, 2, few=typical)
-    # Rows are seldom alike, so that steps of longer rows have more parts. Sequences of 90k and 70k next to 40 of 77
-    # tokens, 32 x 2 heads of 64: 44 us with 8 parts in a step, 30 with 64; 64 x 4 of 192/128: 127 with 4, 113 with 32.
-    # But typical rows would take longer by as many: 128 x 2k of the first ones 46 us in place of 41.
-    elements = num_rows * q_rows * block // _MERGE_PROGRAMS
-    elements = min(max(1 << max(0, elements.bit_length() - 1), 32), 128)
-    columns = min(block, 64, elements)
-    heads = min(next_power_of_2(q_rows), elements // columns)
+        return MergeShape(True, 1, min(block, 64), typical, 2, typical, 1)
+    # Rows are seldom alike. A row of many parts has more of them in a step, and more programs, than a typical one, of
+    # which one program adds up `few` parts of more heads. Sequences of 90k and 70k next to 40 of 77 tokens, 32 x 2
+    # heads of 64: 44 us if all rows are added up like typical ones, 30 so; 128 x 2k: 42, and 46 if all are like long
+    # ones; 90k next to 127 of 77: 24.5. 64 x 4 of 192/128: 127 us like typical ones, 112 so.
+    few = max(typical, 4)
+    elements = min(max(_power_of_2_in(num_rows * q_rows * block // _MERGE_PROGRAMS), 32), 64)
+    columns = min(block, elements)
+    most_heads = next_power_of_2(q_rows)
+    heads = min(most_heads, elements // columns)
+    few_heads = min(most_heads, num_rows * q_rows // _FEW_PROGRAMS, 2048 // (few * columns))
     # A merge that is launched early finds room next to decode if it has one warp: 16 x 4k takes 69.6 us so and 71.1
     # with two, 64 x 4k in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
-    warps = 2 if heads * columns > 64 else 1
-    return MergeShape(True, heads, columns, warps * 2048 // (heads * columns), warps, few=max(typical, 4))
+    return MergeShape(True, heads, columns, 2048 // (heads * columns), 1, few, max(heads, _power_of_2_in(few_heads)))
+
+
+def _power_of_2_in(number: int) -> int:
+    """The largest power of two that is at most number, and 1 for 0."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 class GroupShape(NamedTuple):

@@ -46,7 +46,7 @@ class MergeGeometry(NamedTuple):
     rows:       how decode's rows are cut
     MOST_ROWS:  rows of a sequence, at most
     V_HEAD_DIM: elements of an output row
-    BY_ROW, HEADS, COLUMNS, PARTS, FEW: see MergeShape
+    BY_ROW, HEADS, COLUMNS, PARTS, FEW, FEW_HEADS: see MergeShape
     EARLY:      see launch_merge
     """
 
@@ -58,6 +58,7 @@ class MergeGeometry(NamedTuple):
     COLUMNS: int
     PARTS: int
     FEW: int
+    FEW_HEADS: int
     EARLY: bool
 
 
@@ -71,15 +72,43 @@ class Parts(NamedTuple):
     sums: Any
 
 
+class MergedRow(NamedTuple):
+    """A row that several programs have parts of.
+
+    first_program, num_parts: the first of these programs, and how many there are
+    token:  int64, the first one of the row's
+    number: of the row, within its sequence
+    q_len:  new tokens of the sequence
+    """
+
+    first_program: Any
+    num_parts: Any
+    token: Any
+    number: Any
+    q_len: Any
+
+
+class MergeOutput(NamedTuple):
+    """The destination: pointers, of which lse and sinks may be None, and strides."""
+
+    out: Any
+    lse: Any
+    sinks: Any
+    out_token: Any
+    out_head: Any
+    lse_token: Any
+    lse_head: Any
+
+
 @triton.jit
 def merge_parts(
     parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr
 ):
-    """The softmax state of all parts of one row: acc [HEADS, COLUMNS], maximum and sum [HEADS]. Adds PARTS at a time.
+    """The softmax state of all parts of one row: acc [lines, COLUMNS], maximum and sum [lines]. Adds PARTS at a time.
 
     q_row: which lines, those below num_rows
     """
-    HEADS: tl.constexpr = G.HEADS
+    HEADS: tl.constexpr = q_row.shape[0]
     COLUMNS: tl.constexpr = G.COLUMNS
     lane = tl.arange(0, PARTS)
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
@@ -154,25 +183,11 @@ def _merge_kernel(
         mine = goes_on & (first_program == index)
     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
     mine = mine & (num_parts > 1)
-    q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
-    column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
     # Memory that decode does not write is loaded while decode still runs, if launches are early.
-    token = tl.load(q_indptr + seq, mask=mine, other=0).to(tl.int64)
-    # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
-    if T.MOST == 1:
-        head_block = row % R.HEAD_BLOCKS
-        rows = tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
-        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
-        head = (first_head + q_row).to(tl.int64)
-    else:
-        q_len = tl.load(q_indptr + seq + 1, mask=mine, other=0) - token.to(tl.int32)
-        rows = tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
-        token += row * T.OF_ROW + q_row // R.GQA_RATIO
-        head = (q_row % R.GQA_RATIO).to(tl.int64)
-    is_row = q_row < tl.where(mine, rows, 0)
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+    token = tl.load(q_indptr + seq, mask=mine, other=0)
+    q_len = token
+    if T.MOST > 1:
+        q_len = tl.load(q_indptr + seq + 1, mask=mine, other=0) - token
     if G.EARLY:
         gdc_launch_dependents()
         # In every program: the launch after the merge may start when all have ended, and must find decode ended too.
@@ -180,26 +195,51 @@ def _merge_kernel(
     if mine:
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
+        of_row = MergedRow(first_program, num_parts, token.to(tl.int64), row, q_len)
+        to = MergeOutput(out, lse, sinks, out_token, out_head, lse_token, lse_head)
+        first_line = tl.program_id(1) * G.HEADS
         if (G.FEW < G.PARTS) & (num_parts <= G.FEW):
-            acc, maximum, total = merge_parts(
-                parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G.FEW, G
-            )
+            if first_line % G.FEW_HEADS == 0:
+                _merge_row(parts, of_row, to, first_line, G.FEW_HEADS, G.FEW, G)
         else:
-            acc, maximum, total = merge_parts(
-                parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G.PARTS, G
-            )
-        if sink is not None:
-            maximum, total, decay = add_sink(maximum, total, sink)
-            acc = acc * decay[:, None]
-        # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
-        total = tl.where(is_row & (total != 0.0), total, 1.0)
-        value = (acc / total[:, None]).to(out.dtype.element_ty)
-        mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-        tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
-        if lse is not None:
-            # Programs of other column chunks store the same number.
-            value = (maximum + tl.log2(total)) * LN_2
-            tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
+            _merge_row(parts, of_row, to, first_line, G.HEADS, G.PARTS, G)
+
+
+@triton.jit
+def _merge_row(parts, row, to, first_line, HEADS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr):
+    """Adds up HEADS lines of a row, COLUMNS of each, from PARTS parts at a time."""
+    R: tl.constexpr = G.rows
+    T: tl.constexpr = R.TOKENS
+    q_row = first_line + tl.arange(0, HEADS)
+    column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
+    if T.MOST == 1:
+        head_block = row.number % R.HEAD_BLOCKS
+        rows = tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+        first_head = row.number // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
+        head = (first_head + q_row).to(tl.int64)
+        token = row.token
+    else:
+        rows = tl.minimum(R.Q_ROWS, (row.q_len - row.number * T.OF_ROW) * R.GQA_RATIO)
+        token = row.token + row.number * T.OF_ROW + q_row // R.GQA_RATIO
+        head = (q_row % R.GQA_RATIO).to(tl.int64)
+    is_row = q_row < rows
+    acc, maximum, total = merge_parts(
+        parts, row.first_program, row.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, PARTS, G
+    )
+    if to.sinks is not None:
+        sink = tl.load(to.sinks + head, mask=is_row, other=float("-inf"))
+        maximum, total, decay = add_sink(maximum, total, sink)
+        acc = acc * decay[:, None]
+    # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
+    total = tl.where(is_row & (total != 0.0), total, 1.0)
+    value = (acc / total[:, None]).to(to.out.dtype.element_ty)
+    mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
+    tl.store(to.out + (token * to.out_token + head * to.out_head)[:, None] + column[None, :], value, mask=mask)
+    if to.lse is not None:
+        # Programs of other column chunks store the same number.
+        value = (maximum + tl.log2(total)) * LN_2
+        tl.store(to.lse + token * to.lse_token + head * to.lse_head, value, mask=is_row)
 
 
 def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool = False) -> None:
@@ -210,7 +250,7 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool 
     """
     queries, v_head_dim = args.queries, args.out.shape[2]
     num_rows = queries.num_seqs * cut.most_rows
-    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim, early)
+    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim)
     launch(
         _merge_kernel,
         (
@@ -228,7 +268,16 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool 
         cut.window_left,
         *args.written_strides,
         G=MergeGeometry(
-            rows, cut.most_rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts, shape.few, early
+            rows,
+            cut.most_rows,
+            v_head_dim,
+            shape.by_row,
+            shape.heads,
+            shape.columns,
+            shape.parts,
+            shape.few,
+            shape.few_heads,
+            early,
         ),
         num_warps=shape.num_warps,
         **early_options(early),

@@ -76,7 +76,6 @@ from rocm_attn.kernels.hopper.rows import (
     RowColumns,
     block_of,
     next_row,
-    parts_of,
     seen_by_block,
     steps_of,
     work_of_program,
@@ -212,7 +211,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
         # The queries arrive while results are written.
         queries = fetch_queries(GROUP, to.q, next_block, after, G)
         if steps.ends & (todo.done == 0):
-            store_results(GROUP, softmax, to, block, todo.row, G)
+            store_results(GROUP, softmax, to, own.tiles, block, todo.row, G)
         elif G.SEGMENT_STEPS == 0:
             store_part(GROUP, softmax, to, block, _first_part(G) + (todo.done == 0).to(gl.int32), G)
         todo = after
@@ -261,9 +260,9 @@ def _hopper_extend_kernel(
     todo = work_of_program(begun, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
-        OF_K: gl.constexpr = G.K
-        PARTS: gl.constexpr = parts_of(OF_K)
+        # A row's results take the place of its queries.
         COLUMNS: gl.constexpr = G.K.TILE
+        PARTS: gl.constexpr = (max(G.K.DIM, G.V.DIM) + COLUMNS - 1) // COLUMNS
         K_DTYPE: gl.constexpr = gl.float16 if G.CODE_TILES else DTYPE
         # A row of V times its token's scale may exceed float16.
         V_DTYPE: gl.constexpr = DTYPE if G.SCALES == TOKEN_SCALES else K_DTYPE

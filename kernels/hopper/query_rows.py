@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.coded import exponent_to_move, moved_to_half, scale_of_moved
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, parts_of
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of
 
 
 class QueryOutputs(NamedTuple):
@@ -50,13 +51,19 @@ def is_column(column, C: gl.constexpr):
     return column < C.HEAD_DIM if C.HEAD_DIM < C.DIM else True
 
 
+@constexpr_function
+def _in_memory(columns):
+    """The layout of a tile's rows that moves 16 bytes of each lane."""
+    return gl.BlockedLayout([1, 8], [256 // columns.TILE, columns.TILE // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
     """The group's rows of q, on their way to registers; 0 for rows without a token, and if there is nothing to do."""
     OF_K: gl.constexpr = G.K
     COLUMNS: gl.constexpr = G.K.TILE
     PARTS: gl.constexpr = parts_of(OF_K)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = _in_memory(OF_K)
     line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
     rows = gl.expand_dims(_place(q, line, block, todo.row, G), 1)
     is_row = gl.expand_dims(_is_row(line, block, G) & (todo.keys > 0), 1)
@@ -120,10 +127,18 @@ def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.c
 
 
 @gluon.jit
-def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.constexpr):
-    """Stores the results of a whole row."""
+def store_results(GROUP: gl.constexpr, softmax, to, tiles, block, kv_head, G: gl.constexpr):
+    """Stores the results of a whole row, by way of the tiles of its queries: accumulators lie in pairs of columns, of
+    which a warp would write eight rows at a time.
+    """
     OF_V: gl.constexpr = G.V
     PARTS: gl.constexpr = parts_of(OF_V)
+    COLUMNS: gl.constexpr = G.V.TILE
+    DTYPE: gl.constexpr = to.out.at.dtype.element_ty
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    layout: gl.constexpr = _in_memory(OF_V)
+    # All warps' products with the queries are done: attend_steps has a barrier after those of each step.
+    tiles = tiles._reinterpret(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], tile_layout)
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
     line = lines_of_group(GROUP, S_ROW)
@@ -141,9 +156,15 @@ def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.conste
             values = acc[i] * of_rows(decay, acc[i]) / of_rows(total, acc[i])
         else:
             values = acc[i] * of_rows(decay / total, acc[i])
-        places, is_there = _places_of_part(GROUP, i, acc[i], block, G)
-        rows = _place(to.out, places[0], block, kv_head, G)
-        gl.store(gl.expand_dims(rows, 1) + places[1], values.to(to.out.at.dtype.element_ty), mask=is_there)
+        columns_of(tiles.index(i), i, OF_V).store(values.to(DTYPE))
+    gl.thread_barrier()
+    line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
+    rows = gl.expand_dims(_place(to.out, line, block, kv_head, G), 1)
+    is_row = gl.expand_dims(_is_row(line, block, G), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
+    for i in gl.static_range(PARTS):
+        is_there = is_row & is_column(i * COLUMNS + column, OF_V)
+        gl.store(rows + (i * COLUMNS + column), tiles.index(i).load(layout), mask=is_there)
 
 
 @gluon.jit

@@ -183,7 +183,6 @@ class Limits:
     encodings:     the encodings of K and V that it reads
     scales:        what may share a scale of eight-bit K and V
     dims_alike:    True if head_dim and v_head_dim must be equal
-    unlike_dims:   the only other pairs of them that it then serves
     dim_step:      head dims are multiples of this
     coded_dims:    the only head dims with eight-bit K and V
     coded_page_sizes: the only page sizes with them
@@ -219,7 +218,6 @@ class Limits:
     encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
     scales: tuple[Scales, ...] = (Scales.NONE,)
     dims_alike: bool = False
-    unlike_dims: tuple[tuple[int, int], ...] = ()
     dim_step: int = 1
     coded_dims: tuple[int, ...] = ()
     coded_page_sizes: tuple[int, ...] = ()
@@ -333,9 +331,8 @@ class Limits:
         if self.exact_dims and dims not in self.exact_dims:
             allowed = _either(f"{qk}/{v}" for qk, v in self.exact_dims)
             reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} is not {allowed}")
-        if self.dims_alike and dims[0] != dims[1] and dims not in self.unlike_dims:
-            allowed = _either(["equal", *(f"{qk} and {v}" for qk, v in self.unlike_dims)])
-            reasons.append(f"head_dim and v_head_dim must be {allowed}, and are {dims[0]} and {dims[1]}")
+        if self.dims_alike and dims[0] != dims[1]:
+            reasons.append(f"head_dim and v_head_dim must be equal, and are {dims[0]} and {dims[1]}")
         if any(dim % self.dim_step for dim in dims):
             reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} are not multiples of {self.dim_step}")
         if self.page_sizes and problem.page_size not in self.page_sizes:

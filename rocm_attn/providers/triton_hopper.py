@@ -41,9 +41,6 @@ LIMITS = Limits(
     dtypes=(torch.bfloat16, torch.float16),
     head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     v_head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
-    dims_alike=True,
-    # DeepSeek's prompts before absorption, and MiMo.
-    unlike_dims=((192, 128),),
     # Rows of K and V begin at addresses that TMA and 16-byte copies support.
     dim_step=8,
     page_size=(1, limits.MAX_PAGE_SIZE),
@@ -73,7 +70,7 @@ DECODE_LIMITS = replace(
     LIMITS,
     head_dim=(112, max(HEAD_DIMS)),
     v_head_dim=(112, max(HEAD_DIMS)),
-    unlike_dims=(),
+    dims_alike=True,
     least_gqa_ratio=65,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
@@ -81,7 +78,7 @@ DECODE_LIMITS = replace(
 
 SEGMENT_LIMITS = replace(
     LIMITS,
-    unlike_dims=(),
+    dims_alike=True,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
 )

@@ -70,7 +70,6 @@ def limits_of_prompts(those: Limits) -> Limits:
         head_dim=head_dim,
         v_head_dim=head_dim,
         dims_alike=True,
-        unlike_dims=(),
         max_gqa_ratio=32,
         least_window=_LEAST_WINDOW,
         soft_cap=False,

@@ -159,12 +159,10 @@ def _dims(line: _Line) -> str:
     limits = line[0].limits
     if limits.exact_dims:
         return ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in limits.exact_dims)
-    if limits.dims_alike:
-        step = f", multiples of {limits.dim_step}" if limits.dim_step > 1 else ""
-        others = "".join(f"; {qk}/{v}" for qk, v in limits.unlike_dims)
-        return f"{_range(limits.head_dim)}{step}, K and V alike{others}"
     same = limits.head_dim == limits.v_head_dim
-    return _range(limits.head_dim) if same else f"{_range(limits.head_dim)}/{_range(limits.v_head_dim)}"
+    dims = _range(limits.head_dim) if same else f"{_range(limits.head_dim)}/{_range(limits.v_head_dim)}"
+    step = f", multiples of {limits.dim_step}" if limits.dim_step > 1 else ""
+    return f"{dims}{step}{', K and V alike' if limits.dims_alike else ''}"
 
 
 def _page_sizes(limits: Limits) -> str:

@@ -1,4 +1,5 @@
-"""The suite of random layers and steps: heads, head dims, page sizes, windows and lengths for which nothing was tuned.
+"""The suite of random layers and steps, for which nothing was tuned: heads, head dims of K and of V, page sizes,
+windows, lengths, eight-bit pages and latent ones.
 
 A row whose share of the lower bound is far below those of its like, or that is slower than a peer, is a cliff.
 """
@@ -8,12 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.choices import RANDOM
+from rocm_lab.bench.layers import NAMED
 from rocm_lab.bench.suites import SuiteCase
 from rocm_lab.bench.work import work_of
 
@@ -24,6 +27,9 @@ _HEAD_DIMS = (16, 24, 32, 40, 48, 64, 64, 72, 80, 96, 112, 128, 128, 144, 160, 1
 _PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 128)
 _WINDOWS = (127, 511, 1023, 4095)
 _MOST_Q_HEADS = 128
+_LATENT_HEADS = (8, 16, 32, 64, 128)
+# Shares of the layers whose V has other dims than K, of those with eight-bit pages, and of latent ones.
+_OTHER_V, _CODED, _LATENT = 0.25, 0.15, 0.1
 # Limits of one layer's K and V, and of its products: a case takes some milliseconds at most.
 MOST_BYTES, MOST_FLOPS = 400 << 20, 4e11
 # A mixed step keeps one decode beside its two chunks.
@@ -38,24 +44,35 @@ def random_cases(count: int, seed: int) -> list[SuiteCase]:
     return [_random_case(random.Random(f"{seed}/{number}")) for number in range(count)]
 
 
-def _random_case(chooser: random.Random) -> SuiteCase:
+def _random_layer(chooser: random.Random) -> Problem:
+    page_size = chooser.choice(_PAGE_SIZES)
+    if chooser.random() < _LATENT:
+        latent = NAMED["deepseek-v3-tp8"].problem(torch.bfloat16, page_size)
+        return replace(latent, num_q_heads=chooser.choice(_LATENT_HEADS))
     num_kv_heads, head_dim = chooser.choice(_KV_HEADS), chooser.choice(_HEAD_DIMS)
     ratio = chooser.choice([ratio for ratio in _GQA_RATIOS if ratio * num_kv_heads <= _MOST_Q_HEADS])
-    problem = Problem(
+    is_coded = chooser.random() < _CODED
+    return Problem(
         ratio * num_kv_heads,
         num_kv_heads,
         head_dim,
         torch.bfloat16,
-        chooser.choice(_PAGE_SIZES),
-        v_head_dim=head_dim,
+        page_size,
+        v_head_dim=chooser.choice(_HEAD_DIMS) if chooser.random() < _OTHER_V else head_dim,
         scale=head_dim**-0.5,
         window_left=chooser.choice(_WINDOWS) if chooser.random() < 0.25 else UNLIMITED_WINDOW,
+        kv_encoding=KVEncoding.E4M3FN if is_coded else KVEncoding.LIKE_Q,
+        kv_scales=Scales.HEAD if is_coded else Scales.NONE,
     )
-    kind = chooser.choices(list(_LENGTHS), weights=(8, 5, 3, 4))[0]
+
+
+def _random_case(chooser: random.Random) -> SuiteCase:
+    problem = _random_layer(chooser)
+    kind = chooser.choices(list(_LENGTHS), weights=(7, 5, 3, 4, 2))[0]
     lengths = _LENGTHS[kind](chooser)
     while _is_too_large(problem, lengths):
         if len(lengths) > _FEWEST_SEQS:
-            lengths = lengths[-max(_FEWEST_SEQS, len(lengths) // 2) :]  # chunks of a mixed step come last
+            lengths = lengths[-max(_FEWEST_SEQS, len(lengths) // 2) :]  # chunks of a mixed step come last, and giants
         else:
             lengths = [(max(1, new // 2), stored // 2) for new, stored in lengths]
     new, kv = [each for each, _ in lengths], [sum(each) for each in lengths]
@@ -92,11 +109,18 @@ def _mixed(chooser: random.Random) -> Lengths:
     return [*((1, kv_len - 1) for kv_len in decodes), *((new, stored) for new in chunks)]
 
 
+def _giants(chooser: random.Random) -> Lengths:
+    """Decodes of two long sequences among short ones."""
+    short = _ragged(chooser, _between(chooser, 8, 128), _between(chooser, 16, 512))
+    return [(1, kv_len - 1) for kv_len in (*short, *_ragged(chooser, 2, _between(chooser, 16384, 98304)))]
+
+
 _LENGTHS: Mapping[str, Callable[[random.Random], Lengths]] = {
     "decode": _decodes,
     "extend": _extends,
     "verify": _verifies,
     "mixed": _mixed,
+    "giants": _giants,
 }
 
 

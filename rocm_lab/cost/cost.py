@@ -276,7 +276,7 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     share = -(-rows * (blocks + tiles.row_cost + tiles.row_end) // programs)
     # Few rows begin at the start of a program.
     parts = -(-blocks // share) + 1
-    shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim, tiles.early)
+    shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim)
     return 1 + -(-parts // shape.parts)
 
 

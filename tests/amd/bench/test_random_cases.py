@@ -10,7 +10,7 @@ import torch
 from rocm_attn.cli import DONE, main
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_lab.bench import random_cases as cases
@@ -24,14 +24,21 @@ CASES = cases.random_cases(300, 14)
 def test_a_seed_gives_the_same_cases_and_another_seed_others() -> None:
     assert cases.random_cases(20, 14) == CASES[:20]
     assert cases.random_cases(20, 15) != CASES[:20]
-    assert {case.step.partition(",")[0] for case in CASES} == {"decode", "extend", "verify", "mixed"}
+    assert {case.step.partition(",")[0] for case in CASES} == {"decode", "giants", "extend", "verify", "mixed"}
+
+
+def test_layers_of_every_kind_are_among_the_cases() -> None:
+    problems = [case.problem for case in CASES]
+    assert any(problem.head_dim < problem.v_head_dim for problem in problems)
+    assert {problem.pool for problem in problems} == {PoolKind.SPLIT, PoolKind.LATENT}
+    assert {problem.kv_encoding for problem in problems} == {KVEncoding.LIKE_Q, KVEncoding.E4M3FN}
 
 
 def test_a_step_is_of_the_kind_that_its_name_says() -> None:
     for case in CASES:
         new = case.batch.q_len
         kind = case.step.partition(",")[0]
-        assert (max(new) == 1) == (kind == "decode"), case
+        assert (max(new) == 1) == (kind in ("decode", "giants")), case
         assert (min(new) == 1 < max(new)) == (kind == "mixed"), case
 
 

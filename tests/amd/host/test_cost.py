@@ -58,7 +58,7 @@ def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
 def test_a_row_is_merged_in_a_few_steps_where_all_are_alike(compute_units: int, programs_per_cu: int) -> None:
     programs = compute_units * programs_per_cu
     for num_rows in range(3, programs + 1):
-        assert 4 * merge_shape(num_rows, programs, 4, 128, early=False).parts >= programs // num_rows
+        assert 4 * merge_shape(num_rows, programs, 4, 128).parts >= programs // num_rows
 
 
 def test_windows_read_fewer_keys() -> None:

@@ -93,6 +93,8 @@ def names(selection: Selection) -> dict[StepKind, str]:
         {"head_dim": 256, "v_head_dim": 256, "logits_soft_cap": 50.0},
         {"head_dim": 96, "v_head_dim": 96, "page_size": 48},
         {"head_dim": 192, "v_head_dim": 128},
+        {"head_dim": 80, "v_head_dim": 256},
+        {"head_dim": 192, "v_head_dim": 64, **CODED},
         {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "page_size": 1},
         {"head_dim": 40, "v_head_dim": 40, "page_size": 2},
         {"head_dim": 224, "v_head_dim": 224, "page_size": 1, "logits_soft_cap": 50.0},
@@ -123,10 +125,6 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         ({"window_left": 2046}, ""),
         ({"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD}, "float8_e4m3fnuz"),
         ({"head_dim": 256, "v_head_dim": 256, **CODED}, "256"),
-        (
-            {"head_dim": 192, "v_head_dim": 96},
-            "head_dim and v_head_dim must be equal or 192 and 128, and are 192 and 96",
-        ),
         ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
         (
             {"head_dim": 96, "v_head_dim": 96, **CODED},
@@ -157,6 +155,7 @@ ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
         ({"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112}, ""),
         ({"num_q_heads": 64}, "64 query heads share a KV head; at least 65 must"),
         ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 112..256"),
+        ({"head_dim": 192}, "head_dim and v_head_dim must be equal, and are 192 and 128"),
         ({"window_left": 127}, "a window of 128 keys is shorter than its least, 2048"),
         (CODED, "it reads K and V as q, not float8_e4m3fn"),
     ],

@@ -210,19 +210,20 @@ def test_every_cut_of_the_merge_is_right(
     num_seqs: int, num_programs: int, is_by_row: bool, parts: int, kernel_device: torch.device
 ) -> None:
     """Two KV heads have dim 32; one sequence is so long that many programs share it."""
-    shape = merge_shape(num_seqs * 2, num_programs, 2, 32, early=False)
+    shape = merge_shape(num_seqs * 2, num_programs, 2, 32)
     assert (shape.by_row, shape.parts) == (is_by_row, parts)
     longest = min(8 * num_programs, 700)
     case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
     assert_serves(run_decode, case, kernel_device, num_programs=num_programs)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("shape", [{"parts": 4}, {"heads": 1, "parts": 8, "few": 2, "few_heads": 2}], ids=str)
 def test_a_row_with_more_parts_than_a_step_takes_is_right(
-    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+    shape: dict[str, int], monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
-    """One row of about 20 parts, and rows of one or two, are added up by four."""
-    monkeypatch.setattr(merge, "merge_shape", lambda *args: replace(merge_shape(*args), parts=4))
+    """One row has about 20 parts, and others have one or two, which one program may add up for all their heads."""
+    monkeypatch.setattr(merge, "merge_shape", lambda *args: replace(merge_shape(*args), **shape))
     tensors = build(Case(kv_len=[700, 20, 40], q_len=[1] * 3, heads=(4, 2), dims=(32, 32)), kernel_device)
     run_decode(tensors, num_programs=44)
     assert_served(tensors)
@@ -241,7 +242,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     cut = DecodeCut.of(tiles, num_kv_heads=6, programs=13, window_left=case.window_left)
     words = decode_schedule(case.kv_len, case.q_len, cut)
     assert (words[4], words[7]) == (17, 1)
-    assert merge_shape(len(case.kv_len) * 6, 13, 1, 16, early=False).by_row == (num_pads == 0)
+    assert merge_shape(len(case.kv_len) * 6, 13, 1, 16).by_row == (num_pads == 0)
     run_decode(tensors, num_programs=13, tiles=tiles)
     assert_served(tensors)
 
@@ -268,7 +269,7 @@ def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     """
     case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(8, 4), dims=(16, 16))
     tensors = build(case, kernel_device)
-    assert merge_shape(len(kv_len) * 4, num_programs, 2, 16, early=False).by_row == is_by_row
+    assert merge_shape(len(kv_len) * 4, num_programs, 2, 16).by_row == is_by_row
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
     tiles = replace(tiles, side_by_side=True, merge_group=merge_group)
     run_decode(tensors, num_programs=num_programs, tiles=tiles, rounds=rounds)

@@ -19,7 +19,7 @@ from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
+from rocm_attn.kernels.states.fold_token import fold_token, load_token, scale_of_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -188,14 +188,11 @@ def _token_steps_kernel(
                     )
                 decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
                 k_of = k_row.to(tl.float32)
-                if G.NORMALISES:
-                    k_of = normal_row(k_of)
-                states = fold_token(states, k_of, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
+                k_scale = scale_of_row(k_of, G.NORMALISES)
+                states = fold_token(states, k_of, k_scale, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
                 if is_new:
                     q_of = tl.load(q_new + token * q_token, mask=is_channel, other=0.0).to(tl.float32)
-                    if G.NORMALISES:
-                        q_of = normal_row(q_of)
-                    row = tl.sum(states * (q_of * G.SCALE)[:, None], 0)
+                    row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G.NORMALISES) * G.SCALE)
                     tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
                     if is_kept:
                         room = tl.cast(new, tl.int64)
@@ -227,8 +224,7 @@ def launch_token_steps(
     """
     _, num_heads, dk, dv = slots.state.shape
     dk_block = next_power_of_2(dk)
-    elements = _STATE_ELEMENTS // 2 if on_nvidia() else _STATE_ELEMENTS
-    columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, elements // dk_block))
+    columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_ELEMENTS // dk_block))
     launch(
         _token_steps_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
@@ -262,5 +258,5 @@ def launch_token_steps(
             NORMALISES=recurrence.normalises,
             CLEARS=clears,
         ),
-        **({"num_warps": 1, "maxnreg": 128} if on_nvidia() else {"num_warps": 4}),
+        num_warps=1 if on_nvidia() else 4,
     )

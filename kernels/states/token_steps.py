@@ -23,8 +23,8 @@ from rocm_attn.kernels.states.fold_token import fold_token, load_token, scale_of
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
-# Most columns of a program's state, and most elements. On an H100 a warp with half as many was faster: no sum over
-# channels goes through shared memory.
+# Most columns of a program's state, and most elements. On NVIDIA a warp has them all: no sum over channels goes through
+# shared memory. 128 sequences of 32 heads of 128: 155 us, 163 with half as many (H200).
 _MOST_COLUMNS = 64
 _STATE_ELEMENTS = 4096
 

@@ -69,6 +69,7 @@ MODELS = (
     Named("MiniCPM3", ("MiniCPM3ForCausalLM",)),
     Named("MiniMax-M2, M2.5", ("MiniMaxM2ForCausalLM",)),
     Named("BERT", ("BertModel", "BertForSequenceClassification")),
+    Named("ModernBERT", ("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification")),
     Named("RoBERTa", ("RobertaModel", "RobertaForSequenceClassification")),
     Named(
         "XLM-RoBERTa: multilingual-e5, BGE-M3, bge-reranker",
@@ -77,8 +78,6 @@ MODELS = (
     Named("MiniMax-M3 (text)", ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")),
 )
 
-# Encoders with windows, which are refused: these windows have two sides.
-_TWO_SIDED = ("Gemma3TextModel",)
 # Hybrid models that were run in vLLM, where recurrent layers are vLLM's own.
 _TRIED_HYBRIDS = ("Qwen3NextForCausalLM",)
 
@@ -108,7 +107,7 @@ def _cells(model: Named) -> str:
     decoder = family.decoder
     engine = "no" if decoder is None else model.weights or ("yes, GGUF too" if decoder.gguf else "yes")
     plugins = "yes"
-    if family.attention is compressed_layers or model.architectures[0] in _TWO_SIDED:
+    if family.attention is compressed_layers:
         plugins = "no"
     elif isinstance(family.attention, HybridAttention):
         is_tried = model.architectures[0] in _TRIED_HYBRIDS

@@ -25,7 +25,7 @@ BOUND = [row for rows in ENTRIES.values() for row in rows if not row.not_bound]
 TARGETS = [
     *(known_target(arch) for arch in ("gfx942", "sm_90", "cpu")),
     replace(known_target("sm_90"), releases=Releases(triton=triton_hopper.TRITONS[0])),
-    replace(known_target("gfx942"), releases=Releases(triton=triton_cdna.TRITONS[0])),
+    *(replace(known_target(arch), releases=Releases(triton=triton_cdna.TRITONS[0])) for arch in ("gfx942", "gfx950")),
 ]
 each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
 

@@ -12,19 +12,23 @@ With S the state before the chunk, the changes that its tokens make are u - w S,
 form is that of Gated Delta Networks (arXiv 2412.06464, section 3.3) and Kimi Linear (arXiv 2510.26692, section 3.2).
 If a head decays as one, only the factors of q[i] and k[i] in read and write are stored.
 
-No exponent is positive, and none is a difference of sums: those of strong decays have too few digits left for weak ones
-after them. If channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column. Blocks of 1, 2, 4
-and up to half a chunk's tokens are taken in pairs: it is the product of exp(G[i] - G[b]) and exp(G[b] - G[j]), with j
-in the first block of a pair, b its last token, and i in the second.
+No exponent is a difference of sums: those of strong decays have too few digits left for weak ones after them. If
+channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column. In blocks of tokens over which no
+channel decays too much, it is the quotient of two, since the block's first token. Those and longer blocks, up to half a
+chunk, are taken in pairs: it is the product of exp(G[i] - G[b]) and exp(G[b] - G[j]), with j in the first block of a
+pair, b its last token, and i in the second. Matrix units sum the decays of each.
 
-T is computed in float32 for the same blocks, from pair to pair: powers of A would lose all digits where keys repeat.
+T is computed in float32 from pair to pair of blocks: powers of A would lose all digits where keys repeat.
 """
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
@@ -36,6 +40,15 @@ from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+# A natural logarithm. exp(-104) is 0 in float32 already.
+_STRONGEST = tl.constexpr(-128.0)
+
+
+@constexpr_function
+def _most_decay(dtype: tl.dtype) -> float:
+    """The logarithm to base 2 of the strongest decay that operands of dtype are divided by: no digit is lost."""
+    return {tl.bfloat16: -80.0, tl.float16: -3.0}.get(dtype, -1.0)
 
 
 @triton.jit
@@ -85,31 +98,60 @@ def _store_rows(first, is_row, column, rows, COLUMNS: tl.constexpr, PART: tl.con
 
 
 @triton.jit
-def _decayed_products(q, k, decays, num_rows, dtype: tl.constexpr):
-    """The products of a block of channels, decayed channel by channel, that belong to A and to P.
+def _decays(first, is_row, column, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """Logarithms of decays to base 2, as _rows loads them; the strongest ones' powers are 0 in float32."""
+    rows = _rows(first, is_row, column, COLUMNS, PART)
+    return tl.where(rows < _STRONGEST, _STRONGEST, rows) * _LOG2_E
+
+
+@triton.jit
+def _sums(decays, is_in_sum, dtype: tl.constexpr):
+    """[CHUNK, PART]: sums over tokens for each row. is_in_sum: [CHUNK, CHUNK], which ones of all
+
+    dtype: of operands that are multiplied by powers of two of these
+    """
+    if dtype.primitive_bitwidth == 32:
+        return tl.dot(tl.where(is_in_sum, 1.0, 0.0), decays, input_precision=exact())
+    # Two float16 have the digits of such a sum that its power's rounding leaves.
+    summed = tl.where(is_in_sum, tl.full([], 1.0, tl.float16), tl.full([], 0.0, tl.float16))
+    leading = decays.to(tl.float16)
+    rest = tl.dot(summed, (decays - leading.to(tl.float32)).to(tl.float16))
+    return tl.dot(summed, leading, rest)
+
+
+@triton.jit
+def _add_decayed_products(a, p, q, k, decays, num_rows, dtype: tl.constexpr):
+    """A and P with the products of a block of channels, decayed channel by channel; above the diagonal is anything.
 
     q, k, decays: [CHUNK, PART], 0 from row num_rows on
     dtype:        of operands
     """
     row = tl.arange(0, _CHUNK)
-    a = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    p = tl.where(row[:, None] == row[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    # The decays from a block's begin until a token, that one included, and from the next one until the block's end.
-    since, until = decays, tl.zeros_like(decays)
-    size = 1
+    size = 2 * _CHUNK
+    # From after a block's first token until a token, that one included.
+    sums = tl.zeros_like(decays)
+    least = -float("inf")
+    while least < _most_decay(dtype):
+        size //= 2
+        begin = row & -size
+        sums = _sums(decays, (row[None, :] > begin[:, None]) & (row[:, None] >= row[None, :]), dtype)
+        least = tl.min(sums)
+    factors = tl.exp2(sums)
+    earlier = tl.trans((k * tl.exp2(-sums)).to(dtype))
+    is_in_block = (row[:, None] ^ row[None, :]) < size
+    a += tl.where(is_in_block, tl.dot((k * factors).to(dtype), earlier, input_precision=exact()), 0.0)
+    p += tl.where(is_in_block, tl.dot((q * factors).to(dtype), earlier, input_precision=exact()), 0.0)
     while size < num_rows:
-        block = row // size
-        is_second = block % 2 == 1
-        is_pair = _is_pair(block)
-        factor = tl.exp(since)
-        earlier = tl.trans((k * tl.exp(until)).to(dtype))
-        a += tl.where(is_pair, tl.dot((k * factor).to(dtype), earlier, input_precision=exact()), 0.0)
-        p += tl.where(is_pair, tl.dot((q * factor).to(dtype), earlier, input_precision=exact()), 0.0)
-        # A pair is a block of the next size: its tokens have the other block's decays, too.
-        last = tl.where(is_second, block * size, tl.minimum((block + 2) * size, _CHUNK)) - 1
-        of_other = tl.gather(since, tl.broadcast_to(last[:, None], since.shape), 0)
-        since += tl.where(is_second[:, None], of_other, 0.0)
-        until += tl.where(is_second[:, None], 0.0, of_other)
+        # From a second block's begin until a token, that one included; from the next one until a first block's end.
+        apart = row[:, None] ^ row[None, :]
+        is_first = (row & size)[:, None] == 0
+        is_in_sum = (apart < size) & ((row[:, None] < row[None, :]) == is_first)
+        factors = tl.exp2(_sums(decays, is_in_sum, dtype))
+        of_k = (k * factors).to(dtype)
+        earlier = tl.trans(of_k)
+        is_pair = (apart & -size) == size
+        a += tl.where(is_pair, tl.dot(of_k, earlier, input_precision=exact()), 0.0)
+        p += tl.where(is_pair, tl.dot((q * factors).to(dtype), earlier, input_precision=exact()), 0.0)
         size *= 2
     return a, p
 
@@ -142,15 +184,16 @@ def _chunk_rows_kernel(
     out_head,
     G: tl.constexpr,
 ):
-    place = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    # Programs of one place, whose rows are next to each other, run at the same time.
+    place = tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
     k_head_of = head // G.RATIO
     row = tl.arange(0, _CHUNK)
     DV_BLOCK: tl.constexpr = G.DV_BLOCK
     all_columns = tl.arange(0, DV_BLOCK)
     zeros = tl.zeros([DV_BLOCK], out.dtype.element_ty)
     out_rows = out + head * out_head + all_columns
-    for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(0)):
+    for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(1)):
         tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
     tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
     num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
@@ -160,14 +203,14 @@ def _chunk_rows_kernel(
                 tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
         else:
             is_row = row < num_rows
-            token = (tile.first_token + tile.begin + row).to(tl.int64)
+            first_row = (tile.first_token + tile.begin).to(tl.int64)
             is_before = row[:, None] > row[None, :]
-            q_at = q + token * q_token + k_head_of * q_head
-            k_at = k + token * k_token + k_head_of * k_head
-            v_at = v + token * v_token + head * v_head
-            decay_at = decay + token * decay_token + head * decay_head
-            to = rows_of(rows, token, head, G)
-            strength = tl.load(beta + token * beta_token + head, mask=is_row, other=0.0)
+            q_at = q + (first_row * q_token + k_head_of * q_head) + row * q_token
+            k_at = k + (first_row * k_token + k_head_of * k_head) + row * k_token
+            v_at = v + (first_row * v_token + head * v_head) + row * v_token
+            decay_at = decay + (first_row * decay_token + head * decay_head) + row * decay_token
+            to = rows_of(rows + row * (G.HEADS * G.ROW), first_row, head, G)
+            strength = tl.load(beta + (first_row * beta_token + head) + row * beta_token, mask=is_row, other=0.0)
             # Products of rows that are not divided by their norms, and the squares of these.
             a = tl.zeros([_CHUNK, _CHUNK], tl.float32)
             p = tl.zeros([_CHUNK, _CHUNK], tl.float32)
@@ -181,10 +224,8 @@ def _chunk_rows_kernel(
                     of_q += tl.sum(q_rows * q_rows, 1)
                     of_k += tl.sum(k_rows * k_rows, 1)
                 if G.CHANNELS:
-                    decays = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
-                    of_a, of_p = _decayed_products(q_rows, k_rows, decays, num_rows, k.dtype.element_ty)
-                    a += of_a
-                    p += of_p
+                    decays = _decays(decay_at, is_row, channel, G.DK, G.DK_PART)
+                    a, p = _add_decayed_products(a, p, q_rows, k_rows, decays, num_rows, k.dtype.element_ty)
                 else:
                     earlier = tl.trans(k_rows.to(k.dtype.element_ty))
                     a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
@@ -197,7 +238,6 @@ def _chunk_rows_kernel(
             else:
                 of_q += 1.0
                 of_k += 1.0
-            has_next = row < num_rows - 1
             words = words_of(chunk_words, place, head, G)
             # By a head's decays until a token, that one included.
             since_first = tl.zeros([_CHUNK], tl.float32)
@@ -206,7 +246,7 @@ def _chunk_rows_kernel(
                 between = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
                 a *= between
                 p *= between
-                nexts = tl.load(decay_at + decay_token, mask=has_next, other=0.0)
+                nexts = tl.load(decay_at + decay_token, mask=row < num_rows - 1, other=0.0)
                 since_first = tl.exp(tl.cumsum(decays, 0))
                 until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
                 tl.store(words.decay, tl.exp(tl.sum(decays, 0)))
@@ -214,30 +254,29 @@ def _chunk_rows_kernel(
                 tl.store(words.write + row, until_last * of_k, mask=is_row)
             p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
-            if G.CHANNELS:
-                for first in range(0, G.DK, G.DK_PART):
-                    channel = first + tl.arange(0, G.DK_PART)
-                    of_channels = _rows(decay_at, is_row, channel, G.DK, G.DK_PART)
-                    tl.store(words.decay + channel, tl.exp(tl.sum(of_channels, 0)), mask=channel < G.DK)
-                    read = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
-                    _store_rows(to.read, is_row, channel, read * tl.exp(tl.cumsum(of_channels, 0)), G.DK, G.DK_PART)
-                    write = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
-                    of_nexts = _rows(decay_at + decay_token, has_next, channel, G.DK, G.DK_PART)
-                    write *= tl.exp(tl.cumsum(of_nexts, 0, reverse=True))
-                    _store_rows(to.write, is_row, channel, write, G.DK, G.DK_PART)
             inverse = tl.zeros([_CHUNK, _CHUNK], k.dtype.element_ty)
             if G.DELTA:
                 inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows, k.dtype.element_ty)
                 inverse = inverse.to(k.dtype.element_ty)
+            if G.CHANNELS or G.DELTA:
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
-                    w = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * (of_k * strength)[:, None]
+                    k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
+                    w = k_rows * strength[:, None]
                     if G.CHANNELS:
-                        w *= tl.exp(tl.cumsum(_rows(decay_at, is_row, channel, G.DK, G.DK_PART), 0))
+                        decays = _decays(decay_at, is_row, channel, G.DK, G.DK_PART)
+                        tl.store(words.decay + channel, tl.exp2(tl.sum(decays, 0)), mask=channel < G.DK)
+                        until_last = tl.exp2(_sums(decays, row[:, None] < row[None, :], k.dtype.element_ty))
+                        _store_rows(to.write, is_row, channel, k_rows * until_last, G.DK, G.DK_PART)
+                        since = tl.exp2(_sums(decays, row[:, None] >= row[None, :], k.dtype.element_ty))
+                        q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
+                        _store_rows(to.read, is_row, channel, q_rows * since, G.DK, G.DK_PART)
+                        w *= since
                     else:
                         w *= since_first[:, None]
-                    w = tl.dot(inverse, w.to(k.dtype.element_ty), input_precision=exact())
-                    _store_rows(to.w, is_row, channel, w, G.DK, G.DK_PART)
+                    if G.DELTA:
+                        w = tl.dot(inverse, w.to(k.dtype.element_ty), input_precision=exact())
+                        _store_rows(to.w, is_row, channel, w, G.DK, G.DK_PART)
             for first in range(0, G.DV, G.DV_PART):
                 column = first + tl.arange(0, G.DV_PART)
                 u = _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None]
@@ -263,7 +302,7 @@ def launch_chunk_rows(
     geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
     launch(
         _chunk_rows_kernel,
-        (num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK), num_heads),
+        (num_heads, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
         *tokens,
         rows,
         chunk_words,
@@ -274,6 +313,6 @@ def launch_chunk_rows(
         most_q_len,
         *tokens.strides,
         G=geometry,
-        num_warps=4 if on_nvidia() and not geometry.CHANNELS else 8,
+        num_warps=4 if on_nvidia() else 8,
         num_stages=1,
     )

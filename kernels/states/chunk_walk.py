@@ -21,7 +21,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, least_block, rows_of, words_of
-from rocm_attn.kernels.states.fold_token import fold_token, load_token, normal_row
+from rocm_attn.kernels.states.fold_token import fold_token, load_token, scale_of_row
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
@@ -102,9 +102,8 @@ def _chunk_walk_kernel(
                 )
                 decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
                 k_of = k_row.to(tl.float32)
-                if G.NORMALISES:
-                    k_of = normal_row(k_of)
-                states = fold_token(states, k_of, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
+                k_scale = scale_of_row(k_of, G.NORMALISES)
+                states = fold_token(states, k_of, k_scale, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
         row = tl.arange(0, _CHUNK)
         place = first_token // _CHUNK + seq
         for begin in range(0, q_len, _CHUNK):

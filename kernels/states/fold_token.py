@@ -23,19 +23,19 @@ def load_token(k_at, v_at, decay_at, beta_at, channel, is_channel, column, is_co
 
 
 @triton.jit
-def fold_token(state, k, v, decay, beta, DELTA: tl.constexpr):
+def fold_token(state, k, k_scale, v, decay, beta, DELTA: tl.constexpr):
     """The state [dk, columns] with a token folded in, in float32.
 
-    k: [dk]; v: [columns]; decay: [dk], natural logarithms, equal if a head decays as one
+    k: [dk], times k_scale; v: [columns]; decay: [dk], natural logarithms, equal if a head decays as one
     """
     state = state * tl.exp(decay)[:, None]
     change = v
     if DELTA:
-        change -= tl.sum(state * k[:, None], 0)
-    return state + k[:, None] * (beta * change)[None, :]
+        change -= tl.sum(state * k[:, None], 0) * k_scale
+    return state + k[:, None] * (beta * k_scale * change)[None, :]
 
 
 @triton.jit
-def normal_row(row):
-    """A row in float32, divided by its norm."""
-    return row * tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON)
+def scale_of_row(row, NORMALISES: tl.constexpr):
+    """The factor of a row in float32: by its norm, or 1. Columns of a state are fewer than channels of a row."""
+    return tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON) if NORMALISES else 1.0

@@ -125,18 +125,27 @@ class StepCore:
                 half = children[first : first + drafts.steps]
                 self.ops.draft_steps([step.tensors for step in half], half[0].parents, drafts.branches)
                 if drafts.branches > 1:
-                    self.place_draft_mask(drafts.branches, 0, half[0])
+                    self._place_trees(drafts.branches, 0, half[0])
         may_note = plan.builds_by_launches and self._fills_by_launches
         for step in children:
             if not self.layers.fill_again(step):
                 with self.layers.noting_fill(step) if may_note else nullcontext():
                     self._derive(step, plan)
 
-    def place_draft_mask(self, branches: int, number: int, step: DeviceStep) -> None:
-        """Derives the mask of a draft step from the parents of all drafts up to it. branches: of the round"""
+    def place_draft_mask(self, plan: StepPlan, branches: int, number: int, step: DeviceStep) -> None:
+        """Derives the mask of a draft step from the parents of all drafts up to it, after fill.
+
+        branches: of the plan's round
+        """
         with on_device(self.device):
-            for tensors, window_left in step.windows:
-                self.ops.place_trees(step.parents, number * branches, branches, window_left, tensors)
+            self._place_trees(branches, number, step)
+            if step.has_windows:
+                # Ranges of keys begin at the windows' first keys, which follow from the parents.
+                self.build_schedules(step, plan)
+
+    def _place_trees(self, branches: int, number: int, step: DeviceStep) -> None:
+        for tensors, window_left in step.windows:
+            self.ops.place_trees(step.parents, number * branches, branches, window_left, tensors)
 
     def _derive(self, step: DeviceStep, plan: StepPlan) -> None:
         """Launches all kernels that derive the metadata of a step of a plan."""

@@ -280,7 +280,7 @@ class StepGate:
         drafts, parts = plan.shape.drafts, list[Part]()
         for half, batch in enumerate(batches):
             views = children[half * drafts.steps : (half + 1) * drafts.steps]
-            tree = RoundTree(drafts, views, self._core.place_draft_mask)
+            tree = RoundTree(drafts, views, partial(self._core.place_draft_mask, plan))
             for step, child in enumerate(views):
                 number = half * drafts.steps + step
                 require: Callable[[], None] = partial(self._require, children)

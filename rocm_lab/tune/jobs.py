@@ -124,14 +124,16 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[TimedShape]) -> 
     extends = tuple(shape for shape in shapes if shape not in decodes)
     static = replace(target, measured=())
     if problem.pool is PoolKind.LATENT:
-        if decodes and isinstance(select(problem, static, "triton").kernel(StepKind.DECODE).bound, HopperLatentDecode):
+        chosen = select(problem, static, "triton")
+        if decodes and isinstance(chosen.kernel(StepKind.DECODE).bound, HopperLatentDecode):
             yield TuneJob.of(TileTable.HOPPER_LATENT_DECODE, problem, hopper_latent_tiles_of(problem, static), decodes)
         elif decodes:
             yield TuneJob.of(
                 TileTable.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes
             )
         longer = tuple(shape for shape in extends if max(StepLengths.of(shape).q_len) > MOST_SPLIT_TOKENS)
-        if longer:
+        # Hopper's kernel has no rows for several new tokens.
+        if longer and not isinstance(chosen.kernel(StepKind.EXTEND).bound, HopperLatentDecode):
             yield TuneJob.of(TileTable.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
         return
     selection = select(problem, static, "triton")

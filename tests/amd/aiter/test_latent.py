@@ -24,15 +24,6 @@ def small_latent(page_size: int = 4) -> Problem:
     return Problem(6, 1, 24, torch.float32, page_size, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_torch_serves_a_latent_pool(page_size: int) -> None:
-    serving = World.build([small_latent(page_size)], CPU, "torch", num_pages=200)
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in ([5, page_size, 7], [1, 1, 1], [2, 1, 3]):
-        serving.step(requests, q_len)
-    assert page_zero_is_zero(serving)
-
-
 # Query heads -> launches of an extend step: the kernels are for 16 and for 128 heads.
 LAUNCHES = {1: 1, 8: 1, 16: 1, 24: 2, 64: 4, 128: 1}
 

@@ -18,6 +18,25 @@ from rocm_attn.models.rope import NoScaling
 from rocm_serve.models.loading import open_model
 
 VOCABULARY = 1024
+# Fields of the config of each small model with heads, and those that name its special tokens.
+SMALL: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "dtype": "float32",
+}
+SPECIAL: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_GEMMA3: Mapping[str, Any] = {
+    **SMALL,
+    "head_dim": 32,
+    "num_hidden_layers": 6,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 32,
+}
 
 
 def model(name: str, cache: Path) -> Path:
@@ -80,24 +99,7 @@ def write_gemma3(folder: Path) -> None:
     """Writes a small Gemma 3 with random weights: two layers with a window of 24 keys for each layer without one."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    config = Gemma3TextConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=24,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        query_pre_attn_scalar=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        architectures=["Gemma3ForCausalLM"],
-        dtype="float32",
-    )
+    config = Gemma3TextConfig(**_GEMMA3, **SPECIAL, architectures=["Gemma3ForCausalLM"])
     write_random(folder, lambda: Gemma3ForCausalLM(config))
 
 
@@ -123,25 +125,17 @@ def write_llama4(folder: Path) -> None:
 
     config = Llama4Config(
         text_config={
-            "hidden_size": 128,
-            "intermediate_size": 256,
+            **SMALL,
+            **SPECIAL,
             "intermediate_size_mlp": 256,
             "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "head_dim": 32,
             "attention_chunk_size": 24,
             "use_qk_norm": False,
             "attn_temperature_tuning": False,
             "interleave_moe_layer_step": 100,
             "num_local_experts": 2,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 1024,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "dtype": "float32",
         },
         vision_config={
             "hidden_size": 32,
@@ -193,20 +187,8 @@ def write_gemma3_images(folder: Path) -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     config = Gemma3Config(
-        text_config={
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 1024,
-            "query_pre_attn_scalar": 32,
-            "dtype": "float32",
-        },
+        **SPECIAL,
+        text_config=_GEMMA3,
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -220,9 +202,6 @@ def write_gemma3_images(folder: Path) -> None:
         image_token_index=5,
         boi_token_index=3,
         eoi_token_index=4,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
         architectures=["Gemma3ForConditionalGeneration"],
         dtype="float32",
     )
@@ -316,20 +295,12 @@ def _small_llama(num_hidden_layers: int) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
+        **SMALL,
+        **SPECIAL,
         num_hidden_layers=num_hidden_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
         tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
         architectures=["LlamaForCausalLM"],
-        dtype="float32",
     )
 
 
@@ -338,34 +309,25 @@ def write_qwen3_experts(folder: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        hidden_size=128,
-        intermediate_size=256,
+        **SMALL,
+        **SPECIAL,
         moe_intermediate_size=64,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
         architectures=["Qwen3MoeForCausalLM"],
-        dtype="float32",
     )
     write_random(folder, lambda: Qwen3MoeForCausalLM(config))
 
 
 # Shared by every small DeepSeek here: three dense layers.
 SMALL_DEEPSEEK: Mapping[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    **SMALL,
+    **SPECIAL,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 3,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
     "n_routed_experts": 4,
@@ -373,13 +335,7 @@ SMALL_DEEPSEEK: Mapping[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "moe_intermediate_size": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "moe_layer_freq": 1,
-    "dtype": "float32",
 }
 # Latent rows of 64 and 16 elements, and positions that SGLang can rotate on a CPU.
 LATENT_64: Mapping[str, Any] = {

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -61,37 +62,61 @@ def kept_answers(folder: Path, requested: object, answer: Callable[[], list[dict
     return found
 
 
-def engine_folder(engine: str) -> Path:
-    """Returns the folder that has an engine's environment, or skips the test with a message that says what to do."""
-    folder = os.environ.get(VENVS, "")
-    if not folder or not python_of(Path(folder), engine).is_file():
-        pytest.skip(
-            f"NOT RUN: {engine} has no environment in {VENVS}={folder!r}; run bash scripts/engine_venv.sh {engine}"
-        )
-    return Path(folder)
+class EngineVenv:
+    """An engine's virtual environment, and a folder for files made once; a test without an environment is skipped.
 
-
-def python_of(folder: Path, engine: str) -> Path:
-    """Returns the interpreter of an engine's environment."""
-    return folder / engine / "bin" / "python"
-
-
-def python_path(plugin: Path) -> tuple[Path, Path]:
-    """Returns the path entries of this checkout's metadata and of the checkout itself.
-
-    If several metadata have one name, the first counts, and an editable install leaves some in the checkout.
+    plugin: an empty folder, which receives the metadata that an installation of this checkout has
     """
-    return plugin, ROOT
 
+    ENGINE: ClassVar[str]
+    ENTRY_POINTS: ClassVar[str]
 
-def environment_without_settings() -> dict[str, str]:
-    """Returns this process's environment without variables of this project and of Triton."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))}
+    def __init__(self, plugin: Path) -> None:
+        self.folder, self.plugin = Path(os.environ.get(VENVS, "")), plugin
+        if VENVS not in os.environ or not self.python.is_file():
+            pytest.skip(
+                f"NOT RUN: {self.ENGINE} has no environment in {VENVS}={os.environ.get(VENVS, '')!r}; "
+                f"run bash scripts/engine_venv.sh {self.ENGINE}"
+            )
+        metadata = plugin / "rocm_attn-0.1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
+        (metadata / "entry_points.txt").write_text(self.ENTRY_POINTS)
 
+    @property
+    def python(self) -> Path:
+        return self.folder / self.ENGINE / "bin" / "python"
 
-def write_metadata(plugin: Path, entry_points: str) -> None:
-    """Writes the metadata that an installation of this checkout has into an empty folder on an engine's path."""
-    metadata = plugin / "rocm_attn-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(entry_points)
+    def python_path(self, release: str | None = None) -> str:
+        """Returns the paths of this checkout's metadata, of the checkout, and before them of another release.
+
+        That release's Python runs with the environment's other packages. If several metadata have one name, the first
+        counts, and an editable install leaves some in the checkout.
+        """
+        paths = [self.plugin, ROOT]
+        if release is not None:
+            tree = self.folder / self.ENGINE / f"python-{release}"
+            assert (tree / self.ENGINE).is_dir(), f"{tree} is missing: remove {tree.parent} and make it anew"
+            paths.insert(0, tree)
+        return os.pathsep.join(map(str, paths))
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of the engine's processes on a CPU, which find our plug-in.
+
+        They have none of this process's variables of this project and of Triton.
+        """
+        others = {name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))}
+        return {**others, "PYTHONPATH": self.python_path(), "HF_HUB_OFFLINE": "1"}
+
+    def call(self, module: str, requested: Any, scratch: Path, settings: Mapping[str, str]) -> tuple[Any, str]:
+        """Returns what a module of ours answers in the environment, and all that it has logged."""
+        request, out = scratch / "request.json", scratch / "answers.json"
+        request.write_text(json.dumps(requested))
+        environment = {**self.environment(), **settings}
+        command = [str(self.python), "-m", module, str(request), str(out)]
+        with (scratch / "log").open("w+") as log:
+            done = subprocess.run(command, cwd=scratch, env=environment, stdout=log, stderr=log, check=False)
+            log.seek(0)
+            said = log.read()
+        assert done.returncode == 0, said[-6000:]
+        return json.loads(out.read_text()), said

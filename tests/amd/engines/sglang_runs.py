@@ -6,23 +6,13 @@ are kept next to it for the next time.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rocm_attn.machine.settings import WATCH_STATES
-from tests.amd.engines.serving import (
-    engine_folder,
-    environment_without_settings,
-    kept_answers,
-    python_of,
-    python_path,
-    write_metadata,
-)
+from tests.amd.engines.serving import EngineVenv, kept_answers
 from tests.amd.engines.sglang_kit import Tally
 from tests.amd.engines.sglang_plugin import (
     BLOCKS,
@@ -43,21 +33,16 @@ from tests.amd.engines.sglang_text import Answer, Run
 
 # The release in the environment.
 SGLANG = "0.5.23"
-_ENTRY_POINTS = """[sglang.srt.plugins]
+
+
+class SglangVenv(EngineVenv):
+    """The environment with SGLang."""
+
+    ENGINE = "sglang"
+    ENTRY_POINTS = """[sglang.srt.plugins]
 rocm_attn = rocm_attn.integrations.sglang:register
 engine_test = tests.amd.engines.sglang_plugin:register
 """
-
-
-class SglangVenv:
-    """A virtual environment with SGLang, and a folder for files made once. plugin: with our package's metadata"""
-
-    def __init__(self, folder: Path, plugin: Path) -> None:
-        self.folder, self.plugin = folder, plugin
-
-    @property
-    def python(self) -> Path:
-        return python_of(self.folder, "sglang")
 
     def ours(
         self,
@@ -73,15 +58,12 @@ class SglangVenv:
         """Returns the answers of our backend, under its own name or one that it takes.
 
         asks:    true if the server's arguments name a backend; else SGLang chooses one itself
-        release: another one than the environment's, run from a folder next to it with the environment's other packages
         """
         settings = {WINDOW_POOL: str(int(window_pool)), WATCH_STATES: str(int(watches_states))}
         if name != "rocm_attn":
             settings["ROCM_ATTN_TAKE_BACKENDS"] = name
         if release != SGLANG:
-            tree = self.folder / "sglang" / f"python-{release}"
-            assert (tree / "sglang").is_dir(), f"{tree} is missing: remove {self.folder / 'sglang'} and make it anew"
-            settings["PYTHONPATH"] = os.pathsep.join(map(str, (tree, *python_path(self.plugin))))
+            settings["PYTHONPATH"] = self.python_path(release)
         answers = self._answers(runs, name if asks else None, scratch, settings)
         assert f"rocm_attn serves SGLang {release}" in (scratch / "log").read_text(), "our backend did not serve"
         return answers
@@ -100,18 +82,11 @@ class SglangVenv:
 
     def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
         """Returns the results of SGLang's attention kit for our backend."""
-        answered = self._call("tests.amd.engines.sglang_kit", list(groups), scratch, {})
+        answered, _ = self.call("tests.amd.engines.sglang_kit", list(groups), scratch, {})
         return {name: Tally(**tally) for name, tally in answered.items()}
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables of SGLang's processes on a CPU, which find our plug-in."""
-        return {
-            **environment_without_settings(),
-            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "ROCM_ATTN_ON_FAULT": "raise",
-        }
+        return {**super().environment(), "SGLANG_USE_CPU_ENGINE": "1", "ROCM_ATTN_ON_FAULT": "raise"}
 
     def _words(self, run: Run) -> dict[str, Any]:
         """Returns a run with its model's name in place of its folder, which may be elsewhere the next time."""
@@ -123,23 +98,15 @@ class SglangVenv:
         self, runs: Sequence[Run], backend: str | None, scratch: Path, more: Mapping[str, str]
     ) -> list[Answer]:
         requested = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
-        drafts = any("speculative_algorithm" in run.engine for run in runs)
-        sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
-        rotation = any(run.engine["model_path"].endswith("llama4") for run in runs)
-        blocks = any(run.engine.get("speculative_algorithm") == "DFLASH" for run in runs)
-        images = any(run.engine["model_path"].endswith("_images") for run in runs)
-        overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
-        deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
-        recurrent = any("mamba_radix_cache_strategy" in run.engine for run in runs)
         switches = {
-            DRAFTS: drafts,
-            SPARSE: sparse,
-            ROTATION: rotation,
-            IMAGES: images,
-            BLOCKS: blocks,
-            OVERLAP: overlap,
-            DETERMINISTIC: deterministic,
-            RECURRENT: recurrent,
+            DRAFTS: any("speculative_algorithm" in run.engine for run in runs),
+            SPARSE: any(run.engine["model_path"].endswith("_sparse") for run in runs),
+            ROTATION: any(run.engine["model_path"].endswith("llama4") for run in runs),
+            IMAGES: any(run.engine["model_path"].endswith("_images") for run in runs),
+            BLOCKS: any(run.engine.get("speculative_algorithm") == "DFLASH" for run in runs),
+            OVERLAP: any(run.engine.get("enable_two_batch_overlap") for run in runs),
+            DETERMINISTIC: any(run.engine.get("enable_deterministic_inference") for run in runs),
+            RECURRENT: any("mamba_radix_cache_strategy" in run.engine for run in runs),
         }
         settings = {
             **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG, STATES_LOG)},
@@ -150,32 +117,5 @@ class SglangVenv:
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
         if ranks > 1:  # one core per rank: otherwise SGLang requires a NUMA node for each
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-        return [Answer(**each) for each in self._call("tests.amd.engines.sglang_text", requested, scratch, settings)]
-
-    def _call(self, module: str, requested: Any, scratch: Path, settings: Mapping[str, str]) -> Any:
-        request, out = scratch / "request.json", scratch / "answers.json"
-        request.write_text(json.dumps(requested))
-        environment = {**self.environment(), **settings}
-        with (scratch / "log").open("w+") as log:
-            done = subprocess.run(
-                [self.python, "-m", module, request, out],
-                cwd=scratch,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                check=False,
-            )
-            log.seek(0)
-            said = log.read()
-        assert done.returncode == 0, said[-6000:]
-        return json.loads(out.read_text())
-
-
-def sglang_venv(plugin: Path) -> SglangVenv:
-    """Returns the environment, or skips the test with a message that says what to do.
-
-    plugin: an empty folder, which receives the metadata that an installation of this checkout has
-    """
-    found = SglangVenv(engine_folder("sglang"), plugin)
-    write_metadata(plugin, _ENTRY_POINTS)
-    return found
+        answers, _ = self.call("tests.amd.engines.sglang_text", requested, scratch, settings)
+        return [Answer(**each) for each in answers]

@@ -19,13 +19,13 @@ from tests.amd.engines.models import IMAGE_PLACES, model
 from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
-from tests.amd.engines.sglang_runs import SGLANG, SglangVenv, sglang_venv
+from tests.amd.engines.sglang_runs import SGLANG, SglangVenv
 from tests.amd.engines.sglang_text import Answer, Run
 
 
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
-    return sglang_venv(tmp_path_factory.mktemp("plugin"))
+    return SglangVenv(tmp_path_factory.mktemp("plugin"))
 
 
 def run(sglang: SglangVenv, name: str, new_tokens: int = 12, *, faults: bool = False, **engine: Any) -> Run:
@@ -113,6 +113,14 @@ def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
     assert_equal(sglang.ours(requested, tmp_path, window_pool=True), stock)
 
 
+def drafts(sglang: SglangVenv, algorithm: str, name: str, branches: int = 0) -> dict[str, Any]:
+    """Returns arguments of an engine for which a model drafts four tokens: three steps of branches, or a block."""
+    steps = {"speculative_num_steps": 3, "speculative_eagle_topk": branches} if branches else {}
+    model_path = str(model(name, sglang.folder))
+    drafting = {"speculative_algorithm": algorithm, "speculative_draft_model_path": model_path}
+    return {**drafting, **steps, "speculative_num_draft_tokens": 4}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("branches", "page_size"), [(1, 16), (2, 1)])
 def test_drafts_of_another_model_change_no_token(
@@ -120,16 +128,7 @@ def test_drafts_of_another_model_change_no_token(
 ) -> None:
     """Covers steps of a draft model, of verification in a chain or by a tree's mask, and the draft model's extend."""
     (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
-    drafting = run(
-        sglang,
-        "gemma3",
-        page_size=page_size,
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path=str(model("gemma3_draft", sglang.folder)),
-        speculative_num_steps=3,
-        speculative_eagle_topk=branches,
-        speculative_num_draft_tokens=4,
-    )
+    drafting = run(sglang, "gemma3", page_size=page_size, **drafts(sglang, "STANDALONE", "gemma3_draft", branches))
     (ours,) = sglang.ours([drafting], tmp_path)
     assert ours.tokens == stock.tokens
     assert_some_drafts_accepted(ours)
@@ -142,14 +141,7 @@ def test_drafts_of_a_block_that_see_each_other_change_no_token(
 ) -> None:
     """DFlash: SGLang runs each block as a step that verifies drafts, in layers of the encoder's kind."""
     (stock,) = sglang.stock([run(sglang, "eagle_target")], tmp_path)
-    drafting = run(
-        sglang,
-        "eagle_target",
-        page_size=page_size,
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=str(model("block_drafts", sglang.folder)),
-        speculative_num_draft_tokens=4,
-    )
+    drafting = run(sglang, "eagle_target", page_size=page_size, **drafts(sglang, "DFLASH", "block_drafts"))
     # SGLang's list of backends for such drafts refuses a name that it does not know.
     (ours,) = sglang.ours([drafting], tmp_path, name="triton")
     assert ours.tokens == stock.tokens
@@ -169,17 +161,8 @@ def test_an_eagle_head_changes_no_token_and_faults_where_its_drafts_are_verified
     branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     (stock,) = sglang.stock([run(sglang, "eagle_target")], tmp_path)
-    drafting = run(
-        sglang,
-        "eagle_target",
-        faults=True,
-        page_size=page_size,
-        speculative_algorithm="EAGLE",
-        speculative_draft_model_path=str(model("eagle_head", sglang.folder)),
-        speculative_num_steps=3,
-        speculative_eagle_topk=branches,
-        speculative_num_draft_tokens=4,
-    )
+    by_head = drafts(sglang, "EAGLE", "eagle_head", branches)
+    drafting = run(sglang, "eagle_target", faults=True, page_size=page_size, **by_head)
     # SGLang's list of backends with branches on larger pages refuses a name that it does not know.
     name = "triton" if branches > 1 and page_size > 1 else "rocm_attn"
     (ours,) = sglang.ours([drafting], tmp_path, name=name)

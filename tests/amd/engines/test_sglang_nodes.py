@@ -10,7 +10,7 @@ import pytest
 from tests.amd.engines.nodes import served, two_nodes
 from tests.amd.engines.serving import Rounds, assert_equal_tokens
 from tests.amd.engines.sglang_plugin import FAULTS_LOG, HALVES_LOG, MODES_LOG, STATES_LOG
-from tests.amd.engines.sglang_runs import sglang_venv
+from tests.amd.engines.sglang_runs import SglangVenv
 from tests.amd.engines.test_sglang import run
 
 pytestmark = pytest.mark.nightly
@@ -22,7 +22,7 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one(tmp_path: Path) -> None:
     """Each node has half of the heads."""
     plugin = tmp_path / "plugin"
     plugin.mkdir()
-    sglang = sglang_venv(plugin)
+    sglang = SglangVenv(plugin)
     # The server imports it for speech, and the environment lacks it.
     (plugin / "soundfile.py").touch()
     alone = run(sglang, "gemma3", NEW_TOKENS)

@@ -13,7 +13,7 @@ from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import VOCABULARY
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_models import hybrid_model
-from tests.amd.engines.sglang_runs import SglangVenv, sglang_venv
+from tests.amd.engines.sglang_runs import SglangVenv
 from tests.amd.engines.sglang_state_faults import LOST_TOKEN, SHARED, STALE_HIT, SWAPPED, UNCLEARED
 from tests.amd.engines.sglang_text import Answer, Run
 
@@ -37,7 +37,7 @@ each_strategy = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
-    return sglang_venv(tmp_path_factory.mktemp("plugin"))
+    return SglangVenv(tmp_path_factory.mktemp("plugin"))
 
 
 def fresh(seed: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
-from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
+from tests.amd.engines.vllm_runs import VllmVenv
 from tests.amd.engines.vllm_text import EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
@@ -29,7 +29,7 @@ _FAULTS_OF_DRAFTS = ("wrong_slot", "lost_table", "stale_length")
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
-    return vllm_venv(tmp_path_factory.mktemp("plugin"))
+    return VllmVenv(tmp_path_factory.mktemp("plugin"))
 
 
 def folder_of(name: str, cache: Path) -> Path:
@@ -59,6 +59,15 @@ def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
     assert_equal_tokens([answer.tokens for answer in ours], stock.tokens)
 
 
+def assert_reported(faults: Iterable[str], answers: Sequence[Answer]) -> None:
+    """Checks that each fault was reported by its step, and soon."""
+    for name, answer in zip(faults, answers, strict=True):
+        assert answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: "), (
+            f"{name}: {answer.said or 'nothing was said'}"
+        )
+        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+
+
 def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_reported(
     vllm: VllmVenv, tmp_path: Path
 ) -> None:
@@ -68,11 +77,7 @@ def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are
     ours, *reported = vllm.ours([run(vllm, "gemma3"), *faults.values()], tmp_path)
     assert_equal([ours], stock)
     assert all(ours.cached[1])
-    for name, answer in zip(faults, reported, strict=True):
-        assert answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: "), (
-            f"{name}: {answer.said or 'nothing was said'}"
-        )
-        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+    assert_reported(faults, reported)
 
 
 @pytest.mark.nightly
@@ -112,25 +117,21 @@ def test_tokens_of_images_see_each_other(name: str, vllm: VllmVenv, tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
-    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
-    assert_equal(vllm.ours([run(vllm, "gemma3", tensor_parallel_size=2)], tmp_path), stock)
-
-
-@pytest.mark.nightly
-def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
-    """Each rank has every other token of a sequence's KV. vLLM has no such slots on a CPU; vllm_cpu_ranks adds them."""
-    (stock,) = vllm.stock([run(vllm, "vllm_llama", 24)], tmp_path)
-    shared = run(vllm, "vllm_llama", 24, tensor_parallel_size=2, decode_context_parallel_size=2)
-    assert_equal(vllm.ours([shared], tmp_path), stock)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["vllm_llama", "gemma3"])
-def test_two_stages_of_a_pipeline_give_the_tokens_of_one_process(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
-    """Each stage has half of the layers, and a KV cache of its own."""
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gemma3", ("tensor",)),
+        # Each rank has every other token of a sequence's KV. vLLM has no such slots on a CPU; vllm_cpu_ranks adds them.
+        ("vllm_llama", ("tensor", "decode_context")),
+        # Each stage has half of the layers, and a KV cache of its own.
+        ("vllm_llama", ("pipeline",)),
+        ("gemma3", ("pipeline",)),
+    ],
+)
+def test_two_processes_give_the_tokens_of_one(name: str, parts: Sequence[str], vllm: VllmVenv, tmp_path: Path) -> None:
     (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
-    assert_equal(vllm.ours([run(vllm, name, 24, pipeline_parallel_size=2)], tmp_path), stock)
+    both: dict[str, Any] = {f"{part}_parallel_size": 2 for part in parts}
+    assert_equal(vllm.ours([run(vllm, name, 24, **both)], tmp_path), stock)
 
 
 @pytest.mark.nightly
@@ -179,10 +180,9 @@ def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vl
     """The releases' Python runs over the newest CPU wheel's compiled part; they ask for KV caches in different ways."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
-    ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, release=release)
+    ours, *reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, release=release)
     assert_equal([ours], stock)
-    assert reported.said.startswith(f"DeviceFault: step {reported.faulty_step}: ")
-    assert 0 <= reported.steps_later <= MOST_STEPS_LATER
+    assert_reported([fault.fault], reported)
 
 
 @pytest.mark.nightly
@@ -224,11 +224,7 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
     assert stock_drafted.tokens == stock.tokens
     assert drafted.steps == stock_drafted.steps < ours.steps
     assert drafted.cached == stock_drafted.cached
-    for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
-        assert answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: "), (
-            f"{name}: {answer.said or 'nothing was said'}"
-        )
-        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+    assert_reported(_FAULTS_OF_DRAFTS, reported)
 
 
 @pytest.mark.nightly

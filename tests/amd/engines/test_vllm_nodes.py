@@ -10,7 +10,7 @@ import pytest
 from tests.amd.engines.nodes import served, two_nodes
 from tests.amd.engines.serving import Rounds, assert_equal_tokens
 from tests.amd.engines.test_vllm import run
-from tests.amd.engines.vllm_runs import vllm_venv
+from tests.amd.engines.vllm_runs import VllmVenv
 
 pytestmark = pytest.mark.nightly
 
@@ -21,7 +21,7 @@ def test_a_pipeline_over_two_nodes_gives_the_tokens_of_one_process(tmp_path: Pat
     """Each node has half of the layers. The second one has no HTTP server."""
     plugin = tmp_path / "plugin"
     plugin.mkdir()
-    vllm = vllm_venv(plugin)
+    vllm = VllmVenv(plugin)
     alone = run(vllm, "vllm_llama", NEW_TOKENS)
     (stock,) = vllm.stock([alone], tmp_path)
     settings = {name: value for name, value in alone.args.items() if name not in ("model", "enable_chunked_prefill")}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.amd.engines.serving import MOST_STEPS_LATER, Rounds, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
-from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
+from tests.amd.engines.vllm_runs import VllmVenv
 from tests.amd.engines.vllm_state_faults import FAULTS_OF_SLOTS, LOST_COPY, SWAPPED_COUNTS, WRONG_HIT, ZEROED_PAGES
 from tests.amd.engines.vllm_text import Answer, Run
 
@@ -21,7 +21,7 @@ _WRONG_STATE = "a slot that the engine names for a sequence's recurrent state do
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
-    return vllm_venv(tmp_path_factory.mktemp("plugin"))
+    return VllmVenv(tmp_path_factory.mktemp("plugin"))
 
 
 def run(vllm: VllmVenv, name: str, rounds: Rounds, fault: str = "", new_tokens: int = 16, **args: Any) -> Run:

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from tests.amd.engines.models import (
     LATENT_64,
+    SMALL,
     SMALL_DEEPSEEK,
+    SPECIAL,
     VOCABULARY,
     write,
+    write_bert,
     write_embedding_gemma,
     write_gemma3,
     write_random,
@@ -26,19 +29,12 @@ from tests.amd.engines.vllm_images import IMAGE_SPANS, KEEPS_WINDOWS
 
 # Shared by the small Llama and its EAGLE head.
 _LLAMA: Mapping[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
+    **SMALL,
+    **SPECIAL,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "dtype": "float32",
 }
 
 
@@ -106,19 +102,9 @@ def write_block_drafts(folder: Path) -> None:
 
 def write_encoder(folder: Path) -> None:
     """Writes a small BERT, whose embedding of a prompt is that of its first token."""
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    config = BertConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        architectures=["BertModel"],
-    )
-    write_random(folder, lambda: BertModel(config))
+    write_bert(folder)
     PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
 
 

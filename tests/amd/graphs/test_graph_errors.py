@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.capture.check import NO_CHECK
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, GraphStale
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.options import RuntimeOptions
@@ -18,26 +16,16 @@ from tests.amd.graphs.small_models import Tiny
 CPU = torch.device("cpu")
 
 
-def pins_give_up(runner: StepRunner, tiny: Tiny) -> None:
-    """Makes the owner of tensors that a graph reads report that they have moved."""
-    runner._pinned.bump()
-
-
-def the_embedding_moves(runner: StepRunner, tiny: Tiny) -> None:
-    """Moves the memory of one of the model's own tensors, which the recording has seen."""
-    tiny.embedding.untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("moves", [pins_give_up, the_embedding_moves])
-def test_a_replay_over_memory_that_moved_is_a_stale_graph(moves: Callable[[StepRunner, Tiny], None]) -> None:
+def test_a_replay_over_memory_that_moved_is_a_stale_graph() -> None:
+    """The recording has seen the model's own tensors too."""
     tiny = Tiny.build(CPU, "torch", [2])
     runner = tiny.runner(check=NO_CHECK)
     requests = tiny.admitted(2)
     requests.run(runner, [3, 4])
     requests.run(runner, [1, 1])
     assert runner.counters.replays == 1
-    moves(runner, tiny)
-    with pytest.raises(GraphStale, match=r"moved|resized in place"):
+    tiny.embedding.untyped_storage().resize_(0)
+    with pytest.raises(GraphStale, match="resized in place"):
         requests.run(runner, [1, 1])
     assert runner.counters.replays == 1
 

@@ -153,26 +153,6 @@ def decode(num_seqs: int) -> PaddedShape:
     return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
 
 
-def test_each_buffer_grows_by_itself_and_keeps_dtype_and_pad() -> None:
-    specs = (
-        BufferSpec("seqs", Unit.SEQ, torch.int32, lambda shape: shape.num_seqs, pad=3),
-        BufferSpec("wide", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 4 * shape.num_seqs + 1, pad=-7),
-        BufferSpec("fixed", Unit.WORD, torch.int32, lambda shape: 4, pad=0),
-    )
-    buffers = StepBuffers(specs, CPU)
-    buffers.ensure(decode(4))
-    fixed, seqs, epoch = buffers.view("fixed", 4), buffers.view("seqs", 4), buffers.epoch
-    buffers.ensure(decode(4))
-    assert buffers.epoch == epoch
-    buffers.ensure(decode(9))
-    assert buffers.epoch == epoch + 1
-    assert buffers.view("fixed", 4).data_ptr() == fixed.data_ptr()
-    assert buffers.view("seqs", 9).data_ptr() != seqs.data_ptr()
-    assert buffers.view("seqs", 9).tolist() == [3] * 9
-    assert buffers.view("wide", 37).dtype == torch.int64
-    assert buffers.view("wide", 37).tolist() == [-7] * 37
-
-
 def test_a_view_past_a_buffer_raises_where_a_slice_would_truncate() -> None:
     buffers = StepBuffers(SIZES.buffers({Space.FULL: ()}, {Space.FULL: ()}), CPU)
     buffers.ensure(decode(4))

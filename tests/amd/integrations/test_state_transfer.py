@@ -59,8 +59,7 @@ class Sent:
 
 def whole(world: Hybrid) -> Told:
     """A prompt: all tokens are folded."""
-    one = world.admit()
-    world.step([one], [world.ids(7)])
+    (one,) = world.begun(7)
     return one
 
 
@@ -112,8 +111,7 @@ def test_a_request_that_moved_goes_on_with_its_state(
     provider: str, graphs: bool, life: Callable[[Hybrid], Told], device: torch.device
 ) -> None:
     source, target = Hybrid(device, provider), Hybrid(device, provider, graphs=graphs)
-    others = [target.admit() for _ in range(2)]
-    target.step(others, [target.ids(5), target.ids(2)])
+    others = target.begun(5, 2)
     stays = life(source)
     moved = Sent(source, stays, len(stays.ids)).to(target)
     for count in (1, KEPT, 6, 1):
@@ -135,8 +133,7 @@ def test_a_round_trip_between_pools_of_other_sizes_keeps_every_bit(
     for world, layer in ((source, source.runtime.pool.layer(0)), (target, target.runtime.pool.layer(0))):
         layer.k[1:], layer.v[1:] = float("nan"), float("nan")
         assert world.runtime.states.memory[2:].view(torch.float32).isnan().all()
-    occupied = [target.admit() for _ in range(3)]
-    target.step(occupied, [target.ids(3), target.ids(1), target.ids(2)])
+    occupied = target.begun(3, 1, 2)
     stays = life(source)
     there = Sent(source, stays, len(stays.ids))
     moved = there.to(target)
@@ -191,8 +188,7 @@ def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_s
 def test_a_fork_goes_on_when_tokens_come_into_the_row_of_its_parent(device: torch.device) -> None:
     """The state of the fork is copied with the next step, and the parent's slots go to another request before that."""
     world = Hybrid(device, "torch")
-    parent, other = world.admit(), world.admit()
-    world.step([parent, other], [world.ids(6), world.ids(4)])
+    parent, other = world.begun(6, 4)
     sent = Sent(world, other, 4)
     child = Told(world.runtime.table.fork(parent.row, 6), list(parent.ids))
     world.runtime.table.free(parent.row)
@@ -208,8 +204,7 @@ def test_a_fork_goes_on_when_tokens_come_into_the_row_of_its_parent(device: torc
 def test_a_row_that_pages_come_into_has_no_state(on_host: bool, device: torch.device) -> None:
     """Its slots have that of as many tokens, which were taken back, and the host may not know of how many."""
     world = Hybrid(device, "torch")
-    one, other = world.admit(), world.admit()
-    world.step([one, other], [world.ids(5), world.ids(6)])
+    one, other = world.begun(5, 6)
     batch = world.batch([one], [world.ids(1)])
     lengths = torch.tensor(batch.kv_len, device=device)
     world.runner.run(batch if on_host else replace(batch, inputs=DeviceInputs(kv_len=lengths, ahead=0)))

@@ -55,11 +55,3 @@ def test_what_is_beyond_the_largest_is_the_largest_and_never_infinite(
     codes, _ = encode(torch.tensor([1e30, -1e30, float("inf"), encoding.largest], device=kernel_device), encoding)
     numbers = codes[:4].cpu().view(encoding.dtype).float()
     assert numbers.tolist() == [encoding.largest, -encoding.largest, encoding.largest, encoding.largest]
-
-
-@each_encoding
-def test_a_code_that_is_read_and_written_is_the_same_code(encoding: Encoding, kernel_device: torch.device) -> None:
-    numbers, _ = decode_all(encoding, torch.float32, kernel_device)
-    codes, _ = encode(numbers.nan_to_num(), encoding)
-    kept = numbers.isfinite().nonzero().flatten()
-    assert torch.equal(codes[kept].long(), kept)

@@ -30,6 +30,7 @@ from tests.amd.kernels.attention_cases import (
     in_each_way,
     run_decode,
     run_decode_twin,
+    run_shared_decode,
     tiles_for,
 )
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -97,14 +98,28 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_serves(run_decode, case, kernel_device)
 
 
-@pytest.mark.fast(1)
+# Every score at once; a window that begins within a tile.
+SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
+run_scored = pytest.mark.parametrize(
+    ("run", "scores"),
+    [(run_decode, {}), (run_decode, SCORES), (run_shared_decode, SCORES)],
+    ids=["", "scored", "shared"],
+)
+
+
+@pytest.mark.fast(2)
+@run_scored
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
-def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
-    case = replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32))
-    assert_serves(run_decode, case, kernel_device, num_programs=num_programs)
+def test_any_number_of_programs_gives_the_same_answer(
+    run: Callable[..., None], scores: dict[str, Any], num_programs: int, kernel_device: torch.device
+) -> None:
+    """Either one program finishes a row, or the merge does: a sink is added once."""
+    case = replace(RAGGED, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32), **scores)
+    assert_serves(run, case, kernel_device, num_programs=num_programs)
 
 
-@pytest.mark.fast
+@pytest.mark.fast(4)
+@run_scored
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -122,11 +137,15 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
 )
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_every_form_of_the_inner_loop_is_right(
-    tiles: DecodeTiles, dtype: torch.dtype, kernel_device: torch.device
+    run: Callable[..., None],
+    scores: dict[str, Any],
+    tiles: DecodeTiles,
+    dtype: torch.dtype,
+    kernel_device: torch.device,
 ) -> None:
     """Five query heads per KV head are cut unevenly by 2 and 3 blocks."""
-    case = replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype)
-    assert_serves(run_decode, case, kernel_device, num_programs=4, tiles=tiles)
+    case = replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype, **scores)
+    assert_serves(run, case, kernel_device, num_programs=4, tiles=tiles)
 
 
 @pytest.mark.fast(1)

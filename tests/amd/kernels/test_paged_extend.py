@@ -101,7 +101,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_serves(run_extend, case, kernel_device)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -113,9 +113,13 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     ids=str,
 )
 @pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.nightly), (5, 1), (20, 1)])
-def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("scores", [{}, {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}], ids=str)
+def test_every_tile_shape_is_right(
+    scores: dict[str, Any], tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device
+) -> None:
     """Five heads leave rows of a tile empty; twenty exceed 16 rows."""
-    assert_serves(run_extend, replace(SHORT, heads=heads, dims=(32, 32), page_size=3), kernel_device, tiles=tiles)
+    case = replace(SHORT, heads=heads, dims=(32, 32), page_size=3, **scores)
+    assert_serves(run_extend, case, kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(1)

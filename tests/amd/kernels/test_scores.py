@@ -13,14 +13,11 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import (
     Case,
     Tensors,
-    assert_served,
     assert_serves,
-    build,
     in_each_way,
     run_decode,
     run_decode_twin,
@@ -89,46 +86,6 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("num_programs", [1, 3, 40])
-def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
-    """Either one program finishes a row, or the merge does."""
-    case = replace(DECODES, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, sinks=True, window_left=100, soft_cap=2.0)
-    assert_serves(run_shared_decode, case, kernel_device, num_programs=num_programs)
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize("run", [run_decode, run_shared_decode])
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2),
-        DecodeTiles(key_block=32, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3),
-        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=16),
-    ],
-    ids=str,
-)
-def test_every_form_of_the_decode_loop_has_every_feature(
-    tiles: DecodeTiles, run: Callable[..., None], kernel_device: torch.device
-) -> None:
-    """Five query heads per KV head are cut unevenly by 3 blocks."""
-    case = replace(DECODES, heads=(10, 2), window_left=20, soft_cap=1.5, sinks=True, slopes=True)
-    assert_serves(run, case, kernel_device, num_programs=4, tiles=tiles)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
-@pytest.mark.parametrize("key_block", [16, 32])
-def test_every_extend_tile_has_every_feature(
-    heads: tuple[int, int], key_block: int, kernel_device: torch.device
-) -> None:
-    tiles = ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1)
-    case = replace(EXTENDS, heads=heads, window_left=20, soft_cap=1.5, sinks=True, slopes=True)
-    assert_serves(run_extend, case, kernel_device, tiles=tiles)
-
-
-@pytest.mark.fast(1)
 @run_extends
 def test_queries_may_outnumber_the_keys_they_look_at(
     run: Callable[[Tensors], None], kernel_device: torch.device
@@ -136,33 +93,6 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     """Cross-attention has an encoder's KV, with its length."""
     case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, window_right=UNLIMITED_WINDOW)
     assert_serves(run, case, kernel_device)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"window_left": 7}, {"window_left": 8}),
-        ({"soft_cap": 1.0}, {"soft_cap": 1.1}),
-        ({}, {"sinks": True}),
-        ({}, {"slopes": True}),
-    ],
-    ids=["window_left", "soft_cap", "sinks", "slopes"],
-)
-@pytest.mark.parametrize(("case", "run"), [(DECODES, run_decode), (EXTENDS, run_extend)], ids=["decode", "extend"])
-def test_every_argument_has_its_effect(
-    case: Case,
-    run: Callable[[Tensors], None],
-    first: dict[str, object],
-    second: dict[str, object],
-    kernel_device: torch.device,
-) -> None:
-    """q, K and V are the same, and the outputs differ as much as the references do."""
-    one, other = (build(replace(case, **feature), kernel_device) for feature in (first, second))  # type: ignore[arg-type]
-    for tensors in (one, other):
-        run(tensors)
-        assert_served(tensors)
-    assert (one.reference - other.reference).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

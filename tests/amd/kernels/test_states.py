@@ -99,13 +99,15 @@ def test_a_key_that_repeats_costs_no_digits(layer: Layer, kernel_device: torch.d
     assert_states(run, steps_of(run, (New(0, 64),)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("layer", [DELTA, CHANNELS], ids=["delta", "channels"])
-def test_decays_of_any_size_give_numbers(layer: Layer, kernel_device: torch.device) -> None:
-    """The inverse of exp(-200) is no float32, and the sum of a chunk's decays is -2000 or less."""
-    (tokens,) = drawn(layer, 1, 64)
-    decay = torch.where(torch.rand(tokens.decay.shape, generator=torch.Generator().manual_seed(1)) < 0.2, -200.0, -0.01)
+def test_decays_of_any_size_give_numbers(layer: Layer, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """The inverse of exp(-200) is no float32, -100,000 is no float16, and the sum of a chunk's decays is less yet."""
+    (tokens,) = drawn(layer, 1, 64, dtype)
+    strength = torch.rand(tokens.decay.shape, generator=torch.Generator().manual_seed(1))
+    decay = torch.where(strength < 0.2, -200.0, torch.where(strength < 0.25, -1e5, -0.01))
     run = StateRun.of(launch_recur, layer, [replace(tokens, decay=decay)], MOST_KEPT, kernel_device)
-    assert_states(run, steps_of(run, (New(0, 64),)))
+    assert_states(run, steps_of(run, (New(0, 64),)), dtype)
 
 
 @both

@@ -85,8 +85,8 @@ SPILLED_ON_SM_90 = {
     # Deterministic, with heads of 256; nothing smaller was measured.
     "_selected_attention_kernel": 544,
     # These of states are faster than with more warps or fewer columns.
-    "_token_steps_kernel": 40,
-    "_chunk_rows_kernel": 96,
+    "_token_steps_kernel": 48,
+    "_chunk_rows_kernel": 672,
     "_chunk_walk_kernel": 96,
 }
 # In float32, which no model with states is served in, a product is three.
@@ -99,7 +99,7 @@ SCALARS_IN_LANES = {
     "_extend_kernel": 18,
     "_segment_extend_kernel": 21,
     "_token_steps_kernel": 10,
-    "_chunk_rows_kernel": 38,
+    "_chunk_rows_kernel": 46,
 }
 
 # Vector registers, and bytes of memory for them, that programs with shares of rows of deterministic attention spill by

@@ -177,14 +177,6 @@ def test_profiler_ranges_name_the_steps_and_the_layers_that_run_eagerly(
     assert timeline.depth == 0
 
 
-def test_profiler_ranges_are_refused_where_torch_has_none(loaded: LoadedModel) -> None:
-    if torch.version.cuda is None and torch.version.hip is None:
-        with pytest.raises(BadSetting, match="use a build for ROCm or CUDA"):
-            engine(loaded, profiler_ranges=True)
-    else:
-        engine(loaded, profiler_ranges=True).generate(some_requests(1))
-
-
 @pytest.mark.parametrize("has_record", [False, True])
 def test_a_step_that_hangs_is_named_and_leaves_the_flight_record(
     has_record: bool, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,23 +86,6 @@ def test_a_round_runs_as_two_halves_in_turn(branches: int, provider: str, device
     world.runtime.check_device()
 
 
-@pytest.mark.parametrize(
-    ("branches", "window_left"),
-    [(1, 5), (3, 2), *(pytest.param(3, left, marks=pytest.mark.nightly) for left in (0, 5))],
-)
-@pytest.mark.parametrize("swa", [False, True])
-def test_windows_count_back_from_the_depth_of_a_draft(
-    swa: bool, window_left: int, branches: int, provider: str, device: torch.device
-) -> None:
-    """Some hold fewer drafts than a branch has; each key is looked at by itself, in prefix and branch."""
-    world = world_of(provider, device, branches, window_left=window_left, swa=swa)
-    requests = world.begun(9, 3)
-    for _ in range(2):
-        world.step_round(requests, Drafts(branches, 4))
-        world.step(requests, [2, 1])
-    world.runtime.check_device()
-
-
 @pytest.mark.parametrize("wrong", [-7, -1, 2, 2**31 - 1])
 def test_a_parent_that_no_branch_is_is_reported(wrong: int, provider: str, device: torch.device) -> None:
     """In the second step as in the third; what pads have is not looked at."""

@@ -324,19 +324,6 @@ def test_a_row_that_is_freed_in_a_running_step_is_empty_for_the_next_request(dev
     runtime.end_step()
 
 
-def test_a_caller_who_changes_its_arrays_changes_no_lengths(device: torch.device) -> None:
-    """Servers keep an array of lengths and add one to it in place."""
-    runtime, forward, _ = model(1, device)
-    row = runtime.table.admit()
-    runtime.table.reserve(row, 20)
-    rows, kv_len = np.array([row], np.int32), np.array([4], np.int32)
-    forward(runtime.step(StepBatch(rows, kv_len, kv_len.copy(), np.arange(4, dtype=np.int32))).parts[0])
-    runtime.end_step()
-    kv_len += 9
-    with pytest.raises(BadBatch, match="the first 12 tokens of row 1, of which 4 are stored"):
-        runtime.step(StepBatch(rows, kv_len, np.ones(1, np.int32), NO_TOKEN_IDS))
-
-
 def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
     runtime, forward, _ = model(1, device)
     table = runtime.table

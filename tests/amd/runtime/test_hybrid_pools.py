@@ -114,22 +114,6 @@ def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
     world.runtime.check_device()
 
 
-@pytest.mark.parametrize("chunk", [5, 16])
-def test_a_prompt_longer_than_the_pool_of_windows_is_served_in_chunks(
-    chunk: int, provider: str, device: torch.device
-) -> None:
-    world = hybrid(device, provider, swa_tokens=32)
-    request, other = world.admit(), world.admit()
-    while request.kv_len < 45:
-        row = np.array([request.row], np.int32)
-        world.runtime.table.evict(row, np.array([request.kv_len], np.int32))
-        new = min(chunk, 45 - request.kv_len)
-        world.step([request], [new])
-        assert_accounts(world)
-    world.step([request, other], [1, 3])
-    assert len(world.runtime.table.pages_of(request.row)) == 12
-
-
 def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, device: torch.device) -> None:
     world = hybrid(device, provider)
     requests = world.begun(20, 9)
@@ -143,19 +127,6 @@ def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, d
     with pytest.raises(BadBatch, match="raise swa_kept"):
         world.step(requests, [1, 1])
     world.step(requests[1:], [1])
-
-
-def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
-    world = hybrid(device, provider)
-    (parent,) = world.begun(30)
-    world.step([parent], [1])
-    with pytest.raises(BadBatch, match="has left the window of the SWA space"):
-        world.fork(parent, 8)
-    child = world.fork(parent, 29)
-    world.step([child, parent], [3, 1])
-    world.free(parent)
-    world.step([child], [5])
-    assert_accounts(world)
 
 
 @pytest.mark.fast(2)

@@ -31,8 +31,7 @@ def test_prompts_in_chunks_decodes_and_mixed_steps(provider: str, graphs: bool, 
 
 def test_drafts_are_taken_back_to_any_accepted_count(provider: str, graphs: bool, device: torch.device) -> None:
     world = Hybrid(device, provider, graphs=graphs)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [world.ids(5), world.ids(2), world.ids(4)])
+    requests = world.begun(5, 2, 4)
     for accepted in ([1, 2, 3], [3, 1, 2], [2, 3, 1]):
         start = [len(each.ids) for each in requests]
         world.step(requests, [world.ids(KEPT) for _ in requests])
@@ -46,8 +45,7 @@ def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated
     provider: str, device: torch.device
 ) -> None:
     world = Hybrid(device, provider)
-    request = world.admit()
-    world.step([request], [world.ids(6)])
+    (request,) = world.begun(6)
     for count in (1, KEPT, KEPT + 4):
         new = world.ids(count)
         batch = world.batch([request], [new])
@@ -86,8 +84,7 @@ def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
     provider: str, device: torch.device
 ) -> None:
     world = Hybrid(device, provider)
-    one = world.admit()
-    world.step([one], [world.ids(6)])
+    (one,) = world.begun(6)
     with world.runtime.step(world.batch([one], [world.ids(1)])) as step:  # it ends before the other layers
         world.inputs[0].forward(step.parts[0], 0)
     child = type(one)(world.runtime.table.fork(one.row, 6), list(one.ids))
@@ -135,8 +132,7 @@ def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device
 
 def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
-    one = world.admit()
-    world.step([one], [world.ids(5)])
+    (one,) = world.begun(5)
     world.runtime.table.free(one.row)
     other = world.admit()
     assert other.row == one.row
@@ -151,8 +147,7 @@ def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: to
 
 def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
-    one = world.admit()
-    world.step([one], [world.ids(9)])
+    (one,) = world.begun(9)
     world.step([one], [world.ids(2)])
     world.back(one, 5)
     with pytest.raises(
@@ -166,8 +161,7 @@ def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device
 def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:
     """It would begin anew in a page that another row holds, and take both slots of its row."""
     world = Hybrid(device, "torch")
-    one = world.admit()
-    world.step([one], [world.ids(6)])
+    (one,) = world.begun(6)
     world.runtime.table.fork(one.row, 6)
     again = type(one)(one.row)
     with pytest.raises(BadBatch, match="would store token 0 of row 1 in a page that another row or"):
@@ -178,8 +172,7 @@ def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.dev
 
 def test_a_step_that_may_not_run_again_leaves_what_the_host_knows_of_its_rows(device: torch.device) -> None:
     world = Hybrid(device, "torch")
-    one = world.admit()
-    world.step([one], [world.ids(9)])
+    (one,) = world.begun(9)
     other = world.batch([one], [world.ids(1)])
     with pytest.raises(WrongState, match="AGAIN was given with another batch"):
         world.runtime.step(other, AGAIN)
@@ -194,8 +187,7 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
 ) -> None:
     """A step that runs again moves the lengths on by itself; mark_stored() then counts its tokens, in the same row."""
     world = Hybrid(device, "torch")
-    one = world.admit()
-    world.step([one], [world.ids(6)])
+    (one,) = world.begun(6)
     batch = world.batch([one], [[7]])
     world.runtime.table.reserve(one.row, 9)
     lengths = torch.tensor([7], dtype=torch.int32, device=device)
@@ -225,8 +217,7 @@ def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
 ) -> None:
     """One of three tokens after the tenth stays, and the next step is long: the older slot has two wrong tokens."""
     world = Hybrid(device, provider)
-    one = world.admit()
-    world.step([one], [world.ids(10)])
+    (one,) = world.begun(10)
     world.step([one], [world.ids(3)])
     world.back(one, 11)
     world.step([one], [world.ids(9)])
@@ -255,8 +246,7 @@ def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
 
 def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
-    one, other = world.admit(), world.admit()
-    world.step([one, other], [world.ids(8), world.ids(8)])
+    one, other = world.begun(8, 8)
     before = world.runtime.states.memory.clone()
     batch = world.batch([one, other], [world.ids(1), world.ids(1)])
     lengths = torch.tensor([9, 6], dtype=torch.int32, device=device)

@@ -198,16 +198,51 @@ EVERYTHING = {
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
     problem: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt, a chunk over it and a decode step: a layer over all keys, and a layer that selects all keys."""
+    """A prompt, a chunk over it and a decode step."""
     use_matrix_unit(monkeypatch)
     world = World.selecting(
         [problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48
     )
+    all_keys_by_both(world, [33], [5], [1])
+
+
+_ALL = Indexer(4, 64, Indexing(0.125, top=4096))
+_MODELS = Problem(16, 4, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5, indexer=_ALL)
+_LATENTS = replace(_MODELS, num_kv_heads=1, head_dim=576, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT)
+OF_MODELS = {
+    "heads of 128": _MODELS,
+    "heads of 64": replace(_MODELS, num_q_heads=64, num_kv_heads=8, head_dim=64, v_head_dim=64, has_sinks=True),
+    "heads of 256": replace(_MODELS, num_q_heads=8, num_kv_heads=2, head_dim=256, v_head_dim=256),
+    "latents, 128 heads": replace(_LATENTS, num_q_heads=128),
+    "latents, 12 heads": replace(_LATENTS, num_q_heads=12),
+    "latents of 512": replace(_LATENTS, head_dim=512),
+    **{
+        f"{name} in codes by {scales.name}": replace(each, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)
+        for name, each in (("heads", _MODELS), ("latents", _LATENTS))
+        for scales in (Scales.LAYER, Scales.TOKEN)
+    },
+    "latents of DeepSeek-V3.2": _LATENTS,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", OF_MODELS.values(), ids=OF_MODELS)
+def test_it_does_on_a_gpu_by_the_tiles_of_models(problem: Problem, device: torch.device) -> None:
+    """Contexts are longer than a segment, and sequences share steps."""
+    sizes = {"num_pages": 100, "max_kv_len": 3072, "max_tokens": 3072}
+    world = World.selecting([problem], device, "triton", deterministic=True, **sizes)
+    all_keys_by_both(world, [2300, 500], [400, 77], [1, 1], [9, 1], [1, 1])
+
+
+def all_keys_by_both(world: World, *steps: list[int]) -> None:
+    """Checks steps with these new tokens: a layer that selects all keys gives what attention to all keys gives."""
+    problem, device = world.problem, world.runtime.device
     world.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device))
-    request, requested = world.admit(), world.rows[0]
-    for new in (33, 5, 1):
+    requests, requested = world.admit_all(len(steps[0])), world.rows[0]
+    for q_len in steps:
+        new = sum(q_len)
         world.draw(new)
-        step = world.runtime.step(world.batch([request], [new])).parts[0]
+        step = world.runtime.step(world.batch(requests, q_len)).parts[0]
         at, layers = step.tokens, step.layers
         layers.store(0, requested.k[at], requested.v[at])
         layers.store_index(0, requested.index_k[at])
@@ -216,7 +251,7 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
         to_all = torch.full_like(requested.out[at], float("nan"))
         layers.attend(0, requested.q[at], to_all)
         world.runtime.end_step()
-        world.keep([request], [new])
+        world.keep(requests, q_len)
         assert to_all[:new].isfinite().all()
         if world.runtime.options.deterministic:
             assert torch.equal(requested.out[:new], to_all[:new])

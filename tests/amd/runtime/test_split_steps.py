@@ -162,8 +162,7 @@ def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provi
 def test_recurrent_layers_of_the_halves_may_run_in_turn(provider: str, device: torch.device) -> None:
     """The second half first, layer by layer: neither half reads the places of states of the other one."""
     world = Hybrid(device, provider)
-    requests = [world.admit() for _ in range(4)]
-    world.step(requests, [world.ids(count) for count in (6, 1, 3, 9)])
+    requests = world.begun(6, 1, 3, 9)
     for q_len in ([1] * 4, [KEPT] * 4, [2, 7, 11, 1]):
         new = [world.ids(count) for count in q_len]
         batch = world.batch(requests, new)
@@ -185,8 +184,7 @@ def test_recurrent_layers_of_the_halves_may_run_in_turn(provider: str, device: t
 def test_a_wrong_state_in_one_half_leaves_the_other_half_right(wrong: int, provider: str, device: torch.device) -> None:
     """Only the device knows the lengths. One of them goes back to a token whose state is gone."""
     world = Hybrid(device, provider)
-    requests = [world.admit() for _ in range(4)]
-    world.step(requests, [world.ids(8) for _ in requests])
+    requests = world.begun(8, 8, 8, 8)
     new = [world.ids(1) for _ in requests]
     batch = world.batch(requests, new)
     lengths = torch.tensor(batch.kv_len)

@@ -45,18 +45,6 @@ def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provide
     assert page_zero_is_zero(world)
 
 
-def test_a_shared_prefix_is_read_by_both_and_written_by_neither(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem(page_size=4)], device, provider)
-    (parent,) = world.begun(10)
-    twins = [world.fork(parent, 10), world.fork(parent, 7)]
-    world.step([*twins, parent], [1, 2, 1])
-    world.step([*twins, parent], [1, 1, 1])
-    world.free(parent)
-    grandchild = world.fork(twins[0], 12)
-    world.step([grandchild, *twins], [3, 1, 1])
-    world.step([grandchild, *twins], [1, 1, 1])
-
-
 def test_a_fork_of_a_fork_without_a_step_between_copies_the_right_page(provider: str, device: torch.device) -> None:
     world = World.build([small_problem(page_size=4)], device, provider)
     (parent,) = world.begun(6)

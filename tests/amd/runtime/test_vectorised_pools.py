@@ -71,15 +71,6 @@ def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:
     assert page_zero_is_zero(world)
 
 
-@pytest.mark.parametrize("guards", [Guards(), Guards().without("store_drops")], ids=["on", "off"])
-def test_padded_tokens_are_never_stored(guards: Guards) -> None:
-    serving = World.one_layer(CPU, guards, graphs=False, problem=VECTORISED, pad_q=0.0)
-    requests = serving.admit_all(2)
-    serving.run(requests, [4, 3])
-    serving.run(requests, [1, 1])
-    assert page_zero_is_zero(serving) == (guards == Guards())
-
-
 @pytest.mark.parametrize("guards", [Guards(), Guards().without("v_mask")], ids=["on", "off"])
 def test_what_lies_after_a_sequence_in_its_page_is_not_read(guards: Guards) -> None:
     serving = World.one_layer(CPU, guards, graphs=False, problem=VECTORISED)

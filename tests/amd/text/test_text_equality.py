@@ -128,14 +128,6 @@ def test_the_way_of_serving_changes_no_token(
     assert (report.metrics.replays > NEW_TOKENS // 2) == options.graphs
 
 
-@pytest.mark.nightly
-def test_neither_order_nor_batch_size_changes_a_token(loaded: LoadedModel, all_requests: list[Request]) -> None:
-    options = EngineOptions(
-        provider="torch", page_size=16, chunk=64, graphs=True, max_batch_size=3, max_kv_len=128, capture_after=0
-    )
-    assert serve(loaded, all_requests[::-1], options) == serve(loaded, all_requests, WAYS[0])[::-1]
-
-
 def test_the_text_makes_sense(loaded: LoadedModel) -> None:
     """Wrong weights that both sides share would pass the tests above."""
     assert loaded.tokenizer is not None

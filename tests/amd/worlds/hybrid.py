@@ -177,6 +177,12 @@ class Hybrid:
         """A request without tokens."""
         return Told(self.runtime.table.admit())
 
+    def begun(self, *q_len: int) -> list[Told]:
+        """Requests after one step with as many random tokens."""
+        requests = [self.admit() for _ in q_len]
+        self.step(requests, [self.ids(count) for count in q_len])
+        return requests
+
     def ids(self, count: int) -> list[int]:
         """Random token ids."""
         found: list[int] = self.random.integers(1, VOCABULARY, count).tolist()

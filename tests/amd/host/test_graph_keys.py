@@ -43,7 +43,8 @@ def problems() -> Iterator[Problem]:
     yield Problem(16, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, chunk=64)
     yield Problem(128, 1, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     for heads in (16, 128):
-        yield Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
+        latent = Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
+        yield from (latent, replace(latent, chunk=64))
     rows = Problem(64, 1, 512, torch.bfloat16, 128, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
     yield replace(rows, row=Row(128, overlaps=False))
 

@@ -34,9 +34,9 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.cdna.extend_steps import joined, rescaled, round_1, round_2
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_HEAD_DIM, EXTEND_TILES
 
-DIM = gl.constexpr(128)
+DIM = gl.constexpr(EXTEND_HEAD_DIM)
 KEYS = gl.constexpr(EXTEND_TILES.key_block)
 ROWS = gl.constexpr(EXTEND_TILES.query_rows)
 WARPS = gl.constexpr(EXTEND_TILES.num_warps)
@@ -372,7 +372,7 @@ def _cdna_extend_kernel(
 def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:
     """Does the same as `launch_paged_extend` on gfx950, without windows, caps, sinks, slopes and shares.
 
-    args: with strides that are multiples of eight
+    args: with K and V at multiples of 16 bytes, whose strides are multiples of 16, or of stride_unit if that is eight
     cut:  of EXTEND_TILES
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -394,7 +394,10 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
     size = pages.format.page_size
     assert KEYS.value % size == 0 or size % KEYS.value == 0, "a block lies in whole pages, or in one"
     assert pages.is_near
-    assert not any(stride % 8 for stride in args.read_strides[:8]), "a lane loads 16 bytes"
+    unit = args.stride_unit
+    assert pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
+    # Triton must know it of K and V, which go into LDS; rows of q may begin anywhere.
+    assert not any(stride % (8 if unit == 8 else 16) for stride in args.read_strides[2:8]), "a lane loads 16 bytes"
     geometry = ExtendGeometry(
         HEAD_ROWS=num_kv_heads * EXTEND_TILES.head_blocks(gqa_ratio),
         GQA_RATIO=gqa_ratio,
@@ -403,7 +406,7 @@ def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> N
         PAGE_SIZE=pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         CAUSAL=scores.visibility.causal,
-        STRIDE_UNIT=args.stride_unit,
+        STRIDE_UNIT=unit,
     )
     launch(
         _cdna_extend_kernel,

@@ -35,7 +35,7 @@ _FILES = {
 _KERNELS = {
     TileTable.DECODE: ("triton.decode",),
     TileTable.CDNA_DECODE: ("triton.cdna_decode",),
-    TileTable.EXTEND: ("triton.extend", "triton.hopper_extend"),
+    TileTable.EXTEND: ("triton.extend", "triton.cdna_extend", "triton.hopper_extend"),
     TileTable.LATENT_DECODE: ("triton.latent_decode",),
     TileTable.LATENT_EXTEND: ("triton.latent_extend",),
     TileTable.HOPPER_EXTEND: ("triton.hopper_extend", "triton.hopper_decode"),

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from rocm_attn.kernels.cdna.decode import launch_cdna_decode
+from rocm_attn.kernels.cdna.extend import launch_cdna_extend
 
-__all__ = ["launch_cdna_decode"]
+__all__ = ["launch_cdna_decode", "launch_cdna_extend"]

@@ -177,10 +177,19 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel
     return _in_turn_or_at_once(TritonMixed(_bind_decode(problem, target, pool), extend), target)
 
 
-def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     rows = extend_choices_of(problem, target)
     extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
     return TritonMixed(triton_cdna.bind_decode(problem, target, pool), extend)
+
+
+def _bind_extend_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return triton_cdna.bind_extend(problem, target, _bind_extend(problem, target, pool))
+
+
+def _bind_mixed_both_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    mixed = _bind_mixed_cdna(problem, target, pool)
+    return replace(mixed, extend=triton_cdna.bind_extend(problem, target, mixed.extend, min_q_len=2))
 
 
 def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
@@ -297,6 +306,9 @@ TRITON = Provider(
         ),
         triton_entry("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
         triton_entry("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
+        triton_entry(
+            "triton.cdna_extend", StepKind.EXTEND, _bind_extend_cdna, limits=triton_cdna.EXTEND_LIMITS, is_probed=True
+        ),
         triton_entry("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_entry(
             "triton.hopper_prefill",
@@ -311,6 +323,13 @@ TRITON = Provider(
             limits=triton_prefill.limits_of_prompts(_LIMITS),
         ),
         triton_entry("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
+        triton_entry(
+            "triton.cdna_extend+cdna_decode",
+            StepKind.MIXED,
+            _bind_mixed_both_cdna,
+            limits=triton_cdna.MIXED_LIMITS,
+            is_probed=True,
+        ),
         triton_entry(
             "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True
         ),

@@ -1,31 +1,41 @@
-"""Decode for CDNA of the triton provider: its limits, and the bound kernel."""
+"""Decode and extend for CDNA of the triton provider: their limits, and the bound kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, CHUNK, HEAD_DIMS, ROWS
+from rocm_attn.kernels.tuning.cdna_tiles import (
+    ARCHS,
+    CHUNK,
+    EXTEND_ARCHS,
+    EXTEND_HEAD_DIM,
+    EXTEND_TILES,
+    HEAD_DIMS,
+    ROWS,
+)
 from rocm_attn.kernels.tuning.measured import TileTable
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, ExtendTiles, NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
-from rocm_attn.providers.cut_kernels import CutDecode
+from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, ServedSteps, SizedKernel
+from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.cut_kernels import CutDecode, CutExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import cdna_tiles_of, decode_cut_of, measured_choice
 from rocm_attn.providers.triton_later import cdna_launches
 
-# Releases of Gluon, in which the kernel is written, change. These have passed its tests, and the static figures show a
-# gain with them. With 3.6.0 it is right in the simulator too, but page numbers are vector loads, and a key takes 9.5
-# clocks to issue where paged decode takes 8.5 (gfx942, heads of 128).
+# Releases of Gluon, in which the kernels are written, change. These have passed their tests, and the static figures
+# show a gain with them. With 3.6.0 decode is right in the simulator too, but page numbers are vector loads, and a key
+# takes 9.5 clocks to issue where paged decode takes 8.5 (gfx942, heads of 128).
 TRITONS = (Release.of("3.9.0"),)
 
 LIMITS = Limits(
@@ -47,6 +57,35 @@ LIMITS = Limits(
     aligned_rows=True,
     tritons=TRITONS,
 )
+
+EXTEND_LIMITS = Limits(
+    archs=EXTEND_ARCHS,
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dim=(EXTEND_HEAD_DIM, EXTEND_HEAD_DIM),
+    v_head_dim=(EXTEND_HEAD_DIM, EXTEND_HEAD_DIM),
+    exact_dims=((EXTEND_HEAD_DIM, EXTEND_HEAD_DIM),),
+    # A block of keys lies in whole pages, or in one. Smaller pages were not tested.
+    page_size=(16, limits.MAX_PAGE_SIZE),
+    page_sizes=(16, 32, 64, 128),
+    max_gqa_ratio=limits.MAX_GQA_RATIO,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+    non_causal=True,
+    short_kv=True,
+    page_strides=True,
+    aligned_rows=True,
+    tritons=TRITONS,
+)
+
+# Decode for CDNA serves the other sequences of mixed steps.
+MIXED_LIMITS = replace(EXTEND_LIMITS, max_gqa_ratio=LIMITS.max_gqa_ratio)
+
+# A compute unit runs one program of extend at a time, and a program has one query block of one row of heads. From two
+# programs per unit on, those with equally many keys keep the units busy for two thirds of the time or more: of n units,
+# 2 n + 1 programs take as long as 3 n. Two thirds of its share of the matrix units' ceiling, 89 %, are the share of the
+# plain kernel, 59 %, which shares all keys out evenly (docs/cycles.md).
+_PROGRAMS_PER_CU = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +116,35 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CdnaDecode:
     tiles = cdna_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)
     return CdnaDecode(problem, scores_of(problem), tiles, cut, target.arch)
+
+
+@dataclass(frozen=True, slots=True)
+class CdnaExtend(CutExtend[ExtendTiles]):
+    """Ragged extend of whole rows over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
+
+    def describe(self) -> str:
+        return f"triton.cdna_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        cdna_launches.launch_cdna_extend(args, scores=self.scores, cut=self.cut)
+
+
+def bind_extend(problem: Problem, target: Target, plain: BoundKernel, min_q_len: int = 1) -> KernelByTokens:
+    """Binds extend for a problem within EXTEND_LIMITS, and sequences with min_q_len new tokens or more.
+
+    plain: serves any step; steps of too few programs (_PROGRAMS_PER_CU), and those whose sequences are likely to fill
+           less than two thirds of a query block, stay with it
+    """
+    cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
+    programs_of_block = problem.num_kv_heads * EXTEND_TILES.head_blocks(problem.gqa_ratio)
+    least_blocks = -(-_PROGRAMS_PER_CU * target.compute_units // programs_of_block)
+    fewer, other = (plain.short, plain.other) if isinstance(plain, KernelByTokens) else ((), plain)
+    left_to_it = (
+        SizedKernel(ServedSteps(2 * cut.query_tokens // 3), other),
+        SizedKernel(ServedSteps(ANY_TOKENS, max_tokens=least_blocks * cut.query_tokens - 1), other),
+    )
+    return KernelByTokens((*fewer, *left_to_it), CdnaExtend(problem, scores_of(problem), EXTEND_TILES, cut))

@@ -28,7 +28,9 @@ from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import LayerKernel, PoolSize
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, PoolSize
+from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.probe_edges import (
@@ -433,7 +435,21 @@ def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
         kind: LayerKernel(kernel.entry, kernel.entry.bind(problem, selection.target, pool))
         for kind, kernel in selection.kernels.items()
     }
-    return replace(selection, problem=problem, kernels=kernels, sparse=None)
+    probed = {
+        kind: replace(kernel, bound=_of_large_steps(kernel.bound)) if kernel.entry.is_probed else kernel
+        for kind, kernel in kernels.items()
+    }
+    return replace(selection, problem=problem, kernels=probed, sparse=None)
+
+
+def _of_large_steps(bound: BoundKernel) -> BoundKernel:
+    """The kernel of a row's largest steps, for steps of any size: the probe's are too small for it to be chosen.
+
+    Kernels that a probed row leaves small steps to are those that serve without it.
+    """
+    if isinstance(bound, TritonMixed):
+        return replace(bound, extend=_of_large_steps(bound.extend))
+    return bound.other if isinstance(bound, KernelByTokens) else bound
 
 
 def _where(kind: StepKind, kv_len: Sequence[int]) -> str:

@@ -193,6 +193,7 @@ def _tiles(selection: Selection) -> Iterator[UnusedCapability]:
         return
     searched = (
         "triton.cdna_decode",
+        "triton.cdna_extend",
         "triton.decode",
         "triton.extend",
         "triton.latent_decode",

@@ -14,8 +14,8 @@ from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, Ti
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, PoolKind, Problem
-from rocm_attn.providers.by_tokens import likely_q_len
-from rocm_attn.providers.select import select
+from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
+from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.tiles import (
     decode_tiles_of,
     extend_choices_of_table,
@@ -25,7 +25,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of_table,
     layer_of,
 )
-from rocm_attn.providers.triton_cdna import CdnaDecode
+from rocm_attn.providers.triton_cdna import CdnaDecode, CdnaExtend
 from rocm_attn.providers.triton_hopper import HopperExtend
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_lab.cost.cost import CostShape
@@ -142,7 +142,7 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[TimedShape]) -> 
         by_hopper = decodes
     elif decodes:
         yield from _decode_jobs(problem, static, decodes)
-    left = list(extends)
+    left = [shape for shape in extends if not _extends_by_cdna(selection, shape)]
     for choice in extend_choices_of_table(problem, target):
         of_choice = tuple(shape for shape in left if _choices(problem, shape) <= choice.max_rows)
         left = [shape for shape in left if shape not in of_choice]
@@ -165,7 +165,17 @@ def _decode_jobs(problem: Problem, static: Target, shapes: tuple[TimedShape, ...
     yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
 
 
+def _extends_by_cdna(selection: Selection, shape: TimedShape) -> bool:
+    """True if extend for CDNA serves a step, whose tiles are not searched."""
+    bound = selection.kernel(StepKind.EXTEND).bound
+    return isinstance(bound, KernelByTokens) and isinstance(bound.of_shape(_padded(shape)), CdnaExtend)
+
+
 def _choices(problem: Problem, shape: TimedShape) -> int:
     """New tokens times query heads per KV head, computed by a kernel from a step's shape."""
+    return likely_q_len(_padded(shape)) * problem.gqa_ratio
+
+
+def _padded(shape: TimedShape) -> PaddedShape:
     lengths = StepLengths.of(shape)
-    return likely_q_len(PaddedShape(lengths.kind, len(lengths.q_len), sum(lengths.q_len))) * problem.gqa_ratio
+    return PaddedShape(lengths.kind, len(lengths.q_len), sum(lengths.q_len))

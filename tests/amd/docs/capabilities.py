@@ -28,7 +28,7 @@ Which kernels serve which layer, on which GPU. `python -m tests.amd.docs.capabil
 its limits, and `rocm-attn explain CONFIG.json --arch gfx942` answers for a model, with the reasons of every refusal.
 
 No kernel here has run on an AMD GPU with this project yet ([what we could not test](untested.md)). Before a kernel of
-AITER's or [decode for CDNA](providers.md#decode-for-cdna) serves, it is [tried on the model's own
+AITER's, or [decode or extend for CDNA](providers.md#decode-for-cdna), serves, it is [tried on the model's own
 shape](providers.md#the-probe).
 
 *Dense* is a layer of 32 query heads over 8 KV heads of 128 elements, as in Llama 3.1 8B. Where nothing else is said a
@@ -121,6 +121,11 @@ MACHINES = (
     Machine(
         f"MI300X without AITER, Triton {_CDNAS}",
         replace(known_target("gfx942"), releases=Releases(triton=_CDNAS)),
+        "triton",
+    ),
+    Machine(
+        f"MI355X without AITER, Triton {_CDNAS}",
+        replace(known_target("gfx950"), releases=Releases(triton=_CDNAS)),
         "triton",
     ),
     Machine(

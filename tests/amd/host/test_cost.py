@@ -93,8 +93,10 @@ def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None
     assert {paged[shape].kernel for shape in decodes} == {"triton.decode"}
     for shape in SHAPES:
         if shape not in decodes:
-            assert ours[shape] == paged[shape]
-            assert ours[shape].kernel == "triton.extend"
+            assert paged[shape].kernel == "triton.extend"
+            # Extend for CDNA 4, which serves large steps, has no static figures.
+            is_large = arch == "gfx950" and shape.new_tokens >= 4096
+            assert ours.get(shape) == (None if is_large else paged[shape])
     # Its break-even latency is above the assumed latency of a load; that of paged decode is not far above it.
     long = CostShape(64, 4096)
     assert ours[long].seconds.high <= paged[long].seconds.high

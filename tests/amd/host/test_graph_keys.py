@@ -25,7 +25,7 @@ BOUND = [row for rows in ENTRIES.values() for row in rows if not row.not_bound]
 TARGETS = [
     *(known_target(arch) for arch in ("gfx942", "sm_90", "cpu")),
     replace(known_target("sm_90"), releases=Releases(triton=triton_hopper.TRITONS[0])),
-    replace(known_target("gfx942"), releases=Releases(triton=triton_cdna.TRITONS[0])),
+    *(replace(known_target(arch), releases=Releases(triton=triton_cdna.TRITONS[0])) for arch in ("gfx942", "gfx950")),
 ]
 each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
 
@@ -43,7 +43,8 @@ def problems() -> Iterator[Problem]:
     yield Problem(16, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, chunk=64)
     yield Problem(128, 1, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     for heads in (16, 128):
-        yield Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
+        latent = Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
+        yield from (latent, replace(latent, chunk=64))
     rows = Problem(64, 1, 512, torch.bfloat16, 128, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
     yield replace(rows, row=Row(128, overlaps=False))
 

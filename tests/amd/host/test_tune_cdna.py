@@ -146,3 +146,14 @@ def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     assert selection.kernel(StepKind.DECODE).entry.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}
     assert "its measured tiles have blocks of 32 keys, and gfx942 needs 16" in reasons
+
+
+def test_steps_that_extend_for_cdna_serves_are_not_searched() -> None:
+    """Its tiles are not searched, and those of triton.extend would be timed in steps that they do not serve."""
+    gfx950 = replace(known_target("gfx950"), releases=GFX942.releases)
+    llama = replace(layer(), num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128)
+    small, large = CostShape(1, 8192, 2048), CostShape(8, 4608, 512)
+    for target, searched in ((GFX942, {small, large}), (gfx950, {small})):
+        jobs, left_out = jobs_of([llama], target, [small, large])
+        assert {shape for job in jobs for shape in job.shapes} == searched
+        assert left_out == [f"{layer_of(llama)}: no row is for {large} alone"] * (large not in searched)

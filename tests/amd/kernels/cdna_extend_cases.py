@@ -11,7 +11,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -33,7 +33,7 @@ CASES = {
 # Pages next to each other, at the end of large pools.
 LARGE = replace(PLAIN, kv_len=[200], q_len=[3], heads=(4, 1), tail=0)
 LEAST_Q_LEN = 2
-ARCHS = ("gfx950",)
+ARCHS = EXTEND_ARCHS
 
 
 def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:

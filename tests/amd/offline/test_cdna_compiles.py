@@ -16,6 +16,7 @@ import torch
 from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, HEAD_DIMS
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.waits.check import Word, check_waits
@@ -112,7 +113,7 @@ EXTENDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "float16": {"dtype": torch.float16, "page_size": 64},
     "large_pages": {"page_size": 128},
-    "every_key": {"causal": False},
+    "every_key": {"window_right": UNLIMITED_WINDOW},
     "other_strides": {"spread": True},
 }
 # Of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in eights one

@@ -1,4 +1,4 @@
-"""Whole steps of a runtime that decodes by the kernel for CDNA, as the probe runs them, on a simulated arch."""
+"""Whole steps of a runtime by the kernels for CDNA, as the probe runs them, on a simulated arch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
@@ -14,6 +15,9 @@ from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.selection import probe_runs
 from rocm_lab.simulator.launcher import ARCHS, simulated
+from tests.amd.kernels.attention_cases import build
+from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
+from tests.amd.kernels.cdna_extend_cases import assert_extended, run_cdna_extend
 
 LAYER = Problem(4, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, wants_lse=True)
 
@@ -28,3 +32,37 @@ def test_the_probes_steps_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) 
     with simulated(arch) as simulation:
         assert probe_runs.random_run(selection, torch.device("cpu")) is None
     assert simulation.kernels.count("_cdna_decode_kernel") == 3
+
+
+@pytest.mark.nightly
+def test_the_probes_steps_of_extend_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New sequences, one of whose tokens sees whole blocks of keys, and a mixed step over them."""
+    (arch,) = EXTEND_ARCHS
+    monkeypatch.setattr(probe_runs, "_STEPS", ((5, 2, 137), (3, 1, 2)))
+    layer = replace(LAYER, head_dim=128, v_head_dim=128, scale=128**-0.5)
+    target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=1)
+    selection = select(layer, target, "triton")
+    with simulated(arch) as simulation:
+        assert probe_runs.random_run(selection, torch.device("cpu")) is None
+    assert simulation.kernels.count("_cdna_extend_kernel") == 2
+
+
+@pytest.mark.nightly
+def test_rows_of_queries_and_of_outputs_may_begin_anywhere() -> None:
+    """The limits are those of K and V: a caller's q and out have any strides but the last."""
+    (arch,) = EXTEND_ARCHS
+    tensors = build(replace(EXTENDS["short"], spread=False), torch.device("cpu"))
+    odd = replace(tensors, q=_at_odd_places(tensors.q), out=_at_odd_places(tensors.out))
+    with simulated(arch):
+        run_cdna_extend(odd)
+    assert_extended(odd)
+
+
+def _at_odd_places(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows [tokens, heads, dim], apart by odd numbers of elements, NaN between them."""
+    tokens, heads, dim = rows.shape
+    head, token = dim + 1, heads * (dim + 1) + 1 - heads % 2
+    held = rows.new_full((tokens * token + 1,), float("nan"))
+    apart = held[1:].as_strided((tokens, heads, dim), (token, head, 1), 1)
+    assert not any(stride % 2 == 0 for stride in apart.stride())
+    return apart.copy_(rows)

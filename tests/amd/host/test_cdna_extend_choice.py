@@ -1,0 +1,207 @@
+"""The choice of extend for CDNA 4: the layers and the steps that it serves, and its probe before it serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, PoolSize, PoolTerms
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.triton import TritonExtend
+from rocm_attn.providers.triton_cdna import EXTEND_LIMITS, LIMITS, MIXED_LIMITS, TRITONS, CdnaDecode, CdnaExtend
+from rocm_attn.selection import probe, probe_runs
+from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.selection.probe_runs import FailedProbe
+from rocm_attn.step.prepared import works_by_launches
+
+LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
+KINDS = (StepKind.EXTEND, StepKind.MIXED)
+CDNA = ("triton.cdna_extend", "triton.cdna_extend+cdna_decode")
+# Query blocks have 64 tokens and eight rows of heads, and 64 of them are two programs for each of 256 compute units.
+BLOCK_TOKENS, LEAST_TOKENS = 64, 64 * 64
+
+
+def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
+    return replace(known_target(arch), releases=Releases(triton=triton))
+
+
+def names(selection: Selection) -> tuple[str, ...]:
+    return tuple(selection.kernel(kind).entry.name for kind in KINDS)
+
+
+def reasons(selection: Selection, name: str = CDNA[0]) -> set[str]:
+    return {r.reason for r in selection.refusals if r.kernel == name}
+
+
+def by_tokens(selection: Selection, kind: StepKind) -> KernelByTokens:
+    """The extend of a row, whose kernel depends on the step."""
+    bound = selection.kernel(kind).bound
+    extend = bound.extend if isinstance(bound, TritonMixed) else bound
+    assert isinstance(extend, KernelByTokens)
+    return extend
+
+
+def extend_of(kind: StepKind, num_seqs: int, num_tokens: int) -> BoundKernel:
+    return by_tokens(select(LAYER, on("gfx950"), "triton"), kind).of_shape(PaddedShape(kind, num_seqs, num_tokens))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"dtype": torch.float16, "page_size": 128},
+        {"num_kv_heads": 2, "page_size": 32, "wants_lse": True},
+        {"num_q_heads": 40, "page_size": 64},
+        {"window_right": UNLIMITED_WINDOW},
+    ],
+    ids=str,
+)
+def test_it_serves_extends_of_what_models_use(more: dict[str, Any]) -> None:
+    problem = replace(LAYER, **more)
+    selection = select(problem, on("gfx950"), "triton")
+    assert names(selection) == CDNA
+    extends = [by_tokens(selection, kind).other for kind in KINDS]
+    assert all(isinstance(extend, CdnaExtend) and extend.problem == problem for extend in extends)
+    mixed = selection.kernel(StepKind.MIXED).bound
+    assert isinstance(mixed, TritonMixed)
+    assert isinstance(mixed.decode, CdnaDecode)
+    for kind in KINDS:
+        assert works_by_launches(selection.kernel(kind).bound, "attend", PaddedShape(kind, 4, 1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dtype": torch.float32}, "dtype float32 is not one of bfloat16, float16"),
+        ({"head_dim": 64, "v_head_dim": 64}, "head_dim/v_head_dim 64/64 is not 128/128"),
+        ({"v_head_dim": 64}, "head_dim/v_head_dim 128/64 is not 128/128"),
+        ({"page_size": 8}, "page_size 8 is not 16 or 32 or 64 or 128"),
+        ({"window_left": 4095}, "it has no sliding window (window_left 4095)"),
+        ({"window_left": 99, "window_right": 99}, "it has no window with later keys"),
+        ({"chunk": 64}, "it has no chunks of keys (64)"),
+        ({"logits_soft_cap": 50.0}, "it has no logits soft cap (50)"),
+        ({"has_sinks": True}, "it has no attention sinks"),
+        ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
+        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, "it reads K and V as q, not"),
+    ],
+    ids=str,
+)
+def test_other_kernels_serve_what_it_does_not_and_the_reason_is_said(more: dict[str, Any], why: str) -> None:
+    selection = select(replace(LAYER, **more), on("gfx950"), "triton")
+    assert not set(names(selection)) & set(CDNA)
+    for name in CDNA:
+        assert any(reason.startswith(why) for reason in reasons(selection, name)), reasons(selection, name)
+
+
+def test_heads_that_only_extend_serves_are_left_to_other_kernels_in_mixed_steps() -> None:
+    selection = select(replace(LAYER, num_kv_heads=1), on("gfx950"), "triton")
+    assert names(selection) == (CDNA[0], "triton.extend+decode")
+    assert reasons(selection, CDNA[1]) == {"32 query heads share a KV head; at most 16 may"}
+
+
+def test_limits_of_mixed_steps_are_within_those_of_both_kernels() -> None:
+    for limits in (EXTEND_LIMITS, LIMITS):
+        assert set(MIXED_LIMITS.archs) <= set(limits.archs)
+        assert set(MIXED_LIMITS.exact_dims) <= set(limits.exact_dims)
+        assert set(MIXED_LIMITS.page_sizes) <= set(limits.page_sizes)
+        assert set(MIXED_LIMITS.dtypes) <= set(limits.dtypes)
+        assert set(MIXED_LIMITS.tritons) <= set(limits.tritons)
+        assert MIXED_LIMITS.max_gqa_ratio <= limits.max_gqa_ratio
+
+
+def test_gfx942_and_other_releases_keep_the_plain_kernel() -> None:
+    selection = select(LAYER, on("gfx942"), "triton")
+    assert names(selection) == ("triton.extend", "triton.extend+cdna_decode")
+    assert reasons(selection) == {"arch gfx942 is not one of gfx950"}
+    selection = select(LAYER, on("gfx950", Release.of("3.9.1")), "triton")
+    assert names(selection) == ("triton.extend", "triton.extend+decode")
+    assert reasons(selection) == {"it needs Triton 3.9.0, and 3.9.1 is installed"}
+
+
+def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
+    pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
+    assert names(select(LAYER, on("gfx950"), "triton", pool=pool)) == CDNA
+    terms = PoolTerms(page_strides=True, unaligned_rows=True)
+    selection = select(LAYER, on("gfx950"), "triton", pool=replace(pool, terms=terms))
+    assert names(selection) == ("triton.extend", "triton.extend+decode")
+    assert reasons(selection) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
+    deterministic = select(LAYER, on("gfx950"), "triton", deterministic=True)
+    assert names(deterministic) == ("triton.segment_extend", "triton.segment_extend+decode")
+
+
+@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED, StepKind.PREFILL])
+def test_steps_of_too_few_programs_keep_the_kernel_that_shares_rows_out(kind: StepKind) -> None:
+    row = StepKind.MIXED if kind is StepKind.MIXED else StepKind.EXTEND
+    kernel = by_tokens(select(LAYER, on("gfx950"), "triton"), row)
+    fewer = kernel.of_shape(PaddedShape(kind, 1, LEAST_TOKENS - 1))
+    assert isinstance(fewer, TritonExtend)
+    assert fewer.cut.sharing.programs
+    assert isinstance(kernel.of_shape(PaddedShape(kind, 1, LEAST_TOKENS)), CdnaExtend)
+
+
+def test_with_fewer_heads_a_step_needs_more_tokens() -> None:
+    """Of a rank of eight: one KV head, so 512 blocks of 64 tokens."""
+    kernel = by_tokens(select(replace(LAYER, num_q_heads=4, num_kv_heads=1), on("gfx950"), "triton"), StepKind.EXTEND)
+    assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 512 * 64 - 1)), TritonExtend)
+    assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 512 * 64)), CdnaExtend)
+
+
+def test_sequences_that_leave_a_third_of_a_block_empty_keep_the_plain_kernel() -> None:
+    most = 2 * BLOCK_TOKENS // 3
+    assert isinstance(extend_of(StepKind.EXTEND, 512, 512 * most), TritonExtend)
+    assert isinstance(extend_of(StepKind.EXTEND, 512, 512 * (most + 1)), CdnaExtend)
+
+
+def test_it_leaves_the_steps_of_few_tokens_as_they_were() -> None:
+    plain = select(LAYER, on("gfx950", Release.of("3.8.0")), "triton")
+    for kind in KINDS:
+        bound = plain.kernel(kind).bound
+        before = bound.extend if isinstance(bound, TritonMixed) else bound
+        for num_seqs, num_tokens in ((1, 1), (4, 40), (4, 1000), (64, 1024), (1, LEAST_TOKENS - 1)):
+            shape = PaddedShape(kind, num_seqs, num_tokens)
+            same = before.of_shape(shape) if isinstance(before, KernelByTokens) else before
+            assert extend_of(kind, num_seqs, num_tokens) == same
+
+
+def test_a_step_has_room_for_the_schedule_and_the_workspace_of_either_kernel() -> None:
+    kernel = by_tokens(select(LAYER, on("gfx950"), "triton"), StepKind.EXTEND)
+    for num_tokens in (1, LEAST_TOKENS - 1, LEAST_TOKENS, 4 * LEAST_TOKENS):
+        shape = PaddedShape(StepKind.EXTEND, 4, num_tokens)
+        served = kernel.of_shape(shape)
+        assert kernel.schedule.words(shape) >= served.schedule.words(shape)
+        assert kernel.workspace_words(shape) >= served.workspace_words(shape)
+
+
+def test_a_probe_runs_it_in_steps_that_are_too_small_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No MI355 has run it. If it is wrong, the plain kernel serves and the reason is reported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran: list[BoundKernel] = []
+
+    def wrong_extend(selection: Selection, device: torch.device) -> FailedProbe | None:
+        small = probe_runs._for_a_pool_of(selection, SMALLEST_POOL)
+        extend = small.kernel(StepKind.EXTEND)
+        ran.append(extend.bound)
+        mixed = small.kernel(StepKind.MIXED).bound
+        assert isinstance(mixed, TritonMixed)
+        if small.kernel(StepKind.MIXED).entry.name == CDNA[1]:
+            assert isinstance(mixed.extend, CdnaExtend)
+        return FailedProbe(CDNA[0], "sequence 1 of 3 is wrong") if extend.entry.name == CDNA[0] else None
+
+    monkeypatch.setattr(probe, "random_run", wrong_extend)
+    monkeypatch.setattr(probe, "edge_run", lambda selection, device: None)
+    (selection,) = choose_kernels([LAYER], on("gfx950"), "triton", SMALLEST_POOL, device=torch.device("cuda"))
+    assert names(selection) == ("triton.extend", CDNA[1])
+    assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
+    assert isinstance(ran[0], CdnaExtend)
+    assert not isinstance(ran[-1], CdnaExtend)

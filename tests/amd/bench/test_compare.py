@@ -124,7 +124,6 @@ def test_something_slower_ends_with_exit_code_1(tmp_path: Path, capsys: pytest.C
         ("{", "is not JSON"),
         ("[]", "has the schema None"),
         ('{"schema": "rocm_attn.bench/0"}', "has the schema 'rocm_attn.bench/0'"),
-        (json.dumps({"schema": SCHEMA, "kind": "serving", "machine": {}, "rows": []}), "a file of serving"),
     ],
 )
 def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +131,16 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
     for command in (["compare", str(tmp_path / "a.json")], ["plot"]):
         assert main(["bench", *command, str(tmp_path / "a.json")]) == BAD_INPUT
         assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "complaint"), [("compare", "a file of serving"), ("plot", "no server has made")])
+def test_a_file_of_a_server_without_tokens_is_refused(
+    command: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "kind": "serving", "machine": {}, "rows": []}))
+    assert main(["bench", command, *[str(path)] * (1 + (command == "compare"))]) == BAD_INPUT
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.nightly  # two seconds of importing matplotlib

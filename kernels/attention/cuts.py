@@ -309,19 +309,24 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) 
         return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1, parts, 1)
     if typical > 8:
         return MergeShape(True, 1, min(block, 64), typical, 2, typical, 1)
+    few, most_heads = max(typical, 4), next_power_of_2(q_rows)
+    of_a_program = num_rows * q_rows * block // _MERGE_PROGRAMS
+    # A merge that is launched early finds room next to decode if it has one warp: 16 x 4k takes 69.6 us so and 71.1
+    # with two, 64 x 4k in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
+    if of_a_program >= 256:
+        # More programs, for long rows, would begin one after the other. 16 heads of latents, 128 x 4k: 155 us, and 172
+        # at a commit with eight times as many.
+        heads = _power_of_2_in(min(most_heads, num_rows * q_rows // _FEW_PROGRAMS, 2048 // (few * block)))
+        return MergeShape(True, heads, block, few, 1, few, heads)
     # Rows are seldom alike. A row of many parts has more of them in a step, and more programs, than a typical one, of
     # which one program adds up `few` parts of more heads. Sequences of 90k and 70k next to 40 of 77 tokens, 32 x 2
     # heads of 64: 44 us if all rows are added up like typical ones, 30 so; 128 x 2k: 42, and 46 if all are like long
     # ones; 90k next to 127 of 77: 24.5. 64 x 4 of 192/128: 127 us like typical ones, 112 so.
-    few = max(typical, 4)
-    elements = min(max(_power_of_2_in(num_rows * q_rows * block // _MERGE_PROGRAMS), 32), 64)
+    elements = 32 if of_a_program < 64 else 64
     columns = min(block, elements)
-    most_heads = next_power_of_2(q_rows)
     heads = min(most_heads, elements // columns)
-    few_heads = min(most_heads, num_rows * q_rows // _FEW_PROGRAMS, 2048 // (few * columns))
-    # A merge that is launched early finds room next to decode if it has one warp: 16 x 4k takes 69.6 us so and 71.1
-    # with two, 64 x 4k in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
-    return MergeShape(True, heads, columns, 2048 // (heads * columns), 1, few, max(heads, _power_of_2_in(few_heads)))
+    few_heads = _power_of_2_in(min(most_heads, num_rows * q_rows // _FEW_PROGRAMS, 2048 // (few * columns)))
+    return MergeShape(True, heads, columns, 2048 // (heads * columns), 1, few, max(heads, few_heads))
 
 
 def _power_of_2_in(number: int) -> int:

@@ -73,7 +73,7 @@ def pending(place: int) -> int:
     return -1 - place
 
 
-# Of a step whose time nothing bounds.
+# The budget of a step whose time nothing bounds.
 _UNBOUNDED = StepBudget(0, 0, ())
 
 

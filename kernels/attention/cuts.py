@@ -264,7 +264,8 @@ class DecodeCut:
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
 
 
-# Fewer programs of the merge leave a GPU idle; many more run one after the other. Of rows of few parts, most are idle.
+# Fewer programs of the merge leave a GPU idle; many more run one after the other. If rows have few parts, most
+# programs are idle.
 _MERGE_PROGRAMS, _FEW_PROGRAMS = 2048, 512
 
 

@@ -23,7 +23,7 @@ from triton.language import PropagateNan
 # Maxima of three are one instruction only so.
 _NAN = gl.constexpr(PropagateNan.ALL)
 LAG = gl.constexpr(8.0)
-# Of a round.
+# Products of a round.
 _PRODUCTS = gl.constexpr(16)
 
 

@@ -30,7 +30,7 @@ _TILES = {(choice.arch, choice.head_dim): choice.tiles for choice in TableFile(_
 
 ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))
 HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim in _TILES))
-# Of extend for CDNA 4, whose kernel is written for them, and its archs and head dim.
+# Tiles of extend for CDNA 4, whose kernel is written for them, and its archs and head dim.
 EXTEND_ARCHS = ("gfx950",)
 EXTEND_HEAD_DIM = 128
 EXTEND_TILES = ExtendTiles(query_rows=256, key_block=64, num_warps=8, num_stages=1, waves_per_eu=2)

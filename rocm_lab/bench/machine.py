@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.machine.releases import triton_version
 
-# Of MI300 and MI350, in front of HBM; torch does not know of it (AMD, "CDNA 3 architecture", 2023).
+# The Infinity Cache of MI300 and MI350, in front of HBM; torch does not know of it (AMD, "CDNA 3 architecture", 2023).
 INFINITY_CACHE_BYTES = 256 << 20
 
 

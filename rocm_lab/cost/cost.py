@@ -372,7 +372,7 @@ def fraction(arch: str, busy: Busy) -> Range:
 
 
 def share_of_none(arch: str) -> tuple[float, float]:
-    """What published kernels reach of their `none`: the slowest in Triton, and the fastest in assembly."""
+    """The parts of their `none` that published kernels reach: the slowest in Triton, and the fastest in assembly."""
     gpu = GPUS[arch]
     slow, fast = (flops / gpu.matrix_ops / none_of(gpu.asm_busy) for flops in gpu.asm_flops)
     return slow * gpu.triton_of_asm, fast

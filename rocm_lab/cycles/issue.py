@@ -1,7 +1,7 @@
 """Issues the loops of a SIMD's waves, clock by clock, by the rules of rates.py.
 
-Of the instructions that waves have next, the one that can issue first does: its unit is free, the data that an
-s_waitcnt waits for have returned, the waves of a barrier have come. Equal ones go by s_setprio, and then the wave that
+Each wave has a next instruction, and the one that can issue first does: its unit is free, the data that an s_waitcnt
+waits for have returned, the waves of a barrier have come. Equal ones go by s_setprio, and then the wave that
 has waited longest. All four SIMDs of a CU do the same, so that each has a quarter of LDS and of vector memory.
 
 Not known here: conflicts of LDS banks, misses of caches, fetches of instructions, register ports, clocks under load.

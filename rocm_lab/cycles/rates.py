@@ -76,7 +76,7 @@ SCALAR_LATENCY = 200
 
 
 class Kind(Enum):
-    """What a vector instruction takes."""
+    """The work of a vector instruction."""
 
     PLAIN = "plain"
     PACKED = "packed float32"

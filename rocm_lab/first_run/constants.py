@@ -3,7 +3,7 @@
     decode   max(loaded / hbm, own + waits latency, busy) + ends latency + launches
     extend   computed / (peak * none * of_none) + tiles start + launches
 
-Of each layer loaded, own, waits, busy, ends, computed and tiles are known, as DecodeWork and ExtendWork say. With a
+The terms loaded, own, waits, busy, ends, computed and tiles are known of each layer (DecodeWork, ExtendWork). With a
 decode's largest part known, its time is linear in 1 / hbm, latency and launches. So parts are guessed from the model's
 constants, and constants fitted to parts, in turns, until the parts are those that the constants make the largest.
 Extend takes the launches of decode. Errors are relative, as the times of layers differ by 100 times.
@@ -26,12 +26,12 @@ from rocm_lab.cost.cost import GPUS, LATENCY, LAUNCHES, TILE_START, DecodeWork, 
 from rocm_lab.first_run.times import TimedLayer
 
 LEAST_POINTS = 8
-# Of the root mean square, relative to the times; and of a constant's standard error, relative to the constant.
+# Limits of the root mean square, relative to the times, and of a constant's standard error, relative to the constant.
 MOST_RESIDUAL, MOST_ERROR = 0.15, 0.2
 # Points that a bandwidth bounds, at least.
 LEAST_BOUND = 3
 _MOST_TURNS = 50
-# Of times, relative to them, and of singular values, relative to the largest one.
+# The rounding of times, relative to them, and of singular values, relative to the largest one.
 _ROUNDING = 1e-6
 
 Array = NDArray[np.float64]
@@ -167,7 +167,7 @@ def _least_squares(rows: Array, wanted: Array, seconds: Array) -> _Fit:
     _, singular, turned = np.linalg.svd(scaled, full_matrices=False)
     values = np.linalg.lstsq(scaled, wanted, rcond=_ROUNDING)[0]
     cost = float(np.square(scaled @ values - wanted).sum())
-    # Of values that the rows do not tell apart, the errors are as large as the values even without noise.
+    # The errors of values that the rows do not tell apart are as large as the values, even without noise.
     variance = max(cost, len(rows) * _ROUNDING**2) / (len(rows) - len(values))
     errors = np.sqrt(variance * np.square(turned.T / np.maximum(singular, _ROUNDING * singular[0])).sum(1)) / sizes
     values /= sizes

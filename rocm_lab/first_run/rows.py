@@ -45,7 +45,7 @@ def rows_of(report: GpuReport, triton: str) -> ReportedRows:
                 row = _row(report, trial)
                 found += [row] if isinstance(row, MeasuredTileChoice) else []
                 left_out += [row] if isinstance(row, str) else []
-    # Of two kernels for the same steps only the faster one's row serves.
+    # If two kernels serve the same steps, only the faster one's row does.
     file = TuningFile()
     for row in sorted(found, key=lambda row: row.measured.gain):
         file = file.with_choice(row)

@@ -107,7 +107,7 @@ def layouts(tiles: HopperTiles, problem: Problem, shared: int) -> tuple[Layout, 
         if fits and registers_needed(given, problem) <= _MOST_REGISTERS:
             ranked[layout] = clocks_per_key(given, problem)
     least = min(ranked.values(), default=0.0)
-    # Of layouts that the model holds for equal, the one with fewer bytes leaves more of shared memory to L1.
+    # The model holds some layouts for equal; the one with fewer bytes leaves more of shared memory to L1.
     likely = sorted(ranked, key=lambda each: (round(ranked[each], 2), each.value_keys > 0, each.num_stages, each))
     return tuple(each for each in likely if ranked[each] <= _UNLIKELY * least)[:_MOST_LAYOUTS]
 

@@ -135,7 +135,7 @@ class Search:
     seconds_left: Callable[[], float]
     keep: Callable[[TuneJob, FasterTiles], None]
     kept: Callable[[TuneJob], MeasuredTileChoice | None]
-    # Of the job that is searched: the seconds that are left when its share ends, and candidates of later jobs.
+    # The seconds that are left when the share of the job that is searched ends, and candidates of later jobs.
     _end: float = 0.0
     _later: tuple[Task, ...] = ()
 

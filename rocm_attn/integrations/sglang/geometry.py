@@ -30,7 +30,7 @@ from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelect
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 _DECODER, _ENCODER = "decoder", "encoder_only"
-# Of models whose prompts are not causal and whose text is. One that writes no text, as EmbeddingGemma, is an encoder.
+# Models whose prompts are not causal and whose text is. One that writes no text, as EmbeddingGemma, is an encoder.
 _BIDIRECTIONAL = "decoder_bidirectional"
 # Names in models of SGLang for the logits that their heads add to the softmax denominator.
 _SINK_NAMES = ("sinks", "attention_sink_bias")

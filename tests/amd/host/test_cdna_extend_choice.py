@@ -151,7 +151,7 @@ def test_steps_of_too_few_programs_keep_the_kernel_that_shares_rows_out(kind: St
 
 
 def test_with_fewer_heads_a_step_needs_more_tokens() -> None:
-    """Of a rank of eight: one KV head, so 512 blocks of 64 tokens."""
+    """A rank of eight has one KV head, so 512 blocks of 64 tokens."""
     kernel = by_tokens(select(replace(LAYER, num_q_heads=4, num_kv_heads=1), on("gfx950"), "triton"), StepKind.EXTEND)
     assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 512 * 64 - 1)), TritonExtend)
     assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 512 * 64)), CdnaExtend)

@@ -387,7 +387,7 @@ def test_the_command_refuses_another_file_in_a_sentence(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("triton", [TRITON, "3.9.0"])
 def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tmp_path: Path, read: Read) -> None:
-    """What tests/amd/rocm/test_tiles.py writes is what is read here; times are from a formula.
+    """The trials are as tests/amd/rocm/test_tiles.py writes them; times are from a formula.
 
     With Triton 3.9.0 decode for CDNA serves: tiles of both kernels are compared with it, and its own are faster.
     """

@@ -178,7 +178,9 @@ def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed: int,
             for way, task in gone.values():
                 (end,) = await asyncio.gather(task, return_exceptions=True)
                 assert isinstance(end, asyncio.CancelledError) if way == "cancel" else end is None
-            assert await front.between_steps(lambda: is_empty(served)), "whoever left has taken its pages along"
+            assert await front.between_steps(lambda: is_empty(served)), (
+                "the request that left has taken its pages along"
+            )
             return results
 
     for number, (got, wanted) in enumerate(zip(run(main), engine(loaded).generate(requests), strict=True)):

@@ -20,6 +20,14 @@ class HeadRows(NamedTuple):
     head: Field
 
 
+class HeadsOfToken(NamedTuple):
+    """Query heads, one of each row of a block, and which rows there are; one token, or each row's."""
+
+    token: Field
+    head: Field
+    is_row: Field
+
+
 class PagePointers(NamedTuple):
     """K pages or V pages from one KV head on: pointer, and strides in elements between pages, tokens and KV heads."""
 

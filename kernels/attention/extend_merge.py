@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, Softmax
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_BEFORE,
@@ -35,7 +35,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.merge import Parts, merge_parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
-from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.attention.softmax import store_rows
 from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -193,18 +193,17 @@ def _extend_merge_kernel(
         token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
         head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)
         is_row = (line < num_lines) & (ratio_head < G.GQA_RATIO)
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
-            maximum, total, decay = add_sink(maximum, total, sink)
-            acc = acc * decay[:, None]
-        # A token whose mask shows it no key: 0 / 1, and LSE -inf + log2(1).
-        total = tl.where(total == 0.0, 1.0, total)
-        is_out = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-        rows = out + (token * out_token + head * out_head)[:, None]
-        tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_out)
-        if lse is not None:
-            # Programs of other columns store the same number.
-            tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
+        out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
+        # Programs of other columns store the same LSE.
+        store_rows(
+            Softmax(acc, maximum, total),
+            HeadsOfToken(token, head, is_row),
+            sinks,
+            out_rows,
+            lse_rows,
+            column,
+            G.V_HEAD_DIM,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, Softmax
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut, merge_shape
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -36,7 +36,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
     words_of_seq,
 )
-from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
+from rocm_attn.kernels.attention.softmax import store_rows, visible_blocks
 from rocm_attn.kernels.early import early_options
 from rocm_attn.kernels.launch import launch
 
@@ -87,18 +87,6 @@ class MergedRow(NamedTuple):
     token: Any
     number: Any
     q_len: Any
-
-
-class MergeOutput(NamedTuple):
-    """The destination: pointers, of which lse and sinks may be None, and strides."""
-
-    out: Any
-    lse: Any
-    sinks: Any
-    out_token: Any
-    out_head: Any
-    lse_token: Any
-    lse_head: Any
 
 
 @triton.jit
@@ -197,17 +185,17 @@ def _merge_kernel(
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
         of_row = MergedRow(first_program, num_parts, token.to(tl.int64), row, q_len)
-        to = MergeOutput(out, lse, sinks, out_token, out_head, lse_token, lse_head)
+        out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
         first_line = tl.program_id(1) * G.HEADS
         if (G.FEW < G.PARTS) & (num_parts <= G.FEW):
             if first_line % G.FEW_HEADS == 0:
-                _merge_row(parts, of_row, to, first_line, G.FEW_HEADS, G.FEW, G)
+                _merge_row(parts, of_row, sinks, out_rows, lse_rows, first_line, G.FEW_HEADS, G.FEW, G)
         else:
-            _merge_row(parts, of_row, to, first_line, G.HEADS, G.PARTS, G)
+            _merge_row(parts, of_row, sinks, out_rows, lse_rows, first_line, G.HEADS, G.PARTS, G)
 
 
 @triton.jit
-def _merge_row(parts, row, to, first_line, HEADS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr):
+def _merge_row(parts, row, sinks, out, lse, first_line, HEADS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr):
     """Adds up HEADS lines of a row, COLUMNS of each, from PARTS parts at a time."""
     R: tl.constexpr = G.rows
     T: tl.constexpr = R.TOKENS
@@ -229,19 +217,9 @@ def _merge_row(parts, row, to, first_line, HEADS: tl.constexpr, PARTS: tl.conste
     acc, maximum, total = merge_parts(
         parts, row.first_program, row.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, PARTS, G
     )
-    if to.sinks is not None:
-        sink = tl.load(to.sinks + head, mask=is_row, other=float("-inf"))
-        maximum, total, decay = add_sink(maximum, total, sink)
-        acc = acc * decay[:, None]
-    # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
-    total = tl.where(is_row & (total != 0.0), total, 1.0)
-    value = (acc / total[:, None]).to(to.out.dtype.element_ty)
-    mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-    tl.store(to.out + (token * to.out_token + head * to.out_head)[:, None] + column[None, :], value, mask=mask)
-    if to.lse is not None:
-        # Programs of other column chunks store the same number.
-        value = (maximum + tl.log2(total)) * LN_2
-        tl.store(to.lse + token * to.lse_token + head * to.lse_head, value, mask=is_row)
+    # Other lines hold anything. Programs of other column chunks store the same LSE.
+    softmax = Softmax(acc, maximum, tl.where(is_row, total, 1.0))
+    store_rows(softmax, HeadsOfToken(token, head, is_row), sinks, out, lse, column, G.V_HEAD_DIM)
 
 
 def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool = False) -> None:

@@ -95,6 +95,27 @@ def add_sink(maximum, total, sink):
     return new_maximum, total * decay + share, decay
 
 
+@triton.jit
+def store_rows(softmax, heads, sinks, out, lse, columns, V_HEAD_DIM: tl.constexpr):
+    """Writes out and, if lse.at is not None, LSE of rows, with their sinks.
+
+    softmax: a Softmax; heads: a HeadsOfToken; out, lse: a HeadRows each; columns: of acc
+    """
+    acc, maximum, total = softmax
+    token, head, is_row = heads
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+        maximum, total, decay = add_sink(maximum, total, sink)
+        acc = acc * decay[:, None]
+    # A token that sees no key: 0 / 1, and LSE -inf + log2(1).
+    total = tl.where(total == 0.0, 1.0, total)
+    out_rows = out.at + (token * out.token + head * out.head)
+    value = (acc / total[:, None]).to(out.at.dtype.element_ty)
+    tl.store(out_rows[:, None] + columns[None, :], value, mask=is_row[:, None] & (columns < V_HEAD_DIM)[None, :])
+    if lse.at is not None:
+        tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
+
+
 @constexpr_function
 def _rounds_by_hand() -> bool:
     """True if the target has no instruction that rounds to bfloat16, so that Triton tests each number for NaN."""

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import HeadRows, PagePointers, Softmax
+from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, PagePointers, Softmax
 from rocm_attn.kernels.attention.coded import (
     ScalePointers,
     add_values,
@@ -31,7 +31,7 @@ from rocm_attn.kernels.attention.coded import (
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
-from rocm_attn.kernels.attention.softmax import in_range, rounded, sum_by_pairs
+from rocm_attn.kernels.attention.softmax import in_range, rounded, store_rows, sum_by_pairs
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, group_of, group_scales, is_record, scales_of
 from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.cache.records import RecordParts
@@ -40,7 +40,7 @@ from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.sparse.places import visible_tokens
-from rocm_attn.kernels.sparse.rows import HeadsOfToken, SelectedGeometry, heads_of_row, listed_keys, store_rows
+from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2

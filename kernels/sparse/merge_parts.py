@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.attention.bundles import HeadRows, Softmax
+from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, Softmax
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
+from rocm_attn.kernels.attention.softmax import store_rows
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.places import visible_tokens
-from rocm_attn.kernels.sparse.rows import HeadsOfToken, SelectedGeometry, heads_of_row, listed_keys, store_rows
+from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Elements of an accumulator that a program merges, rows times columns, and parts of a row that are loaded before they

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.sparse.cuts import SelectedCut
 
@@ -60,32 +59,6 @@ class SelectedGeometry(NamedTuple):
     BY_PAIRS: bool
     STAGES: int
     coding: Coding
-
-
-class HeadsOfToken(NamedTuple):
-    """Query heads of a token, one of each row of a block, and which rows there are."""
-
-    token: Any
-    head: Any
-    is_row: Any
-
-
-@triton.jit
-def store_rows(softmax, heads, sinks, out, lse, columns, V_HEAD_DIM: tl.constexpr):
-    """Writes out and, if lse.at is not None, LSE of rows of a token, with their sinks. columns: of acc"""
-    acc, maximum, total = softmax
-    token, head, is_row = heads
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
-        maximum, total, decay = add_sink(maximum, total, sink)
-        acc = acc * decay[:, None]
-    # A token that sees no key: 0 / 1, and LSE -inf + log2(1).
-    total = tl.where(total == 0.0, 1.0, total)
-    out_rows = out.at + (token * out.token + head * out.head)
-    value = (acc / total[:, None]).to(out.at.dtype.element_ty)
-    tl.store(out_rows[:, None] + columns[None, :], value, mask=is_row[:, None] & (columns < V_HEAD_DIM)[None, :])
-    if lse.at is not None:
-        tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
 @triton.jit

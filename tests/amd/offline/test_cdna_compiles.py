@@ -116,8 +116,8 @@ EXTENDS: dict[str, dict[str, Any]] = {
     "every_key": {"window_right": UNLIMITED_WINDOW},
     "other_strides": {"spread": True},
 }
-# Of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in eights one
-# address more is computed.
+# The least share of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in
+# eights one address more is computed.
 LEAST_SHARE = 0.85
 
 

@@ -150,7 +150,7 @@ class Report:
         given = {"table": "decode", "tiles": asdict(tiles), "wrong": candidate.wrong, "spilled": candidate.spilled}
         if not candidate.rounds:
             return given
-        # What slows the GPU for a round slows both.
+        # A slower GPU slows both tiles of a round.
         us: dict[str, list[list[float]]] = {"in_use_us": [], "us": []}
         for _ in range(candidate.rounds):
             slow = self._noisy(1.0)

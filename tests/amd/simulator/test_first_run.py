@@ -208,7 +208,7 @@ def run_the_command(path: Path, *given: str) -> None:
 def test_the_command_on_a_simulated_gpu_leaves_a_report_that_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of what the command runs, the small steps fit the simulator. No time of it means anything."""
+    """The small steps of the command fit the simulator. Its times mean nothing."""
     path = tmp_path / "report.json"
     run_the_command(path, "-p", "tests.amd.rocm.stand_in_gpu", "tests/amd/rocm/test_simulated.py")
     assert main(["read-report", str(path), "--folder", str(tmp_path / "read"), "--json"]) == DONE

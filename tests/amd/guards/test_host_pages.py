@@ -104,6 +104,8 @@ def a_slot_of_other_tokens(world: Tiered) -> None:
     """The record of the second page was overwritten by that of another request's page."""
     runtime = world.serving.runtime
     world.tier.put(KEYS[2:3], runtime.table.pages_of(world.serving.requests[-1].row)[:1])
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
     world.memory.at(KEYS[1]).copy_(world.memory.at(KEYS[2]))
 
 

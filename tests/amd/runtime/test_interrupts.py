@@ -99,7 +99,8 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
         for number in range(4):
             served.run("split" if number == 2 else kind, 10 + line + number)
         served.runtime.check_device()
-    assert interrupts > 20
+    # Python 3.12 has fewer lines: comprehensions are part of the function around them.
+    assert interrupts > 10
     assert (served.runner.counters.replays > 0) == graphs
 
 

@@ -3,7 +3,8 @@
     pages -> ring of codes -> ring of K and ring of V, in sixteen bits -> matrix units
 
 A code is exact in float16. Scales of the layer or of a head are multiplied in where they belong to rows (coded.py). A
-token's scale of K multiplies its column of the scores, and its scale of V its row of V, which is then rounded.
+token's scale of K multiplies its column of the scores, and its scale of V its column of the weights; float16 holds few
+scales, so there it multiplies the row of V, which is then rounded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
@@ -20,14 +21,16 @@ from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper.rings import (
     ASKING_WARP,
     LoadingWarps,
+    load_box,
     nothing_ahead,
     of_all_steps,
     slots_of_step,
+    value_stage,
     wait_for_place,
     wait_for_place_of_values,
     zero_unseen,
 )
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, piece_rows
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 _DECODER = gl.constexpr(LoadingWarps(4))
@@ -52,21 +55,26 @@ def _as_half(encoding: int) -> str:
     return _AS_HALF[encoding]
 
 
+class TokenScales(NamedTuple):
+    """Scales of the keys in the rings of K and of V: float32 [stages, KEY_BLOCK]."""
+
+    k: Any
+    v: Any
+
+
 class CodeTiles(NamedTuple):
     """A ring of tiles of codes, K and V in turn.
 
     boxes, pieces: the ring as boxes of a page, and as pieces that are decoded at a time
     full, free:         barriers for a tile being loaded, and for its being decoded
-    k_scale_values:     float32 [STAGES, KEY_BLOCK], scales of tokens, with the ring of K
-    v_scale_values:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
+    scales:             of tokens (TokenScales)
     """
 
     boxes: Any
     pieces: Any
     full: Any
     free: Any
-    k_scale_values: Any
-    v_scale_values: Any
+    scales: Any
 
 
 class ProductScales(NamedTuple):
@@ -76,6 +84,12 @@ class ProductScales(NamedTuple):
     cap: Any
     k: Any
     v: Any
+
+
+@constexpr_function
+def scales_weights(G):
+    """True if a token's scale of V multiplies its weights: bfloat16 holds the products."""
+    return G.SCALES == TOKEN_SCALES and G.MOVES_Q
 
 
 @gluon.jit
@@ -102,8 +116,6 @@ def new_codes(G: gl.constexpr):
     BOX: gl.constexpr = G.BOX
     PARTS: gl.constexpr = G.CODE_TILES * _parts_of_place(G)
     BOXES: gl.constexpr = PARTS * (G.KEY_BLOCK // G.BOX)
-    PIECE: gl.constexpr = piece_rows(G)
-    PIECES: gl.constexpr = PARTS * G.KEY_BLOCK // PIECE
     layout: gl.constexpr = gl.NVMMASharedLayout(64, 8, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.uint8, [BOXES, BOX, BOX_COLUMNS], layout)
@@ -112,14 +124,13 @@ def new_codes(G: gl.constexpr):
     for i in gl.static_range(TILES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    pieces = boxes._reinterpret(gl.uint8, [PIECES, PIECE, BOX_COLUMNS], layout)
-    STAGES: gl.constexpr = G.STAGES
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    pieces = boxes._reinterpret(gl.uint8, [PARTS, KEY_BLOCK, BOX_COLUMNS], layout)
+    STAGES: gl.constexpr = G.STAGES
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_scale_values = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
-    COPIES: gl.constexpr = PIECE // KEY_BLOCK
-    v_scale_values = gl.allocate_shared_memory(gl.float32, [COPIES, KEY_BLOCK], line)
-    return CodeTiles(boxes, pieces, full, free, k_scale_values, v_scale_values)
+    of_k = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
+    of_v = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
+    return CodeTiles(boxes, pieces, full, free, TokenScales(of_k, of_v))
 
 
 @gluon.jit
@@ -134,7 +145,7 @@ def _load_codes(desc, head, codes, n, slots, C: gl.constexpr, G: gl.constexpr):
     for i in gl.static_range(BOXES):
         for c in gl.static_range(C.DIM // BOX_COLUMNS):
             box = codes.boxes.index((place * PARTS + c) * BOXES + i)
-            tma.async_copy_global_to_shared(desc, [slots[i], head * C.DIM + c * BOX_COLUMNS], full, box)
+            load_box(desc, head, slots[i], c * BOX_COLUMNS, full, box, 8, C, G)
 
 
 @gluon.jit
@@ -177,22 +188,18 @@ def _scales_of_keys(scale_values, row, at, G: gl.constexpr):
 @gluon.jit
 def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, C: gl.constexpr, G: gl.constexpr):
     """Decodes the n-th tile of codes to a stage, without zeroing anything else. SCALED: with scales of V"""
-    PIECE: gl.constexpr = piece_rows(G)
-    PIECES: gl.constexpr = (C.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
-    PIECES_OF_PLACE: gl.constexpr = _parts_of_place(G) * G.KEY_BLOCK // PIECE
+    PIECES: gl.constexpr = C.DIM // BOX_COLUMNS
     ASSEMBLY: gl.constexpr = _as_half(G.ENCODING)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     place = n % G.CODE_TILES
     if SCALED:
-        scale_values = codes.v_scale_values._reinterpret(gl.float32, [PIECE], line)
-        scale_value = gl.expand_dims(scale_values.load(gl.SliceLayout(1, layout)), 1)
+        scale_value = gl.expand_dims(codes.scales.v.index(stage).load(gl.SliceLayout(1, layout)), 1)
     for i in gl.static_range(PIECES):
-        piece = codes.pieces.index(place * PIECES_OF_PLACE + i).load(layout)
+        piece = codes.pieces.index(place * _parts_of_place(G) + i).load(layout)
         numbers = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [piece], dtype=gl.float16, is_pure=True, pack=4)
         if SCALED:
-            numbers = (numbers.to(gl.float32) * scale_value).to(ring.pieces.dtype)
-        ring.pieces.index(stage * PIECES + i).store(numbers)
+            numbers = numbers.to(gl.float32) * scale_value
+        ring.pieces.index(stage * PIECES + i).store(numbers.to(ring.pieces.dtype))
 
 
 @gluon.jit
@@ -228,25 +235,27 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
     OF_K: gl.constexpr = G.K
     OF_V: gl.constexpr = G.V
     scale_values, codes, rings = task
-    stage = n % G.STAGES
+    stage, v_stage = n % G.STAGES, value_stage(n, 0, G)
     _wait_for_codes(codes, 2 * n, G)
     wait_for_place(rings, n, G)
     if BY_TOKEN:
         k_scale_value, v_scale_value, at = ahead
-        codes.k_scale_values.index(stage).store(k_scale_value)
-        COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
-        for i in gl.static_range(COPIES):
-            codes.v_scale_values.index(i).store(v_scale_value)
+        codes.scales.k.index(stage).store(k_scale_value)
         # Two steps ahead, and one: a load of a scale waits for that of its page.
-        k_scale_value, v_scale_value = _scales_of_keys(scale_values, row.head, at, G)
-        ahead = (k_scale_value, v_scale_value, _pages_of_keys(row.source, step + 2, row.seen, G))
+        next_k, next_v = _scales_of_keys(scale_values, row.head, at, G)
+        ahead = (next_k, next_v, _pages_of_keys(row.source, step + 2, row.seen, G))
     _decode_tile(codes, 2 * n, rings.k, stage, False, OF_K, G)
     _pass_on(codes, 2 * n, rings.k, stage, G)
     _wait_for_codes(codes, 2 * n + 1, G)
     wait_for_place_of_values(rings, n, 0, G)
-    _decode_tile(codes, 2 * n + 1, rings.v, stage, BY_TOKEN, OF_V, G)
+    SCALED: gl.constexpr = BY_TOKEN and not scales_weights(G)
+    if BY_TOKEN:
+        codes.scales.v.index(v_stage).store(v_scale_value)
+    if SCALED:
+        gl.thread_barrier()
+    _decode_tile(codes, 2 * n + 1, rings.v, v_stage, SCALED, OF_V, G)
     zero_unseen(rings.v, n, step, row.seen, G)
-    _pass_on(codes, 2 * n + 1, rings.v, stage, G)
+    _pass_on(codes, 2 * n + 1, rings.v, v_stage, G)
     return ahead
 
 

@@ -93,7 +93,7 @@ class ConsumerMemory(NamedTuple):
 
     tiles: Any
     left: Any
-    k_scale_values: Any
+    scales: Any
 
 
 class ProgramRow(NamedTuple):
@@ -191,7 +191,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
         v_scale_value = row_scale(scale_values.v, todo.row // G.HEAD_BLOCKS, G)
         kv_index = block.kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
-        query = ConsumerQuery(own.tiles, kv_index, product_scale, scale_values.cap, own.k_scale_values, own.left)
+        query = ConsumerQuery(own.tiles, kv_index, product_scale, scale_values.cap, own.scales, own.left)
         edge_step = steps.first
         if G.OPEN_MIDDLE or not G.WINDOWED:
             edge_step = (block.kv_index + 1 if G.CAUSAL or G.WINDOWED else seen.end) // G.KEY_BLOCK
@@ -273,7 +273,7 @@ def _hopper_extend_kernel(
         scale_values = ProductScales(product_scale, cap_scale, k_scale, v_scale)
         # Gluon passes no None to warp groups: if there is nothing left of a segment, and keys have no scales, these are
         # not read.
-        first_left, second_left, k_scale_values = first_q, second_q, rings.free
+        first_left, second_left, token_scales = first_q, second_q, rings.free
         PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
         lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
         sums = partials + lines * G.V.HEAD_DIM
@@ -288,10 +288,10 @@ def _hopper_extend_kernel(
         x = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, draws)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
-            k_scale_values = codes.k_scale_values
+            token_scales = codes.scales
         first, second = (
-            ConsumerMemory(first_q, first_left, k_scale_values),
-            ConsumerMemory(second_q, second_left, k_scale_values),
+            ConsumerMemory(first_q, first_left, token_scales),
+            ConsumerMemory(second_q, second_left, token_scales),
         )
         fence_async_shared()
         gl.thread_barrier()

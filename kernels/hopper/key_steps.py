@@ -18,6 +18,7 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
+from rocm_attn.kernels.hopper.codes import scales_weights
 from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of, width_of
@@ -40,7 +41,7 @@ class ConsumerQuery(NamedTuple):
     kv_index: Any
     product_scale: Any
     cap_scale: Any
-    k_scale_values: Any
+    scales: Any
     left: Any
 
 
@@ -225,7 +226,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         else:
             scores = warpgroup_mma_wait(0, deps=pending)
         if G.SCALES == TOKEN_SCALES:
-            k_scale_value = query.k_scale_values.index(stage).load(gl.SliceLayout(0, s_layout))
+            k_scale_value = query.scales.k.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
         wait_for_values(rings, n, 0, 1, G)
@@ -258,6 +259,10 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             else:
                 weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))
             total += _sums_of_lanes(weights, G)
+            if scales_weights(G):
+                of_keys = query.scales.v.index(value_stage(n, tile, G))
+                v_scale_value = of_keys.load(gl.SliceLayout(0, weights.type.layout))
+                weights = weights * gl.expand_dims(v_scale_value, 0)
             weights = weights.to(v.tiles.dtype)
             if tile == 0:
                 if MASKED and G.CODE_TILES == 0 and not G.GATHERED:

@@ -18,7 +18,6 @@ from rocm_attn.kernels.hopper.rows import (
     block_of,
     next_row,
     parts_of,
-    piece_rows,
     seen_by_block,
     steps_of,
 )
@@ -95,8 +94,6 @@ def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr
     """
     BOX: gl.constexpr = G.BOX
     BOXES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS) * (TILE_KEYS // G.BOX)
-    PIECE: gl.constexpr = piece_rows(G)
-    PIECES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS) * TILE_KEYS // PIECE
     TILES: gl.constexpr = STAGES * parts_of(C)
     COLUMNS: gl.constexpr = C.TILE
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -107,7 +104,8 @@ def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr
         mbarrier.init(full.index(i), count=GATHERING_THREADS if G.GATHERED else 1)
     pieces = boxes
     if G.CODE_TILES > 0:
-        pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
+        PIECES: gl.constexpr = STAGES * (C.DIM // BOX_COLUMNS)
+        pieces = boxes._reinterpret(DTYPE, [PIECES, TILE_KEYS, BOX_COLUMNS], layout)
     return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, TILE_KEYS, COLUMNS], layout), full)
 
 
@@ -161,11 +159,14 @@ def value_tiles(G):
 
 
 @gluon.jit
-def _load_box(desc, row, slot, column, full, box, C: gl.constexpr, G: gl.constexpr):
-    """Loads a box of a KV head by TMA. Columns beyond the head are zeros, or the next head's if nothing reads them."""
+def load_box(desc, row, slot, column, full, box, BITS: gl.constexpr, C: gl.constexpr, G: gl.constexpr):
+    """Loads a box of a KV head by TMA. Columns beyond the head are zeros, or the next head's if nothing reads them.
+
+    BITS: of an element
+    """
     if C.ZEROED:
         BOX: gl.constexpr = G.BOX
-        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+        layout: gl.constexpr = gl.NVMMASharedLayout(BOX_COLUMNS * BITS // 8, BITS, rank=3)
         of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
         tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
     else:
@@ -183,7 +184,7 @@ def _load_tile(
     for i in gl.static_range(TILE_KEYS // G.BOX):
         for c in gl.static_range(PARTS):
             box = box_of(ring, stage, c, i, TILE_KEYS, C, G)
-            _load_box(desc, row, slots[FIRST + i], c * BOX_COLUMNS, full, box, C, G)
+            load_box(desc, row, slots[FIRST + i], c * BOX_COLUMNS, full, box, 16, C, G)
 
 
 @gluon.jit

@@ -131,15 +131,6 @@ class HopperGeometry(NamedTuple):
 
 
 @constexpr_function
-def piece_rows(G):
-    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile of K and of V, or their keys if all are not the
-    same power of two.
-    """
-    rows = G.K.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
-    return rows if rows & (rows - 1) == 0 and G.K.DIM == G.V.DIM else G.KEY_BLOCK
-
-
-@constexpr_function
 def parts_of(columns):
     """Tiles that a row is cut into."""
     return columns.DIM // columns.TILE

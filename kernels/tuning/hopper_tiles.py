@@ -126,10 +126,8 @@ _EXTEND_TILES = _by_dims("boxes")
 # Other tiles for pages whose keys are gathered, and for deterministic attention over all pages.
 _GATHERED_TILES = {**_EXTEND_TILES, **_by_dims("gathered")}
 
-# For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
-# each product.
+# For eight-bit pages.
 _CODED_TILES = _by_dims("codes")
-CODED_HEAD_DIMS = tuple(dim for dim, _ in _CODED_TILES)
 # In deterministic attention; segments and key blocks are those of decode (segment.json).
 _SEGMENT_TILES = _by_dims("segment")
 
@@ -146,7 +144,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 def hopper_tiles(head_dim: int, v_head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
-    """The tiles of heads of up to HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
+    """The tiles of heads of up to HEAD_DIMS. coded: whether pages are of eight bits"""
     tiles = _CODED_TILES if coded else _GATHERED_TILES if is_gathered(page_size) else _EXTEND_TILES
     return tiles[_least_dims(tiles, head_dim, v_head_dim)]
 

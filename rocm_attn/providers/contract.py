@@ -184,7 +184,7 @@ class Limits:
     scales:        what may share a scale of eight-bit K and V
     dims_alike:    True if head_dim and v_head_dim must be equal
     dim_step:      head dims are multiples of this
-    coded_dims:    the only head dims with eight-bit K and V
+    coded_dim_step: head dims with eight-bit K and V are multiples of this
     coded_page_sizes: the only page sizes with them
     lse:           True if it returns the log-sum-exp
     lse_of_slopes: True if it also returns that of layers with ALiBi slopes
@@ -219,7 +219,7 @@ class Limits:
     scales: tuple[Scales, ...] = (Scales.NONE,)
     dims_alike: bool = False
     dim_step: int = 1
-    coded_dims: tuple[int, ...] = ()
+    coded_dim_step: int = 1
     coded_page_sizes: tuple[int, ...] = ()
     lse: bool = True
     lse_of_slopes: bool = True
@@ -321,10 +321,10 @@ class Limits:
         if problem.kv_encoding is KVEncoding.LIKE_Q:
             return []
         reasons = []
-        others = [dim for dim in (problem.head_dim, problem.v_head_dim) if dim not in self.coded_dims]
-        if self.coded_dims and others:
-            allowed = _either(self.coded_dims)
-            reasons.append(f"it reads eight-bit pages of head dims {allowed}, not {others[0]}")
+        dims = (problem.head_dim, problem.v_head_dim)
+        if any(dim % self.coded_dim_step for dim in dims):
+            step = self.coded_dim_step
+            reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} of eight-bit pages are not multiples of {step}")
         if self.coded_page_sizes and problem.page_size not in self.coded_page_sizes:
             allowed = _either(self.coded_page_sizes)
             reasons.append(f"it reads eight-bit pages of {allowed} tokens, not {problem.page_size}")

@@ -14,7 +14,6 @@ from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
-    CODED_HEAD_DIMS,
     HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
@@ -56,7 +55,8 @@ LIMITS = Limits(
     aligned_sides=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=SCALES_BESIDE_ROWS,
-    coded_dims=CODED_HEAD_DIMS,
+    # TMA steps from head to head by multiples of 16 bytes.
+    coded_dim_step=16,
     # TMA swizzles eight rows at a time, and codes are not gathered.
     coded_page_sizes=(8, 16, 32, 64, 128),
     tritons=TRITONS,

@@ -61,10 +61,7 @@ def shared_bytes(tiles: HopperTiles, problem: Problem) -> int:
     """Shared memory of a program of extend, at most: q, both rings, and codes with their scales."""
     k, v, block = padded_dim(problem.head_dim), padded_dim(problem.v_head_dim), tiles.extend.key_block
     keys, values = tiles.extend.num_stages * block, tiles.value_stages * tiles.value_block
-    # A piece of codes has as many scales as rows: those of all columns of a tile at most.
-    codes = tiles.code_tiles * block * max(k, v) + (tiles.extend.num_stages + k // 64) * block * 4 * bool(
-        tiles.code_tiles
-    )
+    codes = tiles.code_tiles * block * max(k, v) + 2 * keys * 4 * bool(tiles.code_tiles)
     return 2 * (_ROWS * k + keys * k + values * v) + codes + _BARRIERS
 
 

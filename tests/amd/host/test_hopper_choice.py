@@ -124,11 +124,11 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         ({"has_alibi_slopes": True}, ""),
         ({"window_left": 2046}, ""),
         ({"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD}, "float8_e4m3fnuz"),
-        ({"head_dim": 256, "v_head_dim": 256, **CODED}, "256"),
+        ({"head_dim": 264, "v_head_dim": 264, **CODED}, "264"),
         ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
         (
-            {"head_dim": 96, "v_head_dim": 96, **CODED},
-            "it reads eight-bit pages of head dims 64 or 128 or 192, not 96",
+            {"head_dim": 72, "v_head_dim": 72, **CODED},
+            "head_dim/v_head_dim 72/72 of eight-bit pages are not multiples of 16",
         ),
         (
             {"page_size": 4, **CODED},

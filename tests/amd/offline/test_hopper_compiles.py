@@ -14,7 +14,6 @@ from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.tuning.hopper_tiles import (
-    CODED_HEAD_DIMS,
     DIMS,
     HEAD_DIMS,
     HopperTiles,
@@ -106,7 +105,6 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
         pytest.param(dims, layer, marks=[pytest.mark.nightly] * ((dims, layer) not in SHORT))
         for dims in DIMS
         for layer in LAYERS
-        if {*dims} <= {*CODED_HEAD_DIMS} or "kv" not in LAYERS[layer]
     ],
     ids=str,
 )

@@ -113,6 +113,8 @@ class ExternalOptions:
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages have strides of their own, as when K and V are packed into one tensor
+    even_slots:    whether the slots of such pages lie at equal distances, which more kernels read. pages.bind() then
+                   refuses others
     unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
                     fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
     zero_tails:    whether the slots after a sequence in its last page may be zeroed, which some kernels need
@@ -130,6 +132,7 @@ class ExternalOptions:
     provider: str = "auto"
     deterministic: bool = False
     page_strides: bool = False
+    even_slots: bool = False
     unaligned_rows: bool = False
     zero_tails: bool = False
     short_kv: bool = False
@@ -148,7 +151,7 @@ class ExternalOptions:
 
     def pool_size(self, bounds: Bounds) -> PoolSize:
         """The pool that kernels are chosen for."""
-        terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv, self.unaligned_rows)
+        terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv, self.unaligned_rows, self.even_slots)
         return PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms)
 
 
@@ -216,6 +219,7 @@ class ExternalAttention:
             spaces,
             num_pages=bounds.num_pages,
             page_strides=options.page_strides,
+            even_slots=options.even_slots,
             binds_calls=options.binds_calls,
             device=self.device,
             gate=gate,

@@ -21,6 +21,22 @@ _NAN_CODES = {Encoding.E4M3FN: 0x7F, Encoding.E4M3FNUZ: 0x80, Encoding.E5M2: 0x7
 _NAN_RECORD = 0xFF
 
 
+def has_even_slots(k: Tensor, v: Tensor) -> bool:
+    """True if all slots of a layer lie at equal distances, so that a slot is a row of a matrix, as TMA reads them.
+
+    Pages of K and of V are as many slots apart, and slots have 31 bits. Rows begin at multiples of 16 bytes, except in
+    contiguous pages, where a kernel's limits on dims say it.
+    k, v: pages, as in LayerPages
+    """
+    sides = k, v
+    if k.dim() == 5 or any(side.stride(1) <= 0 or side.stride(0) % side.stride(1) for side in sides):
+        return False
+    page_slots = {side.stride(0) // side.stride(1) for side in sides}
+    aligned = all(number * side.itemsize % 16 == 0 for side in sides for number in side.stride()[1:3])
+    few = len(k) * max(page_slots) < 1 << 31
+    return len(page_slots) == 1 and few and (aligned or all(side.is_contiguous() for side in sides))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPages:
     """One layer's storage.
@@ -72,6 +88,21 @@ class LayerPages:
     def has_aligned_sides(self) -> bool:
         """True if K and V begin at multiples of 16 bytes: TMA, and copies of 16 bytes, read no others."""
         return self.raw_k.data_ptr() % 16 == 0 == self.raw_v.data_ptr() % 16
+
+    @property
+    def page_slots(self) -> int:
+        """Slots from a page to the next one in memory, if slots are even: more than page_size if others lie between."""
+        return self.raw_k.stride(0) // self.raw_k.stride(1)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots from the first one to the last one, with those that lie between pages, if slots are even."""
+        return (len(self.raw_k) - 1) * self.page_slots + self.format.page_size
+
+    @property
+    def has_even_slots(self) -> bool:
+        """True if has_even_slots(k, v)."""
+        return has_even_slots(self.raw_k, self.raw_v)
 
     @property
     def has_aligned_rows(self) -> bool:

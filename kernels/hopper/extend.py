@@ -341,17 +341,18 @@ def _hopper_extend_kernel(
 
 
 def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """Does the same as `launch_paged_extend`, without masks and slopes, over contiguous pages.
+    """Does the same as `launch_paged_extend`, without masks and slopes, over pages of even slots.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("extend on Hopper")
     assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
+    assert args.pages.has_even_slots, "the limits refuse slots at other distances"
     _check_cut(args, scores, cut, tiles)
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
-    num_slots, draws = pages.raw_k.shape[0] * geometry.PAGE_SIZE, tiles.drawn_blocks > 0
+    num_slots, draws = pages.num_slots, tiles.drawn_blocks > 0
     k, v = _as_loaded(pages.raw_k, geometry.K, geometry), _as_loaded(pages.raw_v, geometry.V, geometry)
     strides = args.strides_in(geometry.STRIDE_UNIT)
     q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
@@ -434,9 +435,10 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         GQA_RATIO=tiles.extend.heads_per_block(gqa_ratio),
         HEAD_BLOCKS=blocks,
         TOKENS=cut.query_tokens,
-        K=_columns(args.q.shape[2], tiles.extend.dim_block),
-        V=_columns(args.out.shape[2], tiles.v_dim_block or tiles.extend.dim_block),
+        K=_columns(args.pages.raw_k, tiles.extend.dim_block),
+        V=_columns(args.pages.raw_v, tiles.v_dim_block or tiles.extend.dim_block),
         PAGE_SIZE=page_size,
+        PAGE_SLOTS=args.pages.page_slots,
         GATHERED=gathers,
         BOX=tiles.value_block if gathers else box,
         KEY_BLOCK=tiles.extend.key_block,
@@ -471,29 +473,41 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     )
 
 
-def _columns(head_dim: int, dim_block: int) -> RowColumns:
-    """Returns the columns of rows, cut into tiles of dim_block columns at most. 0: of all that a power of two has"""
+def _columns(pages: torch.Tensor, dim_block: int) -> RowColumns:
+    """Returns the columns of rows of pages, cut into tiles of dim_block columns at most. 0: of all that a power of two
+    has
+    """
+    head_dim = pages.shape[3]
     dim = padded_dim(head_dim)
     tile = math.gcd(dim, equal_columns(dim, dim_block))
     rest = head_dim % tile
     # Products are made with a power of two of columns, at least 16. Those beyond the head must be zeros, and not the
     # next head's.
     last = max(16, next_power_of_2((head_dim - 1) % tile + 1))
-    return RowColumns(HEAD_DIM=head_dim, DIM=dim, TILE=tile, LAST=last, ZEROED=0 < rest < last)
+    slot, head = pages.stride()[1:3]
+    return RowColumns(
+        HEAD_DIM=head_dim,
+        DIM=dim,
+        TILE=tile,
+        LAST=last,
+        ZEROED=0 < rest < last,
+        SLOT_STRIDE=slot,
+        HEAD_STRIDE=head,
+    )
 
 
 def _as_loaded(pages: torch.Tensor, columns: RowColumns, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
-    """Returns contiguous pages as rows of slots, of which TMA loads boxes; or unchanged, if keys are gathered."""
+    """Returns pages as rows of slots, of which TMA loads boxes; or unchanged, if keys are gathered."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
-    assert pages.is_contiguous()
     if geometry.GATHERED:
         return pages
-    slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim
+    slot, head = columns.SLOT_STRIDE, columns.HEAD_STRIDE
+    slots, box = (num_pages - 1) * geometry.PAGE_SLOTS + page_size, [geometry.BOX, BOX_COLUMNS.value]
     # With boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us instead of 384 (H200).
-    shape, strides = [slots, row], [row, 1]
+    shape, strides = [slots, (num_heads - 1) * head + dim], [slot, 1]
     if columns.ZEROED:
-        shape, strides, box = [num_heads, slots, dim], [dim, row, 1], [1, *box]
+        shape, strides, box = [num_heads, slots, dim], [head, slot, 1], [1, *box]
     layout = gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=len(shape))
     return TensorDescriptor(pages, shape, strides, box, layout)
 

@@ -42,7 +42,7 @@ def _places_of_step(source, step, seen, G: gl.constexpr):
         key = step * G.KEY_BLOCK + i * BOX + gl.arange(0, BOX, layout=gl.SliceLayout(1, _LAYOUT))
         is_seen = (key >= seen.first) & (key < seen.end)
         page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1), mask=is_seen, other=0)
-        places += (gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, -1),)  # type: ignore[assignment]
+        places += (gl.where(is_seen, page * G.PAGE_SLOTS + key % G.PAGE_SIZE, -1),)  # type: ignore[assignment]
     return places
 
 
@@ -54,7 +54,7 @@ def _copy_tile(
     column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _LAYOUT)), 0)
     for i in gl.static_range(TILE_KEYS // G.BOX):
         slot = gl.expand_dims(places[FIRST + i], 1)
-        keys = pages + (slot.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS * C.HEAD_DIM) + row * C.HEAD_DIM)
+        keys = pages + (slot.to(gl.int64) * C.SLOT_STRIDE + row * C.HEAD_STRIDE)
         for c in gl.static_range(C.DIM // BOX_COLUMNS):
             is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, C)
             box = box_of(ring, stage, c, i, TILE_KEYS, C, G)

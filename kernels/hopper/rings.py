@@ -140,7 +140,7 @@ def slots_of_step(source, step, seen, G: gl.constexpr):
         key = step * G.KEY_BLOCK + i * G.BOX
         page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1))
         is_seen = (key < seen.end) & (key + G.BOX > seen.first)
-        slots += (gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, source.num_slots),)  # type: ignore[assignment]
+        slots += (gl.where(is_seen, page * G.PAGE_SLOTS + key % G.PAGE_SIZE, source.num_slots),)  # type: ignore[assignment]
     return slots
 
 
@@ -170,7 +170,7 @@ def load_box(desc, row, slot, column, full, box, BITS: gl.constexpr, C: gl.const
         of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
         tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
     else:
-        tma.async_copy_global_to_shared(desc, [slot, row * C.HEAD_DIM + column], full, box)
+        tma.async_copy_global_to_shared(desc, [slot, row * C.HEAD_STRIDE + column], full, box)
 
 
 @gluon.jit

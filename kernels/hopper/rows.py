@@ -37,6 +37,7 @@ class RowColumns(NamedTuple):
     TILE:     columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     LAST:     columns of the last tile with which products are made; a power of two
     ZEROED:   whether boxes hold zeros beyond the head; else products are made with no column there
+    SLOT_STRIDE, HEAD_STRIDE: elements from a slot of the pages to the next one, and from a KV head to the next one
     """
 
     HEAD_DIM: int
@@ -44,6 +45,8 @@ class RowColumns(NamedTuple):
     TILE: int
     LAST: int
     ZEROED: bool
+    SLOT_STRIDE: int
+    HEAD_STRIDE: int
 
 
 class HopperGeometry(NamedTuple):
@@ -55,6 +58,7 @@ class HopperGeometry(NamedTuple):
     TOKENS:    new tokens of a full query block
     K, V:      columns of rows of q and K, and of V and the output
     PAGE_SIZE: tokens of a page
+    PAGE_SLOTS: slots from a page to the next one in memory: more than PAGE_SIZE if there are others between them
     GATHERED:  whether keys are copied one by one, because pages hold no boxes of enough keys (gather.py)
     BOX:       keys of a box, of one page each if they are not gathered
     KEY_BLOCK: keys of a step
@@ -92,6 +96,7 @@ class HopperGeometry(NamedTuple):
     K: RowColumns
     V: RowColumns
     PAGE_SIZE: int
+    PAGE_SLOTS: int
     GATHERED: bool
     BOX: int
     KEY_BLOCK: int

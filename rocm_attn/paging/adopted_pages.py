@@ -61,6 +61,7 @@ class AdoptedPages:
     problems, spaces: one for each layer
     num_pages:        the most that a layer may have
     page_strides:     True if they may have any strides but the last
+    even_slots:       True if all slots of such pages lie at equal distances
     binds_calls:      True if a layer may have other pages at each call, whose number no fill knows
     in_every_layer:   space -> int32 [1], on the device, which graphs read: the pages that all its bound layers have
     aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and those whose pages must
@@ -74,13 +75,15 @@ class AdoptedPages:
         *,
         num_pages: int,
         page_strides: bool,
+        even_slots: bool,
         binds_calls: bool,
         device: torch.device,
         gate: ChangeGate,
     ) -> None:
         self.page_size, self.device = problems[0].page_size, device
         self._problems, self._spaces = tuple(problems), tuple(spaces)
-        self._num_pages, self._page_strides, self._binds_calls = num_pages, page_strides, binds_calls
+        self._num_pages, self._page_strides, self._even_slots = num_pages, page_strides, even_slots
+        self._binds_calls = binds_calls
         self._gate = gate
         self.in_every_layer = {
             space: torch.full((1,), num_pages, dtype=torch.int32, device=device) for space in dict.fromkeys(spaces)
@@ -279,6 +282,11 @@ class AdoptedPages:
                     f"the pages of layer {layer} have strides {side.stride()}, and kernels were chosen for "
                     "contiguous pages; build with page_strides=True"
                 )
+        if self._even_slots and not pages.has_even_slots:
+            raise BadTensor(
+                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()}, and kernels were chosen for slots "
+                "at equal distances that begin at multiples of 16 bytes; build with even_slots=False"
+            )
         if layer in self.aligned_sides and not pages.has_aligned_sides:
             reads = f"{self.aligned_sides[layer]} reads sides that begin at multiples of 16 bytes"
         elif layer in self.aligned_rows and not pages.has_aligned_rows:

@@ -126,6 +126,7 @@ class PoolTerms:
     """Requirements of a pool's owner on the kernels that read it.
 
     page_strides: True if pages may have any strides but the last, as when K and V are packed into one tensor
+    even_slots:   True if such pages have slots at equal distances (LayerPages.has_even_slots)
     keeps_tails:  True if the slots of a page after a sequence's last token must not change: drafts may be there
     short_kv:     True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     unaligned_rows: True if K and V, and their rows, may begin anywhere (LayerPages.has_aligned_sides, has_aligned_rows)
@@ -135,6 +136,7 @@ class PoolTerms:
     keeps_tails: bool = False
     short_kv: bool = False
     unaligned_rows: bool = False
+    even_slots: bool = False
 
 
 OWN_POOL = PoolTerms()
@@ -189,7 +191,8 @@ class Limits:
     lse:           True if it returns the log-sum-exp
     lse_of_slopes: True if it also returns that of layers with ALiBi slopes
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
-    page_strides:  True if it reads pages of any strides but the last; if not, it assumes that they are contiguous
+    page_strides:  True if it reads pages of any strides but the last
+    even_slots:    True if it reads pages whose slots lie at equal distances; if neither, pages must be contiguous
     short_kv:      True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     ranges:        True if it serves layers with chunks, or windows with later keys: it reads ranges of keys
     others:        False if it serves no other layers
@@ -227,6 +230,7 @@ class Limits:
     alibi: bool = False
     non_causal: bool = False
     page_strides: bool = False
+    even_slots: bool = False
     short_kv: bool = False
     ranges: bool = False
     others: bool = True
@@ -288,8 +292,9 @@ class Limits:
         num_bytes = side_bytes(problem, pool)
         if self.max_side_bytes and num_bytes > self.max_side_bytes:
             reasons.append(f"K or V of a layer takes {num_bytes} bytes, and its offsets reach {self.max_side_bytes}")
-        if pool.terms.page_strides and not self.page_strides:
-            reasons.append("it needs contiguous pages, and these may have other strides")
+        if pool.terms.page_strides and not (self.page_strides or (self.even_slots and pool.terms.even_slots)):
+            needs = "pages whose slots lie at equal distances" if self.even_slots else "contiguous pages"
+            reasons.append(f"it needs {needs}, and these may have other strides")
         if self.aligned_sides and pool.terms.unaligned_rows:
             reasons.append("it needs K and V at multiples of 16 bytes, and these may begin anywhere")
         if self.aligned_rows and pool.terms.unaligned_rows:

@@ -53,6 +53,7 @@ LIMITS = Limits(
     short_kv=True,
     # In dense pages all rows begin at such addresses if these do: see dim_step.
     aligned_sides=True,
+    even_slots=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=SCALES_BESIDE_ROWS,
     # TMA steps from head to head by multiples of 16 bytes.

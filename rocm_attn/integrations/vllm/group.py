@@ -20,6 +20,7 @@ from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
 from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step
+from rocm_attn.kernels.cache.layer_pages import has_even_slots
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
@@ -315,7 +316,7 @@ class KVGroup:
                     kv_len=sizes.kv_len,
                     num_pages=max(cache.shape[0] for cache in caches.values()),
                 ),
-                options=replace(self._options.external, mask_cells=False),
+                options=self._external(caches),
                 agree=self._options.agree,
             )
             for name, each in self._layers.items():
@@ -337,6 +338,18 @@ class KVGroup:
             self._use_all(attention, caches)
         self._options.said(attention.kernels().selections)
         return attention
+
+    def _external(self, caches: Mapping[str, Tensor]) -> ExternalOptions:
+        """The options of the attention over caches: the more even their pages lie, the more kernels read them."""
+        pages = [pages_of(self._layers[name].problem, cache) for name, cache in caches.items()]
+        # V of a latent layer is a part of K.
+        sides = [side for k, v in pages for side in ((k,) if v.data_ptr() == k.data_ptr() else (k, v))]
+        return replace(
+            self._options.external,
+            mask_cells=False,
+            page_strides=not all(side.is_contiguous() for side in sides),
+            even_slots=all(has_even_slots(k, v) for k, v in pages),
+        )
 
     def _bind(self, name: str, step: StepOfGroup, kv_cache: Tensor) -> int:
         """Returns a layer's index, with these pages bound. Raises WrongState if the step is over or pages moved."""

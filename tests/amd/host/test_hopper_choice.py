@@ -172,19 +172,22 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
     target = on(TRITONS[0])
     pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
     assert names(chosen(LAYER, target, pool=pool)) == PLAIN
+    assert (
+        names(chosen(LAYER, target, pool=replace(pool, terms=PoolTerms(page_strides=True, even_slots=True)))) == HOPPER
+    )
     assert names(chosen(LAYER, target, pool=replace(pool, terms=OWN_POOL))) == HOPPER
     masked = chosen(replace(LAYER, custom_mask=True), target)
     assert masked.kernel(StepKind.MASKED).entry.name == "triton.masked"
 
 
-def adopting(*, unaligned_rows: bool = False, deterministic: bool = False) -> ExternalAttention:
+def adopting(**options: bool) -> ExternalAttention:
     """Returns attention over an engine's pages of one layer, for a GPU that is not here."""
     return ExternalAttention(
         [LayerSource(replace(LAYER, num_q_heads=8, num_kv_heads=2))],
         TableSource(torch.zeros(4, 4, dtype=torch.int32), null_page=True),
         device=torch.device("cpu"),
         bounds=Bounds(num_seqs=4, num_tokens=8, kv_len=64, num_pages=5),
-        options=ExternalOptions(provider="triton", unaligned_rows=unaligned_rows, deterministic=deterministic),
+        options=ExternalOptions(provider="triton", **options),  # type: ignore[arg-type]
         target=on(TRITONS[0]),
     )
 
@@ -212,6 +215,16 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
     reason = "it needs K and V at multiples of 16 bytes, and these may begin anywhere"
     assert {r.reason for r in selection.refusals if r.kernel == name} == {reason}
     other.pages.bind(0, k, v)
+
+
+def test_pages_of_other_slots_than_were_promised_are_refused_as_they_are_bound() -> None:
+    rows = torch.empty(5, 16, 2, 256, dtype=torch.bfloat16)
+    attention = adopting(page_strides=True, even_slots=True)
+    assert attention.kernels().selections[0].kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend"
+    attention.pages.bind(0, rows[..., :128], rows[..., 128:])
+    rows = rows.as_strided(rows.shape, (16 * 512 - 8, 512, 256, 1))
+    with pytest.raises(BadTensor, match=r"chosen for slots at equal distances .*even_slots=False"):
+        attention.pages.bind(0, rows[..., :128], rows[..., 128:])
 
 
 DETERMINISTIC = {

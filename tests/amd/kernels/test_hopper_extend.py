@@ -314,6 +314,36 @@ def test_extend_of_eight_bit_pages_equals_the_reference(
     assert_right(case, device)
 
 
+def packed(k: torch.Tensor, v: torch.Tensor, between: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns pages in which K and V of a head lie next to each other, as vLLM packs them, with NaN around them.
+
+    between: pages between a page and the next one, as of other layers
+    """
+    shape = (len(k), 1 + between, *k.shape[1:3], k.shape[3] + v.shape[3])
+    memory = torch.full(shape, float("nan"), device=k.device, dtype=k.dtype)
+    memory[:, 0] = torch.cat([k, v], 3)
+    return memory[:, 0, ..., : k.shape[3]], memory[:, 0, ..., k.shape[3] :]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("page_size", [2, 16, 48])
+@pytest.mark.parametrize("layout", ["packed", "packed, between other layers", "heads before tokens"])
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_pages_whose_slots_lie_at_equal_distances_are_read_where_they_are(
+    in_segments: bool, layout: str, page_size: int, dims: tuple[int, int], device: torch.device
+) -> None:
+    if in_segments and dims[0] != dims[1]:
+        return
+    tensors = build(replace(RAGGED, dims=dims, page_size=page_size), device)
+    k, v = packed(tensors.k_pages, tensors.v_pages, 2 if "between" in layout else 0)
+    if "heads" in layout:
+        k, v = (side.transpose(1, 2).contiguous().transpose(1, 2) for side in (k, v))
+    assert not k.is_contiguous()
+    tiles = hopper_segment_tiles(dims[0], page_size) if in_segments else None
+    run_hopper(replace(tensors, k_pages=k, v_pages=v), NONE_SHARED if in_segments else ALL_SHARED, tiles=tiles)
+    assert_served(tensors)
+
+
 @coded_dims
 @codings
 @pytest.mark.parametrize(

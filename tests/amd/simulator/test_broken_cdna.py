@@ -73,8 +73,8 @@ IN_EXTEND = {
     ),
     "extend_rows_see_the_keys_after_their_own": (
         extend,
-        "seen = seen & (key[None, :] <= row_key[:, None])",
-        "seen = seen",
+        "last_key = gl.minimum(last_key, first_key + gl.arange(0, ROWS, layout=M) // G.BLOCK_HEADS)",
+        "last_key = last_key",
         SHORT_EXTEND,
     ),
     "extend_pages_in_32_bits": (
@@ -83,12 +83,12 @@ IN_EXTEND = {
         "(pages * k.page)",
         partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
     ),
-    "extend_the_sum_keeps_an_old_maximum": (extend_steps, "total * decay", "total", STEEP_EXTEND),
+    "extend_the_sum_keeps_an_old_maximum": (extend, "total * decay + part", "total + part", STEEP_EXTEND),
     "extend_the_accumulator_keeps_an_old_maximum": (extend_steps, "if x[64] < 1.0:", "if x[64] < -1.0:", STEEP_EXTEND),
     "extend_a_block_is_taken_for_the_one_before": (
         extend,
-        "pages_2 = pages_4",
-        "pages_2 = pages_3",
+        "pages = (pages[1], pages[2], later)",
+        "pages = (pages[1], pages[1], later)",
         PLAIN_EXTEND,
     ),
 }

@@ -34,7 +34,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.cdna.extend_layouts import DIM, KEYS, ROW, ROWS, lds_k, lds_v, load_k, load_v, operand, product
+from rocm_attn.kernels.cdna.extend_layouts import DIM, KEYS, ROW, ROWS, operand, product, rows_in, rows_in_lds
 from rocm_attn.kernels.cdna.extend_steps import (
     all_lanes,
     eighths_of,
@@ -69,7 +69,7 @@ class ExtendGeometry(NamedTuple):
 @gluon.jit
 def _pages(line, block, G: gl.constexpr):
     """The numbers of the pages of a block's keys, [KEYS]."""
-    L: gl.constexpr = gl.SliceLayout(0, load_k(G.UNITS))
+    L: gl.constexpr = gl.SliceLayout(1, rows_in(G.UNITS))
     if G.PAGE_SIZE >= KEYS:
         page = gl.full([KEYS], gl.load(line + block * KEYS // G.PAGE_SIZE), gl.int32, layout=L)
     else:
@@ -80,43 +80,25 @@ def _pages(line, block, G: gl.constexpr):
 
 
 @gluon.jit
-def _in_page(block, L: gl.constexpr, G: gl.constexpr):
-    """The places of a block's keys in their pages, [KEYS]: tokens."""
-    key = gl.arange(0, KEYS, layout=L)
+def _rows_at(side, pages, block, G: gl.constexpr):
+    """The places of a block's rows of K or V, [KEYS, DIM]."""
+    L: gl.constexpr = rows_in(G.UNITS)
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
     place = key % G.PAGE_SIZE
     if G.PAGE_SIZE > KEYS:
         place = key + block * KEYS % G.PAGE_SIZE
-    return place
-
-
-@gluon.jit
-def _keys_at(k, pages, block, G: gl.constexpr):
-    """The places of K^T of a block."""
-    L: gl.constexpr = load_k(G.UNITS)
-    column = gl.arange(0, DIM, layout=gl.SliceLayout(1, L))
-    at = _in_page(block, gl.SliceLayout(0, L), G)[None, :] * k.token + column[:, None]
-    return k.at + (pages.to(gl.int64) * k.page)[None, :] + at
-
-
-@gluon.jit
-def _values_at(v, pages, block, G: gl.constexpr):
-    """The places of V of a block."""
-    L: gl.constexpr = load_v(G.UNITS)
+    row = pages.to(gl.int64) * side.page
+    if not G.UNITS.LOADS_INTO_LDS:
+        # A lane's four keys are apart by scalar numbers, and have one offset.
+        row += (place % 4).to(gl.int64) * side.token
+        place -= place % 4
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
-    at = _in_page(block, gl.SliceLayout(1, L), G)[:, None] * v.token + column[None, :]
-    row = gl.convert_layout(pages, gl.SliceLayout(1, L), assert_trivial=True).to(gl.int64) * v.page
-    return v.at + row[:, None] + at
+    return side.at + row[:, None] + (place[:, None] * side.token + column[None, :])
 
 
 @gluon.jit
-def _copy_keys(to, k, pages, block, G: gl.constexpr):
-    async_copy.global_load_to_shared(to, _keys_at(k, pages, block, G))
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _copy_values(to, v, pages, block, G: gl.constexpr):
-    async_copy.global_load_to_shared(to, _values_at(v, pages, block, G))
+def _copy(to, side, pages, block, G: gl.constexpr):
+    async_copy.global_load_to_shared(to, _rows_at(side, pages, block, G))
     async_copy.commit_group()
 
 
@@ -178,29 +160,29 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
         _pages(line, gl.minimum(3, last), G),
     )
     if INTO_LDS:
-        _copy_keys(ks.index(0), k, first, 0, G)
-        _copy_values(vs.index(0), v, first, 0, G)
-        _copy_keys(ks.index(1), k, pages[0], 1, G)
+        _copy(ks.index(0), k, first, 0, G)
+        _copy(vs.index(0), v, first, 0, G)
+        _copy(ks.index(1), k, pages[0], 1, G)
         async_copy.wait_group(2)
-        keys = async_copy.load_shared_relaxed(ks.index(0), KEY)
+        keys = async_copy.load_shared_relaxed(ks.index(0).permute((1, 0)), KEY)
     else:
-        ks.index(0).store(gl.load(_keys_at(k, first, 0, G)))
-        vs.index(0).store(gl.load(_values_at(v, first, 0, G)))
-        next_keys = gl.load(_keys_at(k, pages[0], 1, G))
+        ks.index(0).store(gl.load(_rows_at(k, first, 0, G)))
+        vs.index(0).store(gl.load(_rows_at(v, first, 0, G)))
+        next_keys = gl.load(_rows_at(k, pages[0], 1, G))
         gl.barrier()
-        keys = ks.index(0).load(KEY)
+        keys = ks.index(0).permute((1, 0)).load(KEY)
     acc, done, raw, maximum, total = _first_block(query, keys, acc, maximum, total, scale, G)
     gl.barrier()
     if INTO_LDS:
-        _copy_keys(ks.index(0), k, pages[1], 2, G)
+        _copy(ks.index(0), k, pages[1], 2, G)
         async_copy.wait_group(1)
-        keys = async_copy.load_shared_relaxed(ks.index(1), KEY)
-        _copy_values(vs.index(1), v, pages[0], 1, G)
+        keys = async_copy.load_shared_relaxed(ks.index(1).permute((1, 0)), KEY)
+        _copy(vs.index(1), v, pages[0], 1, G)
     else:
         ks.index(0).store(next_keys)
-        next_keys = gl.load(_keys_at(k, pages[1], 2, G))
+        next_keys = gl.load(_rows_at(k, pages[1], 2, G))
         gl.barrier()
-        keys = ks.index(0).load(KEY)
+        keys = ks.index(0).permute((1, 0)).load(KEY)
     pairs = last // 2
     for pair in tl.range(0, pairs):
         for i in gl.static_range(2):
@@ -212,11 +194,11 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
             with warp_pipeline_stage("loads"):
                 if INTO_LDS:
                     values = async_copy.load_shared_relaxed(vs.index(i), VALUE)
-                    _copy_keys(ks.index(1 - i), k, pages[2], block + 3, G)
+                    _copy(ks.index(1 - i), k, pages[2], block + 3, G)
                 else:
                     ks.index(0).store(next_keys)
                     values = vs.index(0).load(VALUE)
-                    next_values = gl.load(_values_at(v, pages[0], block + 1, G))
+                    next_values = gl.load(_rows_at(v, pages[0], block + 1, G))
                 later = _pages(line, gl.minimum(block + 4, last), G)
             with warp_pipeline_stage("products"):
                 old = maximum
@@ -225,12 +207,12 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                 async_copy.wait_group(1)
             with warp_pipeline_stage("loads"):
                 if INTO_LDS:
-                    keys = async_copy.load_shared_relaxed(ks.index(i), KEY)
-                    _copy_values(vs.index(i), v, pages[1], block + 2, G)
+                    keys = async_copy.load_shared_relaxed(ks.index(i).permute((1, 0)), KEY)
+                    _copy(vs.index(i), v, pages[1], block + 2, G)
                 else:
                     vs.index(0).store(next_values)
-                    keys = ks.index(0).load(KEY)
-                    next_keys = gl.load(_keys_at(k, pages[2], block + 3, G))
+                    keys = ks.index(0).permute((1, 0)).load(KEY)
+                    next_keys = gl.load(_rows_at(k, pages[2], block + 3, G))
                 acc, total = _to_maximum(acc, total, part, old, maximum)
             pages = (pages[1], pages[2], later)
     _, weights, total = round_1(query, keys, done, raw, maximum, total, scale, UNITS)
@@ -244,7 +226,7 @@ def _masked_block(query, k, v, line, block, end_key, last_key, scale, ks, vs, ac
     """Adds one block, of whose keys a row sees those up to last_key, and none from end_key on."""
     UNITS: gl.constexpr = G.UNITS
     P: gl.constexpr = product(UNITS)
-    ROWS_IN: gl.constexpr = load_v(UNITS)
+    ROWS_IN: gl.constexpr = rows_in(UNITS)
     L: gl.constexpr = gl.SliceLayout(1, ROWS_IN)
     key = block * KEYS + gl.arange(0, KEYS, layout=L)
     page = gl.load(line + key // G.PAGE_SIZE, mask=key < end_key, other=0).to(gl.int64)
@@ -255,11 +237,11 @@ def _masked_block(query, k, v, line, block, end_key, last_key, scale, ks, vs, ac
     k_rows = gl.load(k.at + (page * k.page + place * k.token)[:, None] + column)
     v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)
     gl.barrier()
-    ks.index(0).permute((1, 0)).store(k_rows)
+    ks.index(0).store(k_rows)
     vs.index(0).store(v_rows)
     gl.barrier()
     zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=P)
-    scores = mfma(query, ks.index(0).load(operand(UNITS, 1, True)), zeros)
+    scores = mfma(query, ks.index(0).permute((1, 0)).load(operand(UNITS, 1, True)), zeros)
     key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, P))
     scores = gl.where(key[None, :] <= last_key[:, None], scores, float("-inf"))
     LANES: gl.constexpr = maximum.type.layout
@@ -363,8 +345,8 @@ def _cdna_extend_kernel(
         total = registers(columns(zeros, [ROWS, 8], [0, 0]))[0]
         maximum = total - float("inf")
         BUFFERS: gl.constexpr = 2 if G.UNITS.LOADS_INTO_LDS else 1
-        ks = gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, DIM, KEYS], lds_k(G.UNITS))
-        vs = gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, DIM], lds_v(G.UNITS))
+        ks = gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, DIM], rows_in_lds(G.UNITS, True))
+        vs = gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, DIM], rows_in_lds(G.UNITS, False))
         done = 0
         if num_whole > 0:
             acc, maximum, total, done = _whole_blocks(

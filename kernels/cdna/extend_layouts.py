@@ -16,8 +16,8 @@ WARPS = gl.constexpr(EXTEND_TILES.num_warps)
 
 # Rows in memory: 16 lanes read the 256 bytes of one.
 ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 16], [WARPS.value, 1], [1, 0]))
-_COLUMN_BITS = [[1], [2], [4], [8], [16], [32], [64]]
-_KEY_BITS = [[16], [32], [1], [2], [4], [8]]
+_COLUMNS = [[0, 1 << bit] for bit in range(7)]
+_KEYS = [[1 << bit, 0] for bit in range(6)]
 
 
 @constexpr_function
@@ -33,69 +33,34 @@ def operand(units: ExtendUnits, at: int, of_scores: bool) -> Any:
 
 
 @constexpr_function
-def load_v(units: ExtendUnits) -> Any:
-    """The layout in which V is loaded.
+def rows_in(units: ExtendUnits) -> Any:
+    """The layout in which rows of K or V are loaded.
 
     Into LDS: a wave's instruction reads four rows of 16 keys' distance, and LDS has them next to each other. By
-    registers: a lane has four elements of four neighbouring keys, which go into LDS as four keys of each element; a
-    wave has keys of one page.
+    registers: a lane has four elements of four neighbouring keys, and a wave has keys of one page.
     """
     if units.LOADS_INTO_LDS:
-        return gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0]],
-            [[0, 8], [0, 16], [0, 32], [0, 64], [16, 0], [32, 0]],
-            [[1, 0], [2, 0], [4, 0]],
-            [],
-            [KEYS.value, DIM.value],
-        )
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [2, 0]],
-        [[0, 4], [0, 8], [0, 16], [8, 0], [0, 32], [0, 64]],
-        [[4, 0], [16, 0], [32, 0]],
-        [],
-        [KEYS.value, DIM.value],
-    )
+        registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
+        lanes = [[0, 8], [0, 16], [0, 32], [0, 64], [16, 0], [32, 0]]
+        waves = [[1, 0], [2, 0], [4, 0]]
+    else:
+        registers = [[0, 1], [0, 2], [1, 0], [2, 0]]
+        lanes = [[0, 4], [0, 8], [0, 16], [8, 0], [0, 32], [0, 64]]
+        waves = [[4, 0], [16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, waves, [], [KEYS.value, DIM.value])
 
 
 @constexpr_function
-def load_k(units: ExtendUnits) -> Any:
-    """The layout in which K^T is loaded: that of V."""
-    v = load_v(units)
-    bases = ([base[::-1] for base in each] for each in (v.reg_bases, v.lane_bases, v.warp_bases))
-    return gl.DistributedLinearLayout(*bases, [], [DIM.value, KEYS.value])
+def rows_in_lds(units: ExtendUnits, of_keys: bool) -> Any:
+    """The layout of rows of K or V in LDS, such that operands meet in no bank.
 
-
-@constexpr_function
-def lds_k(units: ExtendUnits) -> Any:
-    """K^T in LDS: no banks are met twice, neither by loads nor by operands."""
+    By registers V^T lies there: four keys of each element that a lane has. A read of 16 bytes has the elements of two
+    products.
+    """
     if units.LOADS_INTO_LDS:
-        return gl.PaddedSharedLayout(
-            [[512, 8]],
-            [[column[0], 0] for column in _COLUMN_BITS] + [[0, key[0]] for key in _KEY_BITS],
-            [],
-            [DIM.value, KEYS.value],
-        )
-    return gl.PaddedSharedLayout(
-        [[128, 8]],
-        [[1, 0], [2, 0], [8, 0], [4, 0], [16, 0], [32, 0], [64, 0], *([0, 1 << i] for i in range(6))],
-        [],
-        [DIM.value, KEYS.value],
-    )
-
-
-@constexpr_function
-def lds_v(units: ExtendUnits) -> Any:
-    """V in LDS, or V^T where loads go by registers."""
-    if units.LOADS_INTO_LDS:
-        return gl.PaddedSharedLayout(
-            [[512, 32]],
-            [[0, column[0]] for column in _COLUMN_BITS] + [[key[0], 0] for key in _KEY_BITS],
-            [],
-            [KEYS.value, DIM.value],
-        )
-    return gl.PaddedSharedLayout(
-        [[64, 8], [1024, 16]],
-        [[1, 0], [2, 0], [8, 0], [4, 0], [16, 0], [32, 0], *([0, 1 << i] for i in range(7))],
-        [],
-        [KEYS.value, DIM.value],
-    )
+        padding, bits = [[512, 8 if of_keys else 32]], [*_COLUMNS, [16, 0], [32, 0], *_KEYS[:4]]
+    elif of_keys:
+        padding, bits = [[128, 8]], [[0, 1], [0, 2], [0, 8], [0, 4], *_COLUMNS[4:], *_KEYS]
+    else:
+        padding, bits = [[64, 8], [1024, 16]], [[1, 0], [2, 0], [8, 0], [4, 0], *_KEYS[4:], *_COLUMNS]
+    return gl.PaddedSharedLayout(padding, bits, [], [KEYS.value, DIM.value])

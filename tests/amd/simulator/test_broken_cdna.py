@@ -79,8 +79,8 @@ IN_EXTEND = {
     ),
     "extend_pages_in_32_bits": (
         extend,
-        "(pages.to(gl.int64) * k.page)",
-        "(pages * k.page)",
+        "pages.to(gl.int64) * side.page",
+        "pages * side.page",
         partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
     ),
     "extend_the_sum_keeps_an_old_maximum": (extend, "total * decay + part", "total + part", STEEP_EXTEND),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
@@ -21,19 +19,19 @@ _KEYS = [[1 << bit, 0] for bit in range(6)]
 
 
 @constexpr_function
-def product(units: ExtendUnits) -> Any:
+def product(units: ExtendUnits) -> gl.constexpr:
     """The layout of a product's result: a lane has four neighbouring columns of each eight, of one row."""
     return gl.amd.AMDMFMALayout(units.VERSION, [32, 32, units.DEPTH], True, [WARPS.value, 1])
 
 
 @constexpr_function
-def operand(units: ExtendUnits, at: int, of_scores: bool) -> Any:
+def operand(units: ExtendUnits, at: int, of_scores: bool) -> gl.constexpr:
     """The layout of the first or second operand of a product with K, or with V, whose order the weights have."""
     return gl.DotOperandLayout(at, product(units), units.DEPTH // 2 if of_scores else 4)
 
 
 @constexpr_function
-def rows_in(units: ExtendUnits) -> Any:
+def rows_in(units: ExtendUnits) -> gl.constexpr:
     """The layout in which rows of K or V are loaded.
 
     Into LDS: a wave's instruction reads four rows of 16 keys' distance, and LDS has them next to each other. By
@@ -51,7 +49,7 @@ def rows_in(units: ExtendUnits) -> Any:
 
 
 @constexpr_function
-def rows_in_lds(units: ExtendUnits, of_keys: bool) -> Any:
+def rows_in_lds(units: ExtendUnits, of_keys: bool) -> gl.constexpr:
     """The layout of rows of K or V in LDS, such that operands meet in no bank.
 
     By registers V^T lies there: four keys of each element that a lane has. A read of 16 bytes has the elements of two

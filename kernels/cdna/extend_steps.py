@@ -1,11 +1,11 @@
-"""Key blocks of extend on CDNA 4: products with keys and values, and the softmax's work between them.
+"""Key blocks of extend on CDNA: products with keys and values, and the softmax's work between them.
 
-A block of 64 keys takes two rounds of 16 products of a wave each. The order of instructions is written out: a fence
-follows each product, and no more work than hides beside it. So the matrix unit waits for nothing but the hand-over
-between waves (docs/cycles.md). With m the maximum, which lags, and s the sum:
+A block of 64 keys takes two rounds of products of a wave. The order of instructions is written out: a fence follows
+each product, and no more work than hides next to it (extend_order.py). So the matrix unit waits for nothing but the
+hand-over between waves (docs/cycles.md). With m the maximum, which lags, and s the sum:
 
-    round 1   scores of the next block, K^T q       exp2 of three eighths of this block's scores, the sum, and P
-    round 2   P V of this block                     the next block's maximum, and exp2 of five eighths of its scores
+    round 1   scores of the next block, K^T q       exp2 of five eighths of this block's scores, the sum, and P
+    round 2   P V of this block                     the next block's maximum, and the same of its first three eighths
 
 The maximum follows only if a row's scores pass it by more than 2^LAG: the sums then stay within 2^LAG of what they
 would be, and the accumulator is rescaled by few waves, few times. Those that need it branch.
@@ -16,22 +16,34 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import slice as columns
-from triton.experimental.gluon.language.amd.cdna4 import mfma
+from triton.experimental.gluon.language.amd.cdna3 import mfma
 from triton.experimental.gluon.language.amd.hint import sched_barrier
 from triton.language import PropagateNan
+
+from rocm_attn.kernels.cdna.extend_layouts import DIM, KEYS, operand, product
+from rocm_attn.kernels.cdna.extend_order import EIGHTHS_IN_ROUND_2, Work, end_of, step_of
 
 # Maxima of three are one instruction only so.
 _NAN = gl.constexpr(PropagateNan.ALL)
 LAG = gl.constexpr(8.0)
-# Products of a round.
-_PRODUCTS = gl.constexpr(16)
+_FMA = gl.constexpr(Work.FMA.value)
+_EXP_2 = gl.constexpr(Work.EXP_2.value)
+_ADD = gl.constexpr(Work.ADD.value)
+_ROUND = gl.constexpr(Work.ROUND.value)
+_PACK = gl.constexpr(Work.PACK.value)
+_LARGEST = gl.constexpr(Work.LARGEST.value)
+_OF_LANE = gl.constexpr(Work.OF_LANE.value)
+_OF_ROW = gl.constexpr(Work.OF_ROW.value)
 
 
 @gluon.jit
-def _eighth(scores, i: gl.constexpr):
-    """Columns [8 i, 8 i + 8) of two tiles of 32 columns. Like the other views of registers here it costs nothing."""
-    tile = scores[i // 4]
-    return columns(tile, [tile.shape[0], 8], [0, i % 4 * 8])
+def eighths_of(tiles):
+    """Eight times eight columns of two tiles of 32. Like the other views of registers here they cost nothing."""
+    found = ()
+    for i in gl.static_range(8):
+        tile = tiles[i // 4]
+        found += (columns(tile, [tile.shape[0], 8], [0, i % 4 * 8]),)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
@@ -42,7 +54,7 @@ def joined(x, y):
 
 
 @gluon.jit
-def _registers(x):
+def registers(x):
     """An eighth as four tensors, of which a lane has one register each."""
     a, b = gl.split(x.reshape([x.shape[0], 2, 2, 2]))
     a0, a1 = gl.split(a)
@@ -52,9 +64,15 @@ def _registers(x):
 
 @gluon.jit
 def _eighth_of(r, L: gl.constexpr):
-    """The reverse of _registers."""
+    """The reverse of registers."""
     a, b = gl.join(r[0], r[2]), gl.join(r[1], r[3])
     return gl.convert_layout(gl.join(a, b).reshape([r[0].shape[0], 8]), L, assert_trivial=True)
+
+
+@gluon.jit
+def all_lanes(x, L: gl.constexpr):
+    """A number of each row [ROWS] for both of its lanes, [ROWS, 2]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None].broadcast_to([x.shape[0], 2])
 
 
 @gluon.jit
@@ -72,93 +90,131 @@ def _with(tiles, at: gl.constexpr, tile):
 @gluon.jit
 def _here(x):
     """x, which the compiler computes here and not where it is used: an empty instruction of assembly."""
-    return gl.inline_asm_elementwise("", "=v,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
+    )
 
 
 @gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _larger(a, b):
+def _larger_or_nan(a, b):
     return gl.maximum(a, b, propagate_nan=_NAN)
 
 
 @gluon.jit
-def round_1(query, keys, done, raw, maximum, total, scale, P: gl.constexpr):
-    """Scores of the next block, two tiles; this block's weights as four operands, and the sum.
-
-    done: five eighths of this block's weights; raw: its other scores
-    """
-    M: gl.constexpr = raw[0].type.layout
-    DTYPE: gl.constexpr = query.dtype
-    ROWS: gl.constexpr = query.shape[0]
-    zeros = gl.zeros([ROWS, 32], gl.float32, layout=M)
-    tiles = (zeros, zeros)
-    weights = done
-    halves = ()
-    operands = ()
-    r = _registers(raw[0])
-    e = r
-    sums = raw[0]
-    for i in gl.static_range(_PRODUCTS):
-        part = columns(query, [ROWS, 16], [0, i // 2 * 16])
-        key = columns(keys, [16, 32], [i // 2 * 16, i % 2 * 32])
-        tiles = _with(tiles, i % 2, mfma(part, key, tiles[i % 2]))
-        sched_barrier()
-        if i < 6 and i % 2 == 0:
-            r = _registers(gl.fma(raw[i // 2], scale, -maximum[:, None]))
-            e = (_here(gl.exp2(r[0])),)
-        if i < 6 and i % 2 == 1:
-            e = (e[0], _here(gl.exp2(r[1])), _here(gl.exp2(r[2])), _here(gl.exp2(r[3])))
-            weights += (_eighth_of(e, M),)
-        if i == 6:
-            sums = weights[0] + weights[1]
-        if i > 6 and i < 13:
-            sums = sums + weights[i - 5]
-        if i >= 6 and i < 14:
-            sums = _here(sums)
-            halves += (weights[i - 6].to(DTYPE),)  # type: ignore[assignment]
-            if i % 2 == 1:
-                operands += (gl.convert_layout(joined(halves[i - 7], halves[i - 6]), P, assert_trivial=True),)  # type: ignore[assignment]
-        if i == 14:
-            total = total + gl.reduce(sums, 1, _sum)
-        sched_barrier()
-    return tiles, operands, total
+def _larger(a, b, UNITS: gl.constexpr):
+    return _larger_or_nan(a, b) if UNITS.MAXIMA_OF_3 else gl.maximum(a, b)
 
 
 @gluon.jit
-def round_2(acc, operands, values, scores, maximum, scale):
-    """acc + P V, four tiles; of scores, the next block's: five eighths of its weights, the rest raw, its maximum."""
-    M: gl.constexpr = scores[0].type.layout
-    top = _eighth(scores, 0)
-    row_top = maximum
+def _weigh(STEP: gl.constexpr, r, raw, done, maximum, total, scale, DTYPE: gl.constexpr):
+    """A step of the work with an eighth: r, the sum, and the weights that are done. raw: scores of all of them"""
+    KIND: gl.constexpr = STEP[0]
+    EIGHTH: gl.constexpr = STEP[1]
+    AT: gl.constexpr = STEP[2]
+    if KIND == _FMA:
+        if AT == 0:
+            r = registers(raw[EIGHTH])
+        base = gl.convert_layout(maximum, r[AT].type.layout, assert_trivial=True)
+        r = _with(r, AT, _here(gl.fma(r[AT], scale, -base)))
+    if KIND == _EXP_2:
+        r = _with(r, AT, _here(gl.exp2(r[AT])))
+    if KIND == _ADD:
+        total = _here(total + r[AT])
+    if KIND == _ROUND:
+        bits = r[AT].to(gl.uint32, bitcast=True)
+        r = _with(r, AT, _here(bits + 0x7FFF + ((bits >> 16) & 1)))
+    if KIND == _PACK:
+        if r[0].dtype == gl.uint32:
+            r = (r[0] >> 16, r[1] >> 16, r[2] >> 16, r[3] >> 16)
+            weights = _eighth_of(r, raw[EIGHTH].type.layout).to(gl.uint16).to(DTYPE, bitcast=True)
+        else:
+            weights = _eighth_of(r, raw[EIGHTH].type.layout).to(DTYPE)
+        done += (_here(weights),)
+    return r, total, done
+
+
+@gluon.jit
+def _rise(STEP: gl.constexpr, raw, top, both, new, maximum, scale, UNITS: gl.constexpr):
+    """A step of the work with the maximum: the largest scores of registers, then the new maximum."""
+    KIND: gl.constexpr = STEP[0]
+    EIGHTH: gl.constexpr = STEP[1]
+    if KIND == _LARGEST:
+        top = _larger(top, raw[EIGHTH + 1], UNITS)
+        if EIGHTH < 6:
+            top = _larger(top, raw[EIGHTH + 2], UNITS)
+    if KIND == _OF_LANE:
+        # Each lane has the largest of its columns of the row, and gets that of the other lane.
+        own = top.reshape([top.shape[0], 2, 4])
+        own = gl.reduce(own, 2, _larger_or_nan) if UNITS.MAXIMA_OF_3 else gl.max(own, 2)
+        own = gl.convert_layout(own, maximum.type.layout, assert_trivial=True)
+        if UNITS.EXCHANGE:
+            other = 1 - gl.arange(0, 2, layout=gl.SliceLayout(0, own.type.layout))[None, :]
+            both = (own, gl.gather(own, other.broadcast_to([own.shape[0], 2]), axis=1))
+        else:
+            both = (own, all_lanes(gl.reduce(own, 1, _larger_or_nan), own.type.layout))
+    if KIND == _OF_ROW:
+        row_top = _larger(maximum, _larger(both[0], both[1], UNITS) * scale, UNITS)
+        new = gl.where(row_top - maximum > LAG, row_top, maximum)
+    return top, both, new
+
+
+@gluon.jit
+def round_1(query, keys, done, raw, maximum, total, scale, UNITS: gl.constexpr):
+    """Scores of the next block, two tiles; this block's weights, eight times eight columns, and the sum.
+
+    done: the first eighths of this block's weights; raw: the scores of the others
+    """
+    P: gl.constexpr = product(UNITS)
+    DTYPE: gl.constexpr = query.dtype
+    ROWS: gl.constexpr = query.shape[0]
+    DEPTH: gl.constexpr = UNITS.DEPTH
+    zeros = gl.zeros([ROWS, 32], gl.float32, layout=P)
+    tiles = (zeros, zeros)
+    r = registers(raw[0])
+    OF_TILE: gl.constexpr = DIM // DEPTH
+    for i in gl.static_range(2 * OF_TILE):
+        part = columns(query, [ROWS, DEPTH], [0, i % OF_TILE * DEPTH])
+        key = columns(keys, [DEPTH, 32], [i % OF_TILE * DEPTH, i // OF_TILE * 32])
+        tiles = _with(tiles, i // OF_TILE, mfma(part, key, tiles[i // OF_TILE]))
+        sched_barrier()
+        for s in gl.static_range(end_of(UNITS, DTYPE, 1, i - 1), end_of(UNITS, DTYPE, 1, i)):
+            r, total, done = _weigh(step_of(UNITS, DTYPE, 1, s), r, raw, done, maximum, total, scale, DTYPE)
+        sched_barrier()
+    return tiles, done, total
+
+
+@gluon.jit
+def weights_of(done, i: gl.constexpr, UNITS: gl.constexpr):
+    """The operand of the i-th products with V: weights of DEPTH keys."""
+    W: gl.constexpr = operand(UNITS, 0, False)
+    weights = done[i] if UNITS.DEPTH == 8 else joined(done[2 * i], done[2 * i + 1])
+    return gl.convert_layout(weights, W, assert_trivial=True)
+
+
+@gluon.jit
+def round_2(acc, weights, values, scores, maximum, scale, UNITS: gl.constexpr):
+    """acc + P V, four tiles; of scores, the next block's: its maximum, the first eighths of its weights, their sum.
+
+    Returns the scores of the other eighths too.
+    """
+    DTYPE: gl.constexpr = values.dtype
+    DEPTH: gl.constexpr = UNITS.DEPTH
+    raw = eighths_of(scores)
+    top = raw[0]
+    both = (top, top)
     new = maximum
     done = ()
-    r = _registers(top)
-    e = r
-    for i in gl.static_range(_PRODUCTS):
-        value = columns(values, [16, 32], [i // 4 * 16, i % 4 * 32])
-        acc = _with(acc, i % 4, mfma(operands[i // 4], value, acc[i % 4]))
+    r = registers(top)
+    total = gl.zeros_like(r[0])
+    for i in gl.static_range(KEYS // DEPTH * 4):
+        value = columns(values, [DEPTH, 32], [i // 4 * DEPTH, i % 4 * 32])
+        acc = _with(acc, i % 4, mfma(weights_of(weights, i // 4, UNITS), value, acc[i % 4]))
         sched_barrier()
-        if i < 3:
-            top = _larger(_larger(top, _eighth(scores, 2 * i + 1)), _eighth(scores, 2 * i + 2))
-        if i == 3:
-            top = _larger(top, _eighth(scores, 7))
-        if i == 4:
-            row_top = gl.reduce(top, 1, _larger)
-        if i == 5:
-            row_top = _larger(maximum, row_top * scale)
-            new = gl.where(row_top - maximum > LAG, row_top, maximum)
-        if i >= 6 and i % 2 == 0:
-            r = _registers(gl.fma(_eighth(scores, (i - 6) // 2), scale, -new[:, None]))
-            e = (_here(gl.exp2(r[0])),)
-        if i >= 6 and i % 2 == 1:
-            e = (e[0], _here(gl.exp2(r[1])), _here(gl.exp2(r[2])), _here(gl.exp2(r[3])))
-            done += (_eighth_of(e, M),)  # type: ignore[assignment]
+        for s in gl.static_range(end_of(UNITS, DTYPE, 2, i - 1), end_of(UNITS, DTYPE, 2, i)):
+            top, both, new = _rise(step_of(UNITS, DTYPE, 2, s), raw, top, both, new, maximum, scale, UNITS)
+            r, total, done = _weigh(step_of(UNITS, DTYPE, 2, s), r, raw, done, new, total, scale, DTYPE)
         sched_barrier()
-    return acc, done, (_eighth(scores, 5), _eighth(scores, 6), _eighth(scores, 7)), new
+    return acc, done, raw[EIGHTHS_IN_ROUND_2:], new, total
 
 
 @gluon.jit
@@ -176,8 +232,8 @@ def _decayed(*x):
 
 
 @gluon.jit
-def rescaled(acc, total, old, new):
-    """acc and total of a maximum that rose from old to new."""
-    decay = gl.exp2(old - new)
-    all_columns = decay[:, None] + gl.zeros_like(acc[0])
-    return gl.map_elementwise(_decayed, acc[0], acc[1], acc[2], acc[3], all_columns, pack=16), total * decay
+def rescaled(acc, decay):
+    """acc times a row's decay [ROWS, 2]."""
+    eight = _eighth_of((decay, decay, decay, decay), acc[0].type.layout)
+    all_columns = joined(joined(eight, eight), joined(eight, eight))
+    return gl.map_elementwise(_decayed, acc[0], acc[1], acc[2], acc[3], all_columns, pack=16)

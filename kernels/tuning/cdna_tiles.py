@@ -7,6 +7,7 @@ of the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has figures ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, ExtendTiles, NoTiles
@@ -30,8 +31,36 @@ _TILES = {(choice.arch, choice.head_dim): choice.tiles for choice in TableFile(_
 
 ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))
 HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim in _TILES))
-# Tiles of extend for CDNA 4, whose kernel is written for them, and its archs and head dim.
-EXTEND_ARCHS = ("gfx950",)
+
+
+class ExtendUnits(NamedTuple):
+    """The features of an arch that extend's order of instructions follows.
+
+    VERSION:      of the layout of products
+    DEPTH:        of a product of 32 rows and columns, elements
+    EXP_2:        clocks for which exp2 keeps the vector unit
+    EXCHANGE:     clocks until a lane has a number of another one, by LDS; 0 if an instruction swaps them
+    ROUNDS_PAIRS: whether one instruction rounds two numbers to 16 bits
+    MAXIMA_OF_3:  whether the maximum of three numbers, or NaN, is one instruction
+    LOADS_INTO_LDS: whether a load of 16 bytes a lane goes into LDS past the registers
+    """
+
+    VERSION: int
+    DEPTH: int
+    EXP_2: int
+    EXCHANGE: int
+    ROUNDS_PAIRS: bool
+    MAXIMA_OF_3: bool
+    LOADS_INTO_LDS: bool
+
+
+# By arch. An exchange by LDS takes 64 clocks, and may wait for some loads of the other wave (rocm_lab/cycles/rates.py).
+EXTEND_UNITS = {
+    "gfx942": ExtendUnits(3, 8, 16, EXCHANGE=144, ROUNDS_PAIRS=False, MAXIMA_OF_3=False, LOADS_INTO_LDS=False),
+    "gfx950": ExtendUnits(4, 16, 8, EXCHANGE=0, ROUNDS_PAIRS=True, MAXIMA_OF_3=True, LOADS_INTO_LDS=True),
+}
+# Tiles of extend, whose kernel is written for them, its archs and head dim.
+EXTEND_ARCHS = tuple(EXTEND_UNITS)
 EXTEND_HEAD_DIM = 128
 EXTEND_TILES = ExtendTiles(query_rows=256, key_block=64, num_warps=8, num_stages=1, waves_per_eu=2)
 

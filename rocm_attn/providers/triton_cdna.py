@@ -83,8 +83,8 @@ MIXED_LIMITS = replace(EXTEND_LIMITS, max_gqa_ratio=LIMITS.max_gqa_ratio)
 
 # A compute unit runs one program of extend at a time, and a program has one query block of one row of heads. From two
 # programs per unit on, those with equally many keys keep the units busy for two thirds of the time or more: of n units,
-# 2 n + 1 programs take as long as 3 n. Two thirds of its share of the matrix units' ceiling, 89 %, are the share of the
-# plain kernel, 59 %, which shares all keys out evenly (docs/cycles.md).
+# 2 n + 1 programs take as long as 3 n. Two thirds of its share of the matrix units' ceiling, about 90 %, are the share
+# of the plain kernel, 60 %, which shares all keys out evenly (docs/cycles.md).
 _PROGRAMS_PER_CU = 2
 
 
@@ -122,15 +122,17 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CdnaDecode:
 class CdnaExtend(CutExtend[ExtendTiles]):
     """Ragged extend of whole rows over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
 
+    arch: str
+
     def describe(self) -> str:
-        return f"triton.cdna_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+        return f"triton.cdna_extend({self.problem}, {self.arch}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        cdna_launches.launch_cdna_extend(args, scores=self.scores, cut=self.cut)
+        cdna_launches.launch_cdna_extend(args, arch=self.arch, scores=self.scores, cut=self.cut)
 
 
 def bind_extend(problem: Problem, target: Target, plain: BoundKernel, min_q_len: int = 1) -> KernelByTokens:
@@ -147,4 +149,6 @@ def bind_extend(problem: Problem, target: Target, plain: BoundKernel, min_q_len:
         SizedKernel(ServedSteps(2 * cut.query_tokens // 3), other),
         SizedKernel(ServedSteps(ANY_TOKENS, max_tokens=least_blocks * cut.query_tokens - 1), other),
     )
-    return KernelByTokens((*fewer, *left_to_it), CdnaExtend(problem, scores_of(problem), EXTEND_TILES, cut))
+    return KernelByTokens(
+        (*fewer, *left_to_it), CdnaExtend(problem, scores_of(problem), EXTEND_TILES, cut, target.arch)
+    )

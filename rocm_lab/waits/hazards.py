@@ -13,6 +13,10 @@ Not checked, because no kernel that Triton compiles has them: products in float6
 simulator does not know, which are refused), EXECZ and VCCZ as operands, s_movrel, s_getreg, s_setvskip, export, GDS,
 s_sendmsg, wide stores of atomic compare-and-swap. Two different matrix instructions on one accumulator are taken as
 LLVM 22 takes them, without wait states (llvm/llvm-project#218363 is open and asks for some).
+
+M0, written by a scalar instruction, needs a wait state before "scratch or global with LDS = 1" (ISA, table 11). The
+table does not name buffer loads with LDS = 1, and AITER's assembly for gfx942 has none before them, so the row is not
+about them. LLVM's checkReadM0Hazards inserts one there too.
 """
 
 from __future__ import annotations
@@ -181,11 +185,21 @@ def _part_of_register(facts: Facts) -> int:
 
 
 def _wide_store(facts: Facts) -> int:
-    """Data of more than 64 bits; of buffers, only without a register as offset."""
-    if not (facts.of_unit(Unit.VECTOR_MEMORY) and facts.effects.stores):
-        return 0
-    has_offset = facts.name.startswith("buffer_") and facts.instruction.operands[3].startswith(("s", "m", "v"))
-    return facts.effects.data if facts.effects.data.bit_count() > 2 and not has_offset else 0
+    """Data of more than 64 bits."""
+    is_store = facts.of_unit(Unit.VECTOR_MEMORY) and facts.effects.stores
+    return facts.effects.data if is_store and facts.effects.data.bit_count() > 2 else 0
+
+
+def _wide_store_without_offset(facts: Facts) -> int:
+    """The same, but not of buffers with a register as offset."""
+    data = _wide_store(facts)
+    has_offset = data and facts.name.startswith("buffer_") and facts.instruction.operands[3].startswith(("s", "m", "v"))
+    return 0 if has_offset else data
+
+
+def _place_of_load(facts: Facts) -> int:
+    """M0 of a load into LDS that is no buffer load."""
+    return M0_BITS if facts.effects.to_lds and not facts.name.startswith("buffer_") else 0
 
 
 def _reads(facts: Facts) -> int:
@@ -338,15 +352,22 @@ ROWS = (
     ),
     Hazard(
         "the data of a wide store is overwritten too early",
-        _wide_store,
+        _wide_store_without_offset,
         _by(_ON_LANES, _writes),
         2,
         "checkVALUHazardsHelper, VALUWaitStates",
     ),
     Hazard(
+        "the data of a wide store with a register as offset is overwritten too early",
+        _wide_store,
+        _by(_ON_LANES, _writes),
+        1,
+        "checkVALUHazardsHelper (llvm/llvm-project#197267, which saw it on gfx950; the ISA asks for none)",
+    ),
+    Hazard(
         "M0, written by a scalar instruction, is the address of a load into LDS too early",
         _by((Unit.SCALAR,), lambda facts: facts.effects.writes & M0_BITS),
-        lambda facts: M0_BITS if facts.effects.to_lds else 0,
+        _place_of_load,
         1,
         "checkReadM0Hazards, ReadM0WaitStates",
     ),

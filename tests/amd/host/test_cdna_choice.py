@@ -30,7 +30,9 @@ from tests.amd.host.test_measured_rows import row_of
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.DECODE, StepKind.MIXED)
-CDNA = ("triton.cdna_decode", "triton.extend+cdna_decode")
+CDNA = ("triton.cdna_decode", "triton.cdna_extend+cdna_decode")
+# Where extend for CDNA does not serve (test_cdna_extend_choice.py).
+DECODE_ALONE = (CDNA[0], "triton.extend+cdna_decode")
 PLAIN = ("triton.decode", "triton.extend+decode")
 ARCHS = ("gfx942", "gfx950")
 
@@ -62,10 +64,7 @@ def reasons(selection: Selection) -> set[str]:
 )
 def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -> None:
     selection = select(replace(LAYER, **more), on(arch), "triton")
-    decode, mixed = names(selection)
-    assert decode == CDNA[0]
-    # On gfx950 extend for CDNA may serve its other sequences (test_cdna_extend_choice.py).
-    assert mixed in (CDNA[1], "triton.cdna_extend+cdna_decode")
+    assert names(selection) in (CDNA, DECODE_ALONE)
     bound = selection.kernel(StepKind.DECODE).bound
     assert isinstance(bound, CdnaDecode)
     assert works_by_launches(bound, "attend", PaddedShape(StepKind.DECODE, 4, 4))
@@ -103,7 +102,7 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
 
 def test_heads_of_256_have_tiles_where_they_gain() -> None:
     wide = replace(LAYER, head_dim=256, v_head_dim=256)
-    assert names(select(wide, on("gfx942"), "triton")) == CDNA
+    assert names(select(wide, on("gfx942"), "triton")) == DECODE_ALONE
     selection = select(wide, on("gfx950"), "triton")
     assert names(selection) == PLAIN
     assert reasons(selection) == {"it has no faster tiles for heads of 256 on gfx950"}
@@ -206,8 +205,7 @@ def test_its_schedule_and_workspace_are_paged_decodes() -> None:
 
 def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No MI300 has run it. If it is wrong, paged decode serves and the reason is reported; a verdict is kept."""
-    extends = {"triton.cdna_extend", "triton.cdna_extend+cdna_decode"}
-    assert {row.name for row in TRITON.entries if row.is_probed} == {*CDNA, *extends}
+    assert {row.name for row in TRITON.entries if row.is_probed} == {*CDNA, *DECODE_ALONE, "triton.cdna_extend"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     probed = []
 

@@ -1,4 +1,4 @@
-"""The choice of extend for CDNA 4: the layers and the steps that it serves, and its probe before it serves."""
+"""The choice of extend for CDNA: the layers and the steps that it serves, and its probe before it serves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
@@ -56,6 +57,7 @@ def extend_of(kind: StepKind, num_seqs: int, num_tokens: int) -> BoundKernel:
     return by_tokens(select(LAYER, on("gfx950"), "triton"), kind).of_shape(PaddedShape(kind, num_seqs, num_tokens))
 
 
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
 @pytest.mark.parametrize(
     "more",
     [
@@ -67,12 +69,13 @@ def extend_of(kind: StepKind, num_seqs: int, num_tokens: int) -> BoundKernel:
     ],
     ids=str,
 )
-def test_it_serves_extends_of_what_models_use(more: dict[str, Any]) -> None:
+def test_it_serves_extends_of_what_models_use(more: dict[str, Any], arch: str) -> None:
     problem = replace(LAYER, **more)
-    selection = select(problem, on("gfx950"), "triton")
+    selection = select(problem, on(arch), "triton")
     assert names(selection) == CDNA
     extends = [by_tokens(selection, kind).other for kind in KINDS]
     assert all(isinstance(extend, CdnaExtend) and extend.problem == problem for extend in extends)
+    assert all(isinstance(extend, CdnaExtend) and extend.arch == arch for extend in extends)
     mixed = selection.kernel(StepKind.MIXED).bound
     assert isinstance(mixed, TritonMixed)
     assert isinstance(mixed.decode, CdnaDecode)
@@ -120,10 +123,10 @@ def test_limits_of_mixed_steps_are_within_those_of_both_kernels() -> None:
         assert MIXED_LIMITS.max_gqa_ratio <= limits.max_gqa_ratio
 
 
-def test_gfx942_and_other_releases_keep_the_plain_kernel() -> None:
-    selection = select(LAYER, on("gfx942"), "triton")
-    assert names(selection) == ("triton.extend", "triton.extend+cdna_decode")
-    assert reasons(selection) == {"arch gfx942 is not one of gfx950"}
+def test_other_archs_and_other_releases_keep_the_plain_kernel() -> None:
+    selection = select(LAYER, on("sm_80"), "triton")
+    assert names(selection) == ("triton.extend", "triton.extend+decode")
+    assert reasons(selection) == {"arch sm_80 is not one of gfx942, gfx950"}
     selection = select(LAYER, on("gfx950", Release.of("3.9.1")), "triton")
     assert names(selection) == ("triton.extend", "triton.extend+decode")
     assert reasons(selection) == {"it needs Triton 3.9.0, and 3.9.1 is installed"}

@@ -1,4 +1,4 @@
-"""Extends for CDNA 4, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
+"""Extends for CDNA, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ LEAST_Q_LEN = 2
 ARCHS = EXTEND_ARCHS
 
 
-def launch_cdna_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut) -> None:
+def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: ExtendCut) -> None:
     """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
-    import_module("rocm_attn.kernels.cdna.extend").launch_cdna_extend(args, scores=scores, cut=cut)
+    import_module("rocm_attn.kernels.cdna.extend").launch_cdna_extend(args, arch=arch, scores=scores, cut=cut)
 
 
 def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
@@ -46,12 +46,12 @@ def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
     return ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio, min_q_len=LEAST_Q_LEN)
 
 
-def run_cdna_extend(tensors: Tensors) -> None:
+def run_cdna_extend(arch: str, tensors: Tensors) -> None:
     """Runs schedule and extend; the schedule's memory is garbage before."""
     cut = cdna_extend_cut(tensors)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_cdna_extend(tensors.args(schedule, None), scores=tensors.scores, cut=cut)
+    launch_cdna_extend(tensors.args(schedule, None), arch=arch, scores=tensors.scores, cut=cut)
 
 
 def assert_extended(tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""Extend for CDNA 4 on an AMD GPU, against float64 attention. Without a GPU the simulator runs the same cases."""
+"""Extend for CDNA on an AMD GPU, against float64 attention. Without a GPU the simulator runs the same cases."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def serves_here() -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_it_gives_what_float64_gives(name: str) -> None:
     tensors = build(CASES[name], GPU)
-    run_cdna_extend(tensors)
+    run_cdna_extend(detect_target(GPU).arch, tensors)
     assert_extended(tensors)

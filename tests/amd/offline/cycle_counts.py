@@ -114,15 +114,15 @@ def _others() -> Iterator[str]:
     for row in ROWS:
         if str(row) in SHOWN:
             yield from lines_of(row)
-    yield extend_line()
+    yield from map(extend_line, EXTEND_ARCHS)
 
 
-def extend_line() -> str:
-    """The line of extend for CDNA 4."""
-    kernel = compiled_extend(replace(PLAIN, heads=(32, 8)))
-    count = count_of(kernel, EXTEND_ARCHS[0])
+def extend_line(arch: str) -> str:
+    """The line of extend for CDNA on an arch."""
+    kernel = compiled_extend(arch, replace(PLAIN, heads=(32, 8)))
+    count = count_of(kernel, arch)
     assert count is not None
-    return f"| `{kernel.name}` | {EXTEND_ARCHS[0]} | 32x8-128-128-bfloat16-page16 | {cells(count)} |\n"
+    return f"| `{kernel.name}` | {arch} | 32x8-128-128-bfloat16-page16 | {cells(count)} |\n"
 
 
 def lines_of(row: Row) -> Iterator[str]:

@@ -121,12 +121,12 @@ EXTENDS: dict[str, dict[str, Any]] = {
 LEAST_SHARE = 0.85
 
 
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
 @pytest.mark.parametrize(
     "layer", [pytest.param(each, marks=[pytest.mark.nightly] * (each != "plain")) for each in EXTENDS]
 )
-def test_extend_keeps_the_matrix_units_busy_and_waits(layer: str) -> None:
-    (arch,) = EXTEND_ARCHS
-    kernel = compiled_extend(replace(PLAIN, heads=(32, 8), **EXTENDS[layer]))
+def test_extend_keeps_the_matrix_units_busy_and_waits(layer: str, arch: str) -> None:
+    kernel = compiled_extend(arch, replace(PLAIN, heads=(32, 8), **EXTENDS[layer]))
     code, count = read_amd_code(kernel), count_of(kernel, arch)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.waves_per_simd == 2

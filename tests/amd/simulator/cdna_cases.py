@@ -35,7 +35,7 @@ def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulat
     if is_large:
         tensors = in_large_pools(tensors)
     with simulated(arch) as simulation:
-        run_cdna_extend(tensors)
+        run_cdna_extend(arch, tensors)
     assert_extended(tensors)
     return simulation
 

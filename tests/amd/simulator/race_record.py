@@ -84,6 +84,8 @@ CASES_OF_BARRIERS = {
     "_take_inputs_kernel": "gfx950-metadata/take_inputs",
     "_token_steps_kernel": "gfx950-states-channels",
 }
+# Kernels with other barriers on another arch.
+CASES_OF_OTHER_BARRIERS = {"_cdna_extend_kernel": "gfx942-cdna-extend-plain"}
 _CASES = {str(case): case for case in GRID}
 
 
@@ -123,8 +125,9 @@ def watch_case(case: KernelCase, seed: int = 0) -> Watched:
 
 
 def without_barriers(kernel: str) -> list[Removed]:
-    """Every barrier that the kernel's case reaches, removed."""
-    return list(removed_barriers(_CASES[CASES_OF_BARRIERS[kernel]], kernel))
+    """Every barrier that the kernel's cases reach, removed."""
+    names = [cases[kernel] for cases in (CASES_OF_BARRIERS, CASES_OF_OTHER_BARRIERS) if kernel in cases]
+    return [removed for name in names for removed in removed_barriers(_CASES[name], kernel)]
 
 
 def main(document: Path, num_processes: int) -> int:

@@ -35,9 +35,9 @@ def test_the_probes_steps_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.nightly
-def test_the_probes_steps_of_extend_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+def test_the_probes_steps_of_extend_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """New sequences, one of whose tokens sees whole blocks of keys, and a mixed step over them."""
-    (arch,) = EXTEND_ARCHS
     monkeypatch.setattr(probe_runs, "_STEPS", ((5, 2, 137), (3, 1, 2)))
     layer = replace(LAYER, head_dim=128, v_head_dim=128, scale=128**-0.5)
     target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=1)
@@ -48,13 +48,13 @@ def test_the_probes_steps_of_extend_are_right(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.nightly
-def test_rows_of_queries_and_of_outputs_may_begin_anywhere() -> None:
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+def test_rows_of_queries_and_of_outputs_may_begin_anywhere(arch: str) -> None:
     """The limits are those of K and V: a caller's q and out have any strides but the last."""
-    (arch,) = EXTEND_ARCHS
     tensors = build(replace(EXTENDS["short"], spread=False), torch.device("cpu"))
     odd = replace(tensors, q=_at_odd_places(tensors.q), out=_at_odd_places(tensors.out))
     with simulated(arch):
-        run_cdna_extend(odd)
+        run_cdna_extend(arch, odd)
     assert_extended(odd)
 
 

@@ -216,8 +216,11 @@ HAZARDS = {
     "data of a wide store to a buffer": _matrix(
         "buffer_store_dwordx3 v[4:6], v0, s[0:3], 0 offen\nWAIT\nv_mov_b32_e32 v4, 0", 2, "buffer_store", "v_mov"
     ),
+    "data of a wide store with a register as offset": _matrix(
+        "buffer_store_dwordx4 v[4:7], v0, s[0:3], s4 offen\nWAIT\nv_mov_b32_e32 v4, 0", 1, "buffer_store", "v_mov"
+    ),
     "place of a load into LDS": _matrix(
-        "s_mov_b32 m0, s4\nWAIT\nbuffer_load_dword v0, s[0:3], 0 offen lds", 1, "s_mov", "buffer_load"
+        "s_mov_b32 m0, s4\nWAIT\nglobal_load_lds_dword v0, s[0:1]", 1, "s_mov", "global_load"
     ),
     "mode": _matrix(
         "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\nWAIT\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 0",
@@ -268,7 +271,7 @@ RIGHT = {
     "a chain of products in the same registers": f"{_SMALL}\n{_SMALL}\n{_SMALL}",
     "a scalar value is forwarded": "s_mov_b32 s4, 0\nv_add_u32_e32 v1, s4, v2",
     "transcendentals follow each other": "v_exp_f32_e32 v1, v2\nv_rcp_f32_e32 v3, v1",
-    "a wide store with a register as offset": "buffer_store_dwordx4 v[4:7], v0, s[0:3], s4 offen\nv_mov_b32_e32 v4, 0",
+    "M0 is the place of a buffer's load into LDS": "s_add_u32 m0, s4, 64\nbuffer_load_dword v0, s[0:3], 0 offen lds",
     "the wave reads LDS that it wrote": "ds_write_b32 v0, v1\nds_read_b32 v2, v0\ns_waitcnt lgkmcnt(0)",
     "code that nothing leads to": "s_branch end\nv_unknown v1\nend:",
 }

@@ -19,7 +19,7 @@ from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VllmVenv
-from tests.amd.engines.vllm_text import EMBEDDINGS, FAULTS, Answer, Run
+from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
@@ -163,6 +163,54 @@ def test_what_one_process_has_prefilled_is_decoded_by_another_with_the_tokens_of
     stored = [(len(prompt) - 1) // STOCK_BLOCK * (len(prompt) % STOCK_BLOCK != 1) for prompt in longer]
     assert [cached // STOCK_BLOCK for cached in decoded.cached[0]] == stored
     assert sum(stored) > 8
+
+
+# vLLM keeps no block on the device for a later prompt: all that is cached comes from host memory.
+_OFFLOADS: dict[str, Any] = {
+    "kv_connector": "CheckedOffloadingConnector",
+    "kv_connector_module_path": "rocm_attn.integrations.vllm_offloading",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def offloading(vllm: VllmVenv, name: str, blocks_per_chunk: int = 1, **more: Any) -> Run:
+    """Returns a run of the same prompts twice, whose blocks go to host memory and come back."""
+    chosen = {"cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": blocks_per_chunk}
+    connects = {**_OFFLOADS, "kv_connector_extra_config": chosen}
+    args: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": False, "kv_transfer_config": connects}
+    return replace(run(vllm, name, 24, **args), rounds=[prompts(), prompts()], **more)
+
+
+def twice(stock: Answer) -> Answer:
+    """Returns the answers to the first round, for both."""
+    return Answer(tokens=[stock.tokens[0]] * 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "blocks_per_chunk"), [("vllm_llama", 1), ("vllm_llama", 2), ("gemma3", 1)])
+def test_blocks_that_were_in_host_memory_give_the_tokens_of_those_that_stayed(
+    name: str, blocks_per_chunk: int, vllm: VllmVenv, tmp_path: Path
+) -> None:
+    (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
+    (ours,) = vllm.ours([offloading(vllm, name, blocks_per_chunk)], tmp_path)
+    assert_equal([ours], twice(stock))
+    size = 16 * blocks_per_chunk
+    assert ours.cached[1] >= [(len(prompt) - 1) // size * size for prompt in prompts()]
+    assert "do not hold the bytes that left" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["vllm_llama", "gemma3"])
+def test_blocks_that_have_changed_in_host_memory_are_reported_and_computed_again(
+    name: str, vllm: VllmVenv, tmp_path: Path
+) -> None:
+    (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
+    (ours,) = vllm.ours([offloading(vllm, name, fault=CHANGED_HOST_MEMORY)], tmp_path)
+    assert_equal([ours], twice(stock))
+    assert "do not hold the bytes that left" in (tmp_path / "log").read_text()
+    # A refused block is not found again, and those before it are.
+    assert 0 < sum(ours.cached[1]) < sum((len(prompt) - 1) // 16 * 16 for prompt in prompts())
 
 
 @pytest.mark.nightly

@@ -223,6 +223,21 @@ def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path)
 
 
 @pytest.mark.nightly
+def test_in_batch_invariant_mode_prompts_of_latent_attention_are_ours_with_vllms_own_tokens(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """In the other mode vLLM computes prompts itself. A run fails where it does so here."""
+    args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
+    requested = run(vllm, "deepseek_wide", **args)
+    (stock,) = vllm.stock([requested], tmp_path)
+    (ours,) = vllm.ours([requested], tmp_path, batch_invariant=True)
+    assert_equal([ours], stock)
+    said = (tmp_path / "log").read_text()
+    assert "mixed by torch.segments" in said
+    assert "the arithmetic of this attention is" in said
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("release", ["0.26.0", "0.33.0"])
 def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vllm: VllmVenv, tmp_path: Path) -> None:
     """The releases' Python runs over the newest CPU wheel's compiled part; they ask for KV caches in different ways."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 # Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 CHANGED_HOST_MEMORY = "changed_host_memory"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 _FAULTY_STEP = 5
 _BEGIN, _STEP, _PREEMPT, _PROPOSE, _SEND_OUT = "begin", "step", "_preempt_request", "propose", "send_out"
 
@@ -256,6 +258,8 @@ def answer(run: Run) -> Answer:
 
     from rocm_attn.errors import RocmAttnError
 
+    if os.environ.get(BATCH_INVARIANT) == "1":
+        compute_all_here()
     if str(run.args.get("attention_backend", "")).endswith("_SPARSE"):
         from tests.amd.engines.vllm_cpu_sparse import give_indexer
 
@@ -295,6 +299,21 @@ def answer(run: Run) -> Answer:
     gc.collect()
     cleanup_dist_env_and_memory()
     return found
+
+
+def compute_all_here() -> None:
+    """Fails where vLLM computes prompts of MLA layers itself, and leaves its products to torch.
+
+    In batch-invariant mode vLLM multiplies by Triton kernels, which no CPU has.
+    """
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+
+    def forward_mha(*_: Any, **__: Any) -> None:
+        raise AssertionError("vLLM was to compute a prompt itself")
+
+    MLACommonImpl.forward_mha = forward_mha
+    batch_invariant.init_batch_invariance = lambda *_: None
 
 
 def _planted(fault: str) -> Any:

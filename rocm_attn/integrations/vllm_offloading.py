@@ -50,8 +50,11 @@ class CheckedManager(CPUOffloadingManager):
         self._refused: set[OffloadKey] = set()
 
     def refuse(self, chunks: Collection[int]) -> None:
-        """Lets no later request find these chunks. They stay until others need their place."""
-        self._refused.update(self._key_of_chunk[chunk] for chunk in chunks)
+        """Lets no later request find these chunks. They stay until others need their place.
+
+        Chunks of loads that began before reset_cache() have no key any more.
+        """
+        self._refused.update(self._key_of_chunk[chunk] for chunk in chunks if chunk in self._key_of_chunk)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS if key in self._refused else super().lookup(key, req_context)
@@ -67,6 +70,11 @@ class CheckedManager(CPUOffloadingManager):
         if prepared is not None:
             self._refused.difference_update(prepared.evicted_keys)
         return prepared
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._key_of_chunk.clear()
+        self._refused.clear()
 
 
 class CheckedWorker(OffloadingWorker):

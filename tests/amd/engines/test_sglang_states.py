@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
-from tests.amd.engines.models import VOCABULARY
+from tests.amd.engines.models import VOCABULARY, model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_models import hybrid_model
 from tests.amd.engines.sglang_runs import SglangVenv
@@ -68,6 +69,25 @@ def run(sglang: SglangVenv, name: str, strategy: str, *, faults: bool = False) -
     }
     rounds = [served, served[-3:], *map(fresh, range(len(planted) - 1)), served[-3:]]
     return Run(arguments, rounds, 12, state_faults=[*planted] * faults)
+
+
+@pytest.mark.nightly
+def test_drafts_change_no_token_of_a_model_with_recurrent_layers(sglang: SglangVenv, tmp_path: Path) -> None:
+    """A small Llama drafts for gated delta nets: most drafts are rejected, and states go back to the accepted token."""
+    plain = run(sglang, "delta_net", "no_buffer")
+    plain.rounds = plain.rounds[:2]
+    (stock,) = sglang.stock([plain], tmp_path)
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(model("eagle_target", sglang.folder)),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    (ours,) = sglang.ours([replace(plain, engine={**plain.engine, **drafts})], tmp_path)
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert "TARGET_VERIFY" in ours.modes
+    assert all(0 < count <= plain.new_tokens for counts in ours.verified for count in counts)
 
 
 def assert_planted(name: str, answer: Answer) -> dict[str, int]:

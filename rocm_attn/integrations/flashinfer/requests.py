@@ -49,6 +49,7 @@ _REFUSED = {
     "packed_custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
     **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), "use VariableBlockSparseAttentionWrapper"),
     "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",
+    "use_profiler": "only FlashInfer's kernels are profiled so, and they do not run here; use torch.profiler",
     "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
 }
 

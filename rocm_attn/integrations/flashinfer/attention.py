@@ -13,11 +13,16 @@ from rocm_attn.integrations.flashinfer.batch import listed_batch
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, Scale, pages_of
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from rocm_attn.integrations.flashinfer.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from rocm_attn.integrations.flashinfer.requests import NO_POSITIONS, Geometry, ScoreRules, as_dtype, refuse
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 from rocm_attn.problem import UNLIMITED_WINDOW
 
-__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+__all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
+]
 
 
 class BatchAttention(PlannedWrapper):

@@ -18,7 +18,7 @@ from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
-from tests.amd.engines.vllm_runs import VllmVenv
+from tests.amd.engines.vllm_runs import VLLM, VllmVenv
 from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
@@ -188,12 +188,15 @@ def twice(stock: Answer) -> Answer:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "blocks_per_chunk"), [("vllm_llama", 1), ("vllm_llama", 2), ("gemma3", 1)])
+@pytest.mark.parametrize(
+    ("name", "blocks_per_chunk", "release"),
+    [("vllm_llama", 1, VLLM), ("vllm_llama", 2, VLLM), ("gemma3", 1, VLLM), ("vllm_llama", 1, "0.33.0")],
+)
 def test_blocks_that_were_in_host_memory_give_the_tokens_of_those_that_stayed(
-    name: str, blocks_per_chunk: int, vllm: VllmVenv, tmp_path: Path
+    name: str, blocks_per_chunk: int, release: str, vllm: VllmVenv, tmp_path: Path
 ) -> None:
     (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
-    (ours,) = vllm.ours([offloading(vllm, name, blocks_per_chunk)], tmp_path)
+    (ours,) = vllm.ours([offloading(vllm, name, blocks_per_chunk)], tmp_path, release=release)
     assert_equal([ours], twice(stock))
     size = 16 * blocks_per_chunk
     assert ours.cached[1] >= [(len(prompt) - 1) // size * size for prompt in prompts()]

@@ -238,16 +238,26 @@ _SAID: set[str] = set()
 def log_kernels(plugin: Plugin, selections: Sequence[Selection]) -> None:
     """Logs the kernels that serve, and why others do not, in one line per process.
 
-    A further line is logged only for layers with kernels that no line has named yet.
+    A further line is logged only for layers with kernels that no line has named yet. Deterministic kernels have a line
+    with the id of their arithmetic, too.
 
     selections: LayerKinds.selections of a runtime
     """
+    # Imported here: a process that serves with another backend imports no torch for us.
+    from rocm_attn.guards.registry import guards_from_settings
+    from rocm_attn.selection.arithmetic import arithmetic_id
+
     sentences = [each for each in dict.fromkeys(s.sentence() for s in selections) if each not in _SAID]
     if not sentences:
         return
     _SAID.update(sentences)
     version, arch = plugin.version(), selections[0].target.arch
     plugin.log.info("rocm_attn serves %s %s on %s: %s", plugin.engine, version, arch, " | ".join(sentences))
+    try:
+        identity = arithmetic_id(selections, guards_from_settings())
+    except Unsupported:
+        return  # not deterministic, as most servers
+    plugin.log.info("the arithmetic of this attention is %s", identity)
 
 
 def matrix() -> str:

@@ -1,4 +1,4 @@
-"""HostMemory: host memory in equal records, found by their keys, the least recently used given back first."""
+"""Host memory in equal records: HostRecords by number; HostMemory by key, the least recently used given back first."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ from rocm_attn.errors import NeverFits
 
 # torch rounds pinned allocations up to a power of two.
 _BLOCK_BYTES = 256 << 20
+
+
+class HostRecords:
+    """Host memory in records of equal size.
+
+    num_slots: at least 1
+    pinned:    memory that a GPU copies from and to by itself
+
+    Raises NeverFits without a record.
+    """
+
+    def __init__(self, num_slots: int, record_bytes: int, *, pinned: bool) -> None:
+        if num_slots < 1:
+            raise NeverFits(f"host memory has room for no record of {record_bytes} bytes; give at least as many bytes")
+        self._of_block = max(1, min(num_slots, _BLOCK_BYTES // record_bytes))
+        counts = [self._of_block] * (num_slots // self._of_block)
+        if rest := num_slots % self._of_block:
+            counts.append(rest)
+        with torch.inference_mode(False):
+            self._blocks = [torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=pinned) for count in counts]
+
+    def at(self, slot: int) -> Tensor:
+        """The bytes of a record: uint8 [record_bytes]."""
+        block, line = divmod(slot, self._of_block)
+        return self._blocks[block][line]
 
 
 class HostMemory:
@@ -32,11 +57,7 @@ class HostMemory:
             raise NeverFits(
                 f"{num_bytes} bytes of host memory hold no page of {record_bytes} bytes; give at least as many bytes"
             )
-        self._of_block = max(1, min(self.num_slots, _BLOCK_BYTES // record_bytes))
-        counts = [self._of_block] * (self.num_slots // self._of_block)
-        if rest := self.num_slots % self._of_block:
-            counts.append(rest)
-        self._blocks = [torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=pinned) for count in counts]
+        self._records = HostRecords(self.num_slots, record_bytes, pinned=pinned)
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
@@ -59,8 +80,7 @@ class HostMemory:
 
     def at(self, key: bytes) -> Tensor:
         """The bytes of the record of a key: uint8 [record_bytes]."""
-        block, line = divmod(self._slots[key], self._of_block)
-        return self._blocks[block][line]
+        return self._records.at(self._slots[key])
 
     def take(self, key: bytes) -> Tensor:
         """Room for the record of a key, in place of an older record of it, a free place, or the one used first."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
-from rocm_attn.paging.adopted import Source, TableSource, TableUnit
+from rocm_attn.paging.adopted import CsrSource, Source, TableUnit
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
 from rocm_attn.step.protocols import LayerCalls
@@ -121,8 +121,10 @@ def _use_tables(attention: ExternalAttention, held: int) -> Tensor:
     def slots_of(pages: Tensor) -> Tensor:
         return (pages[:, None] * tables.page_size + torch.arange(tables.page_size, device=device)).flatten()
 
-    def source_of(old: Source) -> TableSource:
-        assert isinstance(old, TableSource)
+    def source_of(old: Source) -> Source:
+        if isinstance(old, CsrSource):
+            ends = torch.tensor([0, len(pages)], dtype=old.indptr.dtype, device=device)
+            return replace(old, indptr=ends, indices=pages.to(old.indices.dtype))
         row = slots if old.unit is TableUnit.SLOT else pages
         room = tables.max_kv_len if old.unit is TableUnit.SLOT else tables.width
         entries = torch.zeros(1, max(room, len(row)), dtype=torch.int32, device=device)

@@ -9,7 +9,8 @@ from rocm_attn.integrations.flashinfer import (
     prefill as prefill, quantization as quantization, rope as rope, sampling as sampling, sparse as sparse,
 )
 from rocm_attn.integrations.flashinfer.attention import (
-    BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+    BatchAttention as BatchAttention, BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper as BatchPrefillWithCausalBidirectionalRangesWrapper,
 )
 from rocm_attn.integrations.flashinfer.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,

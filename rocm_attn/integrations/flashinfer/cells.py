@@ -43,6 +43,30 @@ def seen_cells(
     return seen
 
 
+def ranged_cells(lengths: BatchLengths, ranges: Tensor, causal_left: int, range_left: int) -> Tensor:
+    """Returns the keys that each token sees if it is causal and has a span of keys besides: bool [cells].
+
+    ranges:      int32 [tokens, 2], first and last key of each token's span; -1 and -1: none
+    causal_left: previous keys that a token sees outside of its span; negative: all
+    range_left:  keys of its span that it sees up to its own, itself included; 0 or negative: all
+    """
+    device, begin = ranges.device, 0
+    parts = [torch.zeros(0, dtype=torch.bool, device=device)]
+    key = torch.arange(lengths.max_kv_len, device=device)
+    for q_len, kv_len in zip(lengths.q_len.tolist(), lengths.kv_len.tolist(), strict=True):
+        before = torch.arange(kv_len - q_len, kv_len, device=device)[:, None] - key[:kv_len]
+        first, last = ranges[begin : begin + q_len, None].unbind(-1)
+        in_range = (first >= 0) & (key[:kv_len] >= first) & (key[:kv_len] <= last)
+        if range_left > 0:
+            in_range &= before < range_left
+        causal = before >= 0
+        if causal_left >= 0:
+            causal &= before <= causal_left
+        parts.append((causal | in_range).flatten())
+        begin += q_len
+    return torch.cat(parts)
+
+
 def token_positions(lengths: BatchLengths) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Returns the position of each new token in its sequence: int64 [tokens]."""
     q_len = lengths.q_len

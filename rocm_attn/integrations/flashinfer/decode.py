@@ -15,6 +15,7 @@ from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArgument
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, is_deterministic, refuse
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
+from rocm_attn.problem import UNLIMITED_WINDOW
 
 Dtype = str | torch.dtype | None
 
@@ -165,8 +166,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         q_len_per_req: int = 1,
         is_causal: bool | None = None,
     ) -> None:
-        """Does the work of plan(). fixed_split_size, disable_split_kv: results are the same in any batch."""
-        refuse(window_right=window_right or None)
+        """Does the work of plan().
+
+        window_left, window_right: keys before and after its own that a token sees; -1: all of them
+        fixed_split_size, disable_split_kv: results are the same in any batch
+        """
         if q_len_per_req < 1:
             raise BadBatch(f"q_len_per_req is {q_len_per_req}; it must be at least 1")
         if is_causal is not None and is_causal != (q_len_per_req > 1):
@@ -180,7 +184,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
             page_size,
             q_dtype,
             as_dtype(kv_data_type or data_type or q_dtype),
-            causal=True,
+            window_right=max(window_right, UNLIMITED_WINDOW),
+            # A request's last token has none after it.
+            causal=window_right == 0 or q_len_per_req == 1,
             deterministic=is_deterministic(fixed_split_size, disable_split_kv),
         )
         geometry = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)

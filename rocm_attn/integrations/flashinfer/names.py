@@ -13,10 +13,6 @@ _NVIDIA = "it runs NVIDIA's own kernels"
 
 # Names -> the reason, and the name to use.
 REFUSED = {
-    "BatchPrefillWithCausalBidirectionalRangesWrapper": "its spans change in every run() and masks here are planned; "
-    "give the same mask as custom_mask to BatchPrefillWithPagedKVCacheWrapper.plan()",
-    "BatchAttention": "it is NVIDIA's kernel for all lengths; use BatchPrefillWithPagedKVCacheWrapper, which has all "
-    "lengths too",
     "cudnn_batch_decode_with_kv_cache prepare_balanced_batch_decode_with_kv_cache sm110_gqa_decode "
     "prepare_sm110_gqa_decode launch_sm110_gqa_decode_prepared xqa get_dcp_spec_counter_bytes "
     "get_dcp_spec_workspace_size_bytes CakeFmhaRequestOrderedDecodePlan cake_batch_decode_with_kv_cache "

@@ -23,7 +23,7 @@ from rocm_attn.integrations.flashinfer.page_lists import PageLists
 from rocm_attn.integrations.flashinfer.requests import Geometry, alibi_slopes
 from rocm_attn.machine.devices import with_index
 from rocm_attn.paging.adopted_pages import EnginePages
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
 
@@ -257,7 +257,8 @@ class PlannedAttention:
                 provider=self._provider,
                 deterministic=geometry.deterministic,
                 page_strides=True,
-                short_kv=not problem.causal,
+                # A plan with later keys of a window has refused requests with fewer keys than new tokens.
+                short_kv=problem.window_right == UNLIMITED_WINDOW,
                 binds_calls=True,
             ),
         )

@@ -18,7 +18,6 @@ _EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEnco
 
 # Arguments that FlashInfer takes and no kernel here supports -> the reason.
 _REFUSED = {
-    "window_right": "decode is causal, so no window has keys after a query",
     "jit_args": "it is CUDA source for FlashInfer's own kernels",
     "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
     "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
@@ -50,6 +49,7 @@ _REFUSED = {
     "packed_custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
     **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), "use VariableBlockSparseAttentionWrapper"),
     "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",
+    "use_profiler": "only FlashInfer's kernels are profiled so, and they do not run here; use torch.profiler",
     "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
 }
 
@@ -117,6 +117,7 @@ class Geometry:
 
     dtype:         of q; kv_dtype: of K and V, the same or eight bits
     window_left:   previous keys that a query sees in addition to its own; -1: all of them
+    window_right:  later keys that it sees if it is not causal; -1: all of them
     alibi:         whether scores get ALiBi's bias
     sinks:         whether softmax denominators have a sink
     deterministic: whether a sequence's results must be the same in any batch
@@ -131,6 +132,7 @@ class Geometry:
     kv_dtype: torch.dtype
     scale: float = 1.0
     window_left: int = UNLIMITED_WINDOW
+    window_right: int = UNLIMITED_WINDOW
     soft_cap: float = 0.0
     alibi: bool = False
     causal: bool = False
@@ -179,7 +181,7 @@ class Geometry:
             v_head_dim=self.v_head_dim,
             scale=self.scale,
             window_left=UNLIMITED_WINDOW if masked else self.window_left,
-            window_right=0 if causal else UNLIMITED_WINDOW,
+            window_right=0 if causal else UNLIMITED_WINDOW if masked else self.window_right,
             logits_soft_cap=self.soft_cap,
             has_sinks=self.sinks,
             has_alibi_slopes=self.alibi,

@@ -87,6 +87,7 @@ class PlannedWrapper(Wrapper):
 
     # Engines read these of the plan, although they are not public in FlashInfer either.
     _window_left = property(lambda self: self._ready()[1].window_left)
+    _window_right = property(lambda self: 0 if self._causal else self._ready()[1].window_right)
     _logits_soft_cap = property(lambda self: self._ready()[1].soft_cap)
     _sm_scale = property(lambda self: self._ready()[1].scale)
     _causal = property(lambda self: self._ready()[1].causal)

@@ -25,6 +25,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import SGLANG
+from rocm_attn.integrations.sglang.encoded import EncodedHooks
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
 from rocm_attn.integrations.sglang.names import ours
 from rocm_attn.machine.agreement import alone, among
@@ -67,10 +68,15 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
         return SharedReadEnds.POST_REPLAY if fm.is_decode() or fm.is_target_verify() else SharedReadEnds.UNKNOWN
 
 
+class EncodedRocmAttnBackend(EncodedHooks, RocmAttnBackend):
+    """SGLang's AttentionBackend for a model with an encoder."""
+
+
 def create(runner: Any) -> RocmAttnBackend:
     """Makes the backend of a runner. Raises Unsupported for a release, a pool or a model that is not served."""
     SGLANG.require_served()
-    return RocmAttnBackend(runner, serving_of(runner))
+    backend = EncodedRocmAttnBackend if runner.model_config.is_encoder_decoder else RocmAttnBackend
+    return backend(runner, serving_of(runner))
 
 
 def serving_of(runner: Any) -> Serving:

@@ -61,8 +61,9 @@ class EngineLayerPages:
 
 
 class ModelLayers:
-    """The attention layers of a runner's model that have pages, in order, and the kernels they need.
+    """The attention layers of a runner's model that one backend serves, in order, and the kernels they need.
 
+    found:      those layers
     page_size:  for tables and pages: the pool's, or 1, which works for every pool of tokens
     with_masks: whether steps may bring a tree of drafts
     whole_prompts: whether a prompt's tokens are all new in one step
@@ -74,7 +75,7 @@ class ModelLayers:
     def __init__(
         self,
         runner: Runner,
-        layer_type: type,
+        found: Sequence[ModelLayer],
         *,
         page_size: int,
         with_masks: bool,
@@ -84,7 +85,6 @@ class ModelLayers:
         self._runner, self._page_size, self._with_masks = runner, page_size, with_masks
         self._index_encoding = index_encoding
         pool = runner.token_to_kv_pool
-        found = [each for each in _found(runner.model, layer_type) if _has_pages(each.layer, runner)]
         if not found:
             raise Unsupported(
                 f"{type(runner.model).__name__} has no attention layer that can be found before it serves, so its "
@@ -95,7 +95,7 @@ class ModelLayers:
             for each in found
             for why in _refusals(each.layer, runner, with_masks=with_masks)
         ]
-        if not whole_prompts and not all(map(_is_causal, found)):
+        if not whole_prompts and any(_sees_later_tokens(each.layer) for each in found):
             refused.append(
                 "tokens of an encoder see later ones, and a prompt may come in parts; use --chunked-prefill-size -1 "
                 "and --disable-radix-cache"
@@ -273,7 +273,7 @@ class ModelLayers:
             page_size=self._page_size,
             scale=layer.scaling,
             window_left=window,
-            window_right=0 if _is_causal(found) else window,
+            window_right=window if layer.is_cross_attention or _sees_later_tokens(layer) else 0,
             chunk=_chunk(layer, self._runner),
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
@@ -285,17 +285,26 @@ class ModelLayers:
         )
 
 
-def _found(model: nn.Module, layer_type: type) -> list[ModelLayer]:
-    """Returns the layers of a model by id, each with the sinks of the module that it is a part of."""
+def layers_with_pages(runner: Runner, layer_type: type) -> list[ModelLayer]:
+    """Returns the layers of a runner's model that read its pool, by id.
+
+    Each has the sinks of the module that it is a part of.
+    """
     found: dict[int, ModelLayer] = {}
-    for module in model.modules():
+    for module in runner.model.modules():
         for child in module.children():
             if isinstance(child, layer_type):
                 sinks = next((getattr(module, name, None) for name in _SINK_NAMES if _is_tensor(module, name)), None)
                 is_sparse = bool(getattr(module, "use_dsa", False))
                 indexer = getattr(module, "indexer", None) if is_sparse else None
                 found.setdefault(id(child), ModelLayer(cast("RadixAttentionView", child), sinks, is_sparse, indexer))
-    return sorted(found.values(), key=lambda each: each.layer.layer_id)
+    by_id = sorted(found.values(), key=lambda each: each.layer.layer_id)
+    return [each for each in by_id if _has_pages(each.layer, runner)]
+
+
+def of_text(layer: RadixAttentionView) -> bool:
+    """True for a layer of a decoder that attends to the decoder's own tokens."""
+    return not layer.is_cross_attention and not _sees_later_tokens(layer)
 
 
 def _signature(layer: RadixAttentionView) -> tuple[object, ...]:
@@ -330,9 +339,9 @@ def _kind(layer: RadixAttentionView) -> str:
     return str(getattr(layer.attn_type, "value", layer.attn_type))
 
 
-def _is_causal(found: ModelLayer) -> bool:
-    """True unless tokens of a step see later ones: in an encoder, and in a draft model of blocks."""
-    return _kind(found.layer) == _DECODER
+def _sees_later_tokens(layer: RadixAttentionView) -> bool:
+    """True if tokens of a step see later ones: in an encoder, and in a draft model of blocks."""
+    return _kind(layer) != _DECODER
 
 
 def _chunk(layer: RadixAttentionView, runner: Runner) -> int:
@@ -344,7 +353,10 @@ def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) ->
     """Returns the reasons why a layer is not served."""
     kind = _kind(layer)
     requested = (
-        (layer.is_cross_attention, "cross attention over an encoder's keys"),
+        (
+            layer.is_cross_attention and layer.sliding_window_size >= 0,
+            f"cross attention with a window of {layer.sliding_window_size} keys, where tokens have no distances,",
+        ),
         (kind not in (_DECODER, _ENCODER, _BIDIRECTIONAL), f"attention of the kind {kind!r}"),
         (kind == _BIDIRECTIONAL and runner.is_generation, "text after prompts that are not causal"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),

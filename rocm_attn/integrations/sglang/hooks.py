@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, raise_fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
-from rocm_attn.integrations.sglang.geometry import ModelLayers
+from rocm_attn.integrations.sglang.geometry import ModelLayer, ModelLayers, layers_with_pages
 from rocm_attn.integrations.sglang.images import CausalImages, ImageSpans
 from rocm_attn.integrations.sglang.indexers import IndexerInputs, index_format
 from rocm_attn.integrations.sglang.seen import (
@@ -34,7 +34,7 @@ from rocm_attn.integrations.sglang.seen import (
 )
 from rocm_attn.integrations.sglang.steps import StepMaker, has_tree
 from rocm_attn.machine.agreement import Agree, alone
-from rocm_attn.paging.adopted import TableSource, TableUnit
+from rocm_attn.paging.adopted import Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding
 from rocm_attn.step.external_step import NO_CELLS, BoolCells, ExternalStep, NoCells
@@ -85,6 +85,8 @@ class AttentionHooks:
     needs_cpu_seq_lens = False
     # A warmup step of SGLang's own has at most as many sequences as its pool has rows.
     extend_dummy_seqs_capped_by_req_pool = True
+    # Whether sequences may have fewer tokens in their KV than new ones.
+    SHORT_KV: ClassVar[bool] = False
 
     def __init__(
         self, runner: Runner, serving: Serving, *, table: Tensor | None = None, page_size: int | None = None
@@ -100,7 +102,7 @@ class AttentionHooks:
         _check_pool(self.token_to_kv_pool)
         self._layers = ModelLayers(
             runner,
-            serving.layer_type,
+            self._served(runner),
             page_size=runner.page_size if page_size is None else page_size,
             with_masks=serving.with_trees,
             whole_prompts=serving.whole_prompts,
@@ -116,10 +118,20 @@ class AttentionHooks:
         """The object that computes attention."""
         return self._attention
 
+    def _served(self, runner: Runner) -> list[ModelLayer]:
+        """Returns the layers of a model that this backend serves. Raises Unsupported."""
+        found = layers_with_pages(runner, self._serving.layer_type)
+        if crossed := [each.layer.layer_id for each in found if each.layer.is_cross_attention]:
+            raise Unsupported(
+                f"layer {crossed[0]}: cross attention in a model that SGLang does not call an encoder and a decoder is "
+                "not served; choose another attention backend"
+            )
+        return found
+
     def _table(self) -> Tensor:
         return self._own_table if self._own_table is not None else self.req_to_token_pool.req_to_token
 
-    def _sources(self) -> dict[Space, TableSource]:
+    def _sources(self) -> dict[Space, Source]:
         slots = TableSource(self._table(), TableUnit.SLOT)
         spaces = dict.fromkeys(source.space for source in self._layers.sources)
         mapped = self._map = slot_map(self.token_to_kv_pool)
@@ -141,6 +153,7 @@ class AttentionHooks:
                 deterministic=serving.deterministic,
                 page_strides=self._layers.has_strides,
                 mask_cells=serving.with_trees,
+                short_kv=self.SHORT_KV,
                 on_fault=self._report,
             ),
             guards=serving.guards,
@@ -304,8 +317,8 @@ class AttentionHooks:
     def forward_extend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: RadixAttentionView,
         forward_batch: ForwardBatchView,
         save_kv_cache: bool = True,

@@ -117,6 +117,9 @@ class ForwardBatchView(Protocol):
     extend_prefix_lens_cpu: tokens before them, on the host
     spec_info:        of drafts
     mm_inputs:        of each sequence that has images: mm_items, with offsets (first token, last token) in the prompt
+    encoder_lens:     int64 [batch_size], tokens of each sequence's encoder; None without. encoder_lens_cpu: on the host
+                      Their slots are in the sequence's row before those of seq_lens
+    encoder_out_cache_loc: int64 [n], slots of the encoders' new tokens
     """
 
     forward_mode: Mode
@@ -131,6 +134,9 @@ class ForwardBatchView(Protocol):
     positions: Tensor
     spec_info: Any
     mm_inputs: Sequence[Any] | None
+    encoder_lens: Tensor | None
+    encoder_lens_cpu: Sequence[int] | None
+    encoder_out_cache_loc: Tensor | None
 
 
 class LentPool:

@@ -404,7 +404,7 @@ def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
     has_slots = shards == 1
     external = ExternalOptions(
         provider=provider(os.environ),
-        deterministic=bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)),
+        deterministic=is_batch_invariant(),
         page_strides=VLLM.packs_rows,
         short_kv=not has_slots,  # a rank may have no token of a sequence that has a new one
         on_fault=fault_policy(os.environ, VLLM.log),
@@ -413,6 +413,11 @@ def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
     is_wide = partial(_captures_prompts, vllm_config.compilation_config)
     return GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
+
+
+def is_batch_invariant() -> bool:
+    """True if vLLM is to give a request the same bits in any batch."""
+    return bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def _require_own_kv(name: str, terms: LayerTerms) -> None:

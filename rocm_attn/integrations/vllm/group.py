@@ -16,13 +16,13 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
+from rocm_attn.integrations.encoder_rows import store_at_slots
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
 from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step
 from rocm_attn.kernels.cache.layer_pages import has_even_slots
 from rocm_attn.machine.agreement import Agree, alone
-from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.adopted_pages import EnginePages
@@ -250,12 +250,7 @@ class KVGroup:
         k, v:  [n or more, kv_heads, head_dim | v_head_dim]
         slots: int32 or int64 [n]; -1, or one in block 0: this token is not stored
         """
-        attention, index = self.attention, self._bound_to(name, kv_cache)
-        tokens, counts = len(slots), torch.full((4,), len(slots), dtype=torch.int32, device=k.device)
-        with on_device(attention.device):
-            attention.ops.store_kv(
-                k[:tokens], v[:tokens], slots.int(), counts, attention.pages.layer(index), null_page=True
-            )
+        store_at_slots(self.attention, self._bound_to(name, kv_cache), k, v, slots)
 
     def _slots(self, common: CommonMetadata, shape: ReplayShape) -> Tensor | None:
         """Returns the slots of a step's new tokens, or None if slots are not used."""

@@ -1,7 +1,8 @@
 """The backend of MLA layers: decode in absorbed form by our kernels, over vLLM's latent pages.
 
-vLLM splits a step. The decodes come first and run here; prompts run on its own prefill backends. vLLM stores the latent
-rows itself, before it asks for attention.
+vLLM splits a step. The decodes come first and run here; prompts run on its own prefill backends. These cut a prompt's
+context by the number of prompts in the step, so if a request is to have the same bits in any batch, all tokens count as
+decodes. vLLM stores the latent rows itself, before it asks for attention.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
-from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
+from rocm_attn.integrations.vllm.backend import has_name, is_batch_invariant, layers_of, new_group
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, PLAIN_DTYPES, CacheTerms, LayerTerms
@@ -52,7 +53,11 @@ class RocmAttnMLABackend(MLACommonBackend):
 
     @staticmethod
     def get_builder_cls() -> type[RocmAttnMLABuilder]:
-        return RocmAttnMLABuilder
+        return RocmAttnInvariantMLABuilder if is_batch_invariant() else RocmAttnMLABuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
@@ -137,6 +142,22 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             self.group,
             begin(decodes),
         )
+
+
+class RocmAttnInvariantMLABuilder(RocmAttnMLABuilder):
+    """The builder if a request is to have the same bits in any batch: its prompts run here, too."""
+
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    # Tokens of the longest request that vLLM counts as a decode: of any.
+    reorder_batch_threshold: int = 1 << 30
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            raise Unsupported(
+                "VLLM_BATCH_INVARIANT is not served for MLA layers whose ranks share sequences, because vLLM merges "
+                "the parts of prompts itself; set decode_context_parallel_size to 1"
+            )
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
 
 def require_plain(layers: Iterable[Any]) -> None:

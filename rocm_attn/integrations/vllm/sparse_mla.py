@@ -47,6 +47,11 @@ class RocmAttnSparseMLABackend(RocmAttnMLABackend):
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_CACHE_DTYPES)
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """False: vLLM's indexer chooses keys, and its scores may depend on the batch."""
+        return False
+
     @staticmethod
     def get_name() -> str:
         return SPARSE_MLA_NAME if has_name(SPARSE_MLA_NAME) else "CUSTOM"

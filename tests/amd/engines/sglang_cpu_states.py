@@ -3,8 +3,9 @@
 They take and give what SGLang 0.5.23 passes, and are written from its Triton kernels for GPUs, in the folder
 sglang/kernels/ops: attention/fla/fused_recurrent.py and chunk.py for gated delta nets, mamba/causal_conv1d_triton.py
 for convolutions, attention/fla/fused_norm_gate.py for norms, mamba/triton_ops/mamba_ssm.py and ssd_combined.py for
-Mamba2, elementwise/elementwise.py for the shared expert. Tokens come one after the other. SGLang's own attention and
-ours run over the same ones, so that texts differ by attention alone. Steps that verify drafts are not there.
+Mamba2, elementwise/elementwise.py for the shared expert, mamba/mamba_state_scatter_triton.py for accepted drafts.
+Tokens come one after the other. SGLang's own attention and ours run over the same ones, so that texts differ by
+attention alone. Steps that verify drafts are there for chains in gated delta nets.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def replace_triton_kernels() -> None:
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
     hybrid_linear_attn_backend.track_mamba_states_if_needed = track
     hybrid_linear_attn_backend.track_mamba_states_all_layers = track_all
+    hybrid_linear_attn_backend.scatter_mamba_states_after_mtp_verify = keep_accepted
     # It pins memory for that, which torch refuses without a GPU.
     torch.Tensor.pin_memory = not_pinned  # type: ignore[method-assign,assignment]  # for this process
 
@@ -92,8 +94,29 @@ def convolve_one(
     activation: str | None,
     *,
     conv_state_indices: Tensor,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
-    """The same for one token of each sequence, [S, channels]."""
+    """The same for one token of each sequence, [S, channels], or for drafts, [S, channels, drafts].
+
+    Drafts change no slot. The inputs after each of them go to intermediate_conv_window, [rows, drafts, channels, n].
+    """
+    if intermediate_conv_window is not None and intermediate_state_indices is not None:
+        assert retrieve_parent_token is None, "a tree of drafts"
+        out = torch.empty_like(x)
+        for seq, (slot, row) in enumerate(
+            zip(conv_state_indices.tolist(), intermediate_state_indices.tolist(), strict=False)
+        ):
+            state = states[slot][None].clone()
+            for draft in range(x.shape[2]):
+                of_draft = {"conv_state_indices": torch.zeros(1, dtype=torch.int64)}
+                out[seq, :, draft] = convolve_one(x[seq, :, draft][None], state, weight, bias, activation, **of_draft)[
+                    0
+                ]
+                intermediate_conv_window[row, draft] = state[0]
+        return out
     places = torch.arange(len(x) + 1)
     with_states = torch.ones(len(x), dtype=torch.bool)
     return convolve(
@@ -124,11 +147,14 @@ def delta_rule(
     initial_state: Tensor,
     initial_state_indices: Tensor,
     cu_seqlens: Tensor,
+    after_each: Tensor | None = None,
+    rows: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, Tensor]:
     """Outputs [1, T, heads of v, v_dim]. Slots [heads of v, v_dim, k_dim] are read, and get the state after all.
 
     Also returns the states before each chunk of a sequence, one sequence after the other, [1, chunks, ...].
+    after_each, rows: if given, slots stay, and row rows[i] gets the state of sequence i after each of its tokens
     """
     out, before_chunks = torch.zeros_like(v), list[Tensor]()
     group = v.shape[2] // q.shape[2]
@@ -143,18 +169,52 @@ def delta_rule(
             change = beta[0, token][:, None] * (v[0, token].float() - torch.einsum("hvk,hk->hv", state, k[token]))
             state += change[:, :, None] * k[token][:, None, :]
             out[0, token] = torch.einsum("hvk,hk->hv", state, q[token]) * q.shape[-1] ** -0.5
-        slot.copy_(state)
+            if after_each is not None and rows is not None:
+                after_each[int(rows[seq]), token - first] = state
+        if after_each is None:
+            slot.copy_(state)
     return out, None, torch.stack(before_chunks)[None]
 
 
 def delta_rule_of_ones(
     *, A_log: Tensor, dt_bias: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor, **named: Any
 ) -> Tensor:
-    """The same for one token of each sequence."""
+    """The same for one token of each sequence, or for drafts.
+
+    Drafts change no slot. The states after each of them go to intermediate_states_buffer, [rows, drafts, ...].
+    """
     decay, beta = gates(A_log, a, b, dt_bias)
-    slots = {"initial_state": named["initial_state_source"], "initial_state_indices": named["initial_state_indices"]}
-    out, _, _ = delta_rule(named["q"], named["k"], named["v"], decay, beta, cu_seqlens=cu_seqlens, **slots)
+    source, slots, after = named["initial_state_source"], named["initial_state_indices"], {}
+    if named.get("disable_state_update"):
+        assert named["retrieve_parent_token"] is None, "a tree of drafts"
+        after = {"after_each": named["intermediate_states_buffer"], "rows": named["intermediate_state_indices"]}
+    states = {"initial_state": source, "initial_state_indices": slots, **after}
+    out, _, _ = delta_rule(named["q"], named["k"], named["v"], decay, beta, cu_seqlens=cu_seqlens, **states)
     return out
+
+
+def keep_accepted(
+    caches: Any,
+    slots: Tensor,
+    last: Tensor,
+    tracked: Tensor | None,
+    tracked_at: Tensor | None,
+    src_indices_raw: Tensor | None = None,
+) -> None:
+    """Gives each sequence's slot, in all layers, its state after the last accepted draft; -1: after none.
+
+    tracked, tracked_at: other slots that get a state, and the drafts that it is after
+    """
+    rows = range(len(last)) if src_indices_raw is None else src_indices_raw.tolist()
+    parts = [(caches.temporal, caches.intermediate_ssm)]
+    parts += zip(caches.conv, caches.intermediate_conv_window, strict=True)
+    for to, drafts in ((slots, last), (tracked, tracked_at)):
+        if to is None or drafts is None:
+            continue
+        for row, slot, draft in zip(rows, to.tolist(), drafts.tolist(), strict=False):
+            for kept, each in parts:
+                if draft >= 0 and slot >= 0:
+                    kept[:, slot] = each[:, row, draft]
 
 
 def normalise(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **named: Any) -> Tensor:

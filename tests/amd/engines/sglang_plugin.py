@@ -10,6 +10,7 @@ ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
 ENGINE_ROTATION=1      rotates q and k of Llama 4 in place, as SGLang does on GPUs; on a CPU it drops what it rotated
 ENGINE_IMAGES=1        gives prompts images without pixels, where the model's config says
+ENGINE_SPEECH=1        gives models of speech sound that follows from a prompt, and the prompt itself
 ENGINE_RECURRENT=1     gives SGLang the operations of recurrent layers, which no CPU wheel has
 ENGINE_HALVES_LOG=FILE with ENGINE_OVERLAP, receives a line of JSON for each batch of two halves
 ENGINE_MODES_LOG=FILE  receives a line per process for each mode of the steps that our backend begins, and for MIXED
@@ -35,6 +36,7 @@ from tests.amd.engines.sglang_state_faults import StatePlanter
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
 ROTATION, IMAGES, BLOCKS = "ENGINE_ROTATION", "ENGINE_IMAGES", "ENGINE_BLOCKS"
+SPEECH = "ENGINE_SPEECH"
 DETERMINISTIC, RECURRENT, STATES_LOG = "ENGINE_DETERMINISTIC", "ENGINE_RECURRENT", "ENGINE_STATE_FAULTS_LOG"
 _STEPS_APART = 4
 
@@ -61,6 +63,8 @@ def register() -> None:
         rotate_in_place()
     if os.environ.get(IMAGES) == "1":
         give_images()
+    if os.environ.get(SPEECH) == "1":
+        hear_what_prompts_say()
     if os.environ.get(RECURRENT) == "1":
         sglang_cpu_states.replace_triton_kernels()
     if MODES_LOG in os.environ:
@@ -149,6 +153,22 @@ def give_images() -> None:
 
     AttentionHooks.__init__ = made  # type: ignore[method-assign,assignment]  # for this process
     AttentionHooks.init_forward_metadata = with_images  # type: ignore[method-assign,assignment]  # for this process
+
+
+def hear_what_prompts_say() -> None:
+    """Makes the sound of a request from its prompt's tokens. SGLang reads files, and asks every model the same."""
+    import numpy as np
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+    from sglang.srt.multimodal.processors.whisper import WhisperProcessor
+
+    async def heard(processor: Any, *_: Any, request_obj: Any, **__: Any) -> Any:
+        extract = processor._processor.feature_extractor
+        sound = np.random.default_rng(request_obj.input_ids).standard_normal(extract.n_samples)
+        features = extract(sound, sampling_rate=extract.sampling_rate, padding="max_length", return_tensors="pt")
+        item = MultimodalDataItem(feature=features["input_features"][0], modality=Modality.AUDIO)
+        return MultimodalProcessorOutput(input_ids=request_obj.input_ids, mm_items=[item])
+
+    WhisperProcessor.process_mm_data_async = heard
 
 
 def write_modes(log: Path) -> None:

@@ -26,6 +26,7 @@ from tests.amd.engines.sglang_plugin import (
     RECURRENT,
     ROTATION,
     SPARSE,
+    SPEECH,
     STATES_LOG,
     WINDOW_POOL,
 )
@@ -106,6 +107,7 @@ engine_test = tests.amd.engines.sglang_plugin:register
             BLOCKS: any(run.engine.get("speculative_algorithm") == "DFLASH" for run in runs),
             OVERLAP: any(run.engine.get("enable_two_batch_overlap") for run in runs),
             DETERMINISTIC: any(run.engine.get("enable_deterministic_inference") for run in runs),
+            SPEECH: any(run.hears for run in runs),
             RECURRENT: any("mamba_radix_cache_strategy" in run.engine for run in runs),
         }
         settings = {

@@ -21,6 +21,7 @@ from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
 from tests.amd.engines.sglang_runs import SGLANG, SglangVenv
 from tests.amd.engines.sglang_text import Answer, Run
+from tests.amd.engines.vllm_models import vllm_model
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +342,7 @@ def test_images_of_gemma_3_give_the_tokens_of_transformers(page_size: int, sglan
     """SGLang's own backend for a CPU has no such images. Spans stand for them, without pixels."""
     from transformers import Gemma3ForConditionalGeneration
 
-    requested = run(sglang, "gemma3_images", 20, page_size=page_size, chunked_prefill_size=-1)
+    requested = run(sglang, "gemma3_images", 20, page_size=1, chunked_prefill_size=-1)
     folder = model("gemma3_images", sglang.folder)
     reference: Any = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     places = json.loads((folder / "config.json").read_text())[IMAGE_PLACES]
@@ -358,6 +359,29 @@ def test_images_of_gemma_3_give_the_tokens_of_transformers(page_size: int, sglan
     assert sum(map(sum, texts_that_differ(stock, causal))) >= 4, "hardly a text depends on the images"
     (ours,) = sglang.ours([requested], tmp_path)
     assert_equal([ours], stock)
+
+
+@pytest.mark.nightly
+def test_a_model_of_speech_gives_sglangs_own_tokens_and_faults_in_its_steps_are_reported(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """A Whisper: 100 rows of its encoder lie before each text, and some prompts are longer than that.
+
+    SGLang takes such prompts whole, over pages of one token: a chunk that ends within an encoder's rows ends its
+    scheduler, and with larger pages new tokens get slots of others.
+    """
+    requested = Run(
+        {
+            **run(sglang, "gemma3", page_size=1, chunked_prefill_size=-1).engine,
+            "model_path": str(vllm_model("speech", sglang.folder)),
+        },
+        [prompts(), prompts()[-3:]],
+        12,
+    )
+    (stock,) = sglang.stock([requested], tmp_path)
+    (ours,) = sglang.ours([replace(requested, faults=True)], tmp_path)
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert_reported(ours, FAULTS)
 
 
 def texts_that_differ(one: Answer, other: Answer) -> list[list[bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import VOCABULARY
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
-from tests.amd.engines.sglang_models import hybrid_model
+from tests.amd.engines.sglang_models import drafted_model, drafting_model, hybrid_model
 from tests.amd.engines.sglang_runs import SglangVenv
 from tests.amd.engines.sglang_state_faults import LOST_TOKEN, SHARED, STALE_HIT, SWAPPED, UNCLEARED
 from tests.amd.engines.sglang_text import Answer, Run
@@ -68,6 +69,31 @@ def run(sglang: SglangVenv, name: str, strategy: str, *, faults: bool = False) -
     }
     rounds = [served, served[-3:], *map(fresh, range(len(planted) - 1)), served[-3:]]
     return Run(arguments, rounds, 12, state_faults=[*planted] * faults)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [*_OF_STRATEGY])
+def test_drafts_change_no_token_of_a_model_with_recurrent_layers(
+    strategy: str, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """A small Llama drafts for gated delta nets, and states go back to the last draft that was accepted."""
+    plain = run(sglang, "delta_net", strategy)
+    plain.engine["model_path"] = str(drafted_model(sglang.folder))
+    plain.rounds = plain.rounds[:2]
+    (stock,) = sglang.stock([plain], tmp_path)
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(drafting_model(sglang.folder)),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    (ours,) = sglang.ours([replace(plain, engine={**plain.engine, **drafts})], tmp_path)
+    assert_equal_tokens([ours.tokens], stock.tokens)
+    assert "TARGET_VERIFY" in ours.modes
+    steps = sum(map(sum, ours.verified))
+    tokens = sum(len(each) for of_round in ours.tokens for each in of_round)
+    assert tokens / 3.5 < steps < tokens / 1.2, "some drafts were to be accepted, and not all"
 
 
 def assert_planted(name: str, answer: Answer) -> dict[str, int]:

@@ -18,8 +18,8 @@ from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
-from tests.amd.engines.vllm_runs import VllmVenv
-from tests.amd.engines.vllm_text import EMBEDDINGS, FAULTS, Answer, Run
+from tests.amd.engines.vllm_runs import VLLM, VllmVenv
+from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, FAULTS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
@@ -165,6 +165,57 @@ def test_what_one_process_has_prefilled_is_decoded_by_another_with_the_tokens_of
     assert sum(stored) > 8
 
 
+# vLLM keeps no block on the device for a later prompt: all that is cached comes from host memory.
+_OFFLOADS: dict[str, Any] = {
+    "kv_connector": "CheckedOffloadingConnector",
+    "kv_connector_module_path": "rocm_attn.integrations.vllm_offloading",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def offloading(vllm: VllmVenv, name: str, blocks_per_chunk: int = 1, **more: Any) -> Run:
+    """Returns a run of the same prompts twice, whose blocks go to host memory and come back."""
+    chosen = {"cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": blocks_per_chunk}
+    connects = {**_OFFLOADS, "kv_connector_extra_config": chosen}
+    args: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": False, "kv_transfer_config": connects}
+    return replace(run(vllm, name, 24, **args), rounds=[prompts(), prompts()], **more)
+
+
+def twice(stock: Answer) -> Answer:
+    """Returns the answers to the first round, for both."""
+    return Answer(tokens=[stock.tokens[0]] * 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "blocks_per_chunk", "release"),
+    [("vllm_llama", 1, VLLM), ("vllm_llama", 2, VLLM), ("gemma3", 1, VLLM), ("vllm_llama", 1, "0.33.0")],
+)
+def test_blocks_that_were_in_host_memory_give_the_tokens_of_those_that_stayed(
+    name: str, blocks_per_chunk: int, release: str, vllm: VllmVenv, tmp_path: Path
+) -> None:
+    (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
+    (ours,) = vllm.ours([offloading(vllm, name, blocks_per_chunk)], tmp_path, release=release)
+    assert_equal([ours], twice(stock))
+    size = 16 * blocks_per_chunk
+    assert ours.cached[1] >= [(len(prompt) - 1) // size * size for prompt in prompts()]
+    assert "do not hold the bytes that left" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["vllm_llama", "gemma3"])
+def test_blocks_that_have_changed_in_host_memory_are_reported_and_computed_again(
+    name: str, vllm: VllmVenv, tmp_path: Path
+) -> None:
+    (stock,) = vllm.stock([run(vllm, name, 24)], tmp_path)
+    (ours,) = vllm.ours([offloading(vllm, name, fault=CHANGED_HOST_MEMORY)], tmp_path)
+    assert_equal([ours], twice(stock))
+    assert "do not hold the bytes that left" in (tmp_path / "log").read_text()
+    # A refused block is not found again, and those before it are.
+    assert 0 < sum(ours.cached[1]) < sum((len(prompt) - 1) // 16 * 16 for prompt in prompts())
+
+
 @pytest.mark.nightly
 def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """On a CPU vLLM has neither chunks nor a prefix cache for MLA, and its own decode reads pages of 16."""
@@ -172,6 +223,21 @@ def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path)
     requested = [run(vllm, "deepseek_wide", **args)]
     (stock,) = vllm.stock(requested, tmp_path)
     assert_equal(vllm.ours(requested, tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_in_batch_invariant_mode_prompts_of_latent_attention_are_ours_with_vllms_own_tokens(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """In the other mode vLLM computes prompts itself. A run fails where it does so here."""
+    args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
+    requested = run(vllm, "deepseek_wide", **args)
+    (stock,) = vllm.stock([requested], tmp_path)
+    (ours,) = vllm.ours([requested], tmp_path, batch_invariant=True)
+    assert_equal([ours], stock)
+    said = (tmp_path / "log").read_text()
+    assert "mixed by torch.segments" in said
+    assert "the arithmetic of this attention is" in said
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.amd.engines.serving import EngineVenv, kept_answers
-from tests.amd.engines.vllm_text import Answer, Run
+from tests.amd.engines.vllm_text import BATCH_INVARIANT, Answer, Run
 
 # The release in the environment.
 VLLM = "0.32.0"
@@ -30,13 +30,21 @@ images = tests.amd.engines.vllm_images:register
 """
 
     def ours(
-        self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM, watches_states: bool = False
+        self,
+        runs: Sequence[Run],
+        scratch: Path,
+        *,
+        release: str = VLLM,
+        watches_states: bool = False,
+        batch_invariant: bool = False,
     ) -> list[Answer]:
         """Returns the answers of our backend, in the place of vLLM's own ones.
 
-        watches_states: whether the plug-in checks vLLM's recurrent states
+        watches_states:  whether the plug-in checks vLLM's recurrent states
+        batch_invariant: whether attention has the same bits in any batch
         """
         settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA", "ROCM_ATTN_WATCH_STATES": str(int(watches_states))}
+        settings[BATCH_INVARIANT] = str(int(batch_invariant))
         if release != VLLM:
             settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": self.python_path(release)}
         answers, said = self._answers(runs, scratch, settings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ class Run:
 
     asked: a key of ASKED, the kind of answer
     fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
-           first step from the fifth on that it fits; empty: none
+           first step from the fifth on that it fits, or CHANGED_HOST_MEMORY, applied after each round; empty: none
     """
 
     args: dict[str, Any]
@@ -118,8 +119,10 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 # Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
+CHANGED_HOST_MEMORY = "changed_host_memory"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 _FAULTY_STEP = 5
-_BEGIN, _STEP, _PREEMPT, _PROPOSE = "begin", "step", "_preempt_request", "propose"
+_BEGIN, _STEP, _PREEMPT, _PROPOSE, _SEND_OUT = "begin", "step", "_preempt_request", "propose", "send_out"
 
 
 class Planted:
@@ -155,6 +158,34 @@ class Planted:
 
     def undo(self) -> None:
         setattr(self._group, _BEGIN, self._begin)
+
+
+class PlantedInHostMemory:
+    """Changes a byte of every tenth block that has left for host memory."""
+
+    faulty_step = steps_later = -1
+
+    def __init__(self) -> None:
+        from rocm_attn.integrations.host_blocks import HostBlocks
+
+        self._blocks: Any = HostBlocks
+        self._send_out: Callable[..., Any] = HostBlocks.send_out
+        self._sent: list[Any] = []
+        planted = self
+
+        def send_out(blocks: Any, moved: Any) -> Any:
+            planted._sent += [blocks._records.at(slot) for each in moved for slot in each.slots]
+            return planted._send_out(blocks, moved)
+
+        setattr(self._blocks, _SEND_OUT, send_out)
+
+    def next_round(self) -> None:
+        for record in self._sent[::10]:
+            record[5] += 1
+        self._sent.clear()
+
+    def undo(self) -> None:
+        setattr(self._blocks, _SEND_OUT, self._send_out)
 
 
 @contextmanager
@@ -227,6 +258,8 @@ def answer(run: Run) -> Answer:
 
     from rocm_attn.errors import RocmAttnError
 
+    if os.environ.get(BATCH_INVARIANT) == "1":
+        compute_all_here()
     if str(run.args.get("attention_backend", "")).endswith("_SPARSE"):
         from tests.amd.engines.vllm_cpu_sparse import give_indexer
 
@@ -237,9 +270,9 @@ def answer(run: Run) -> Answer:
         zero_right_pages()
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()
-    planted = None
+    planted: Any = None
     if run.fault:
-        planted = PlantedInStates(run.fault) if run.fault in STATE_FAULTS else Planted(run.fault)
+        planted = _planted(run.fault)
     try:
         for prompts in run.rounds:
             requested = [ASKED[run.asked](prompt) for prompt in prompts]
@@ -266,6 +299,27 @@ def answer(run: Run) -> Answer:
     gc.collect()
     cleanup_dist_env_and_memory()
     return found
+
+
+def compute_all_here() -> None:
+    """Fails where vLLM computes prompts of MLA layers itself, and leaves its products to torch.
+
+    In batch-invariant mode vLLM multiplies by Triton kernels, which no CPU has.
+    """
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+
+    def forward_mha(*_: Any, **__: Any) -> None:
+        raise AssertionError("vLLM was to compute a prompt itself")
+
+    MLACommonImpl.forward_mha = forward_mha
+    batch_invariant.init_batch_invariance = lambda *_: None
+
+
+def _planted(fault: str) -> Any:
+    if fault == CHANGED_HOST_MEMORY:
+        return PlantedInHostMemory()
+    return PlantedInStates(fault) if fault in STATE_FAULTS else Planted(fault)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ LIBRARIES = {
     "rocm_lab.tune.ahead": {"torch", "triton"},
     "rocm_lab": {"numpy", "torch"},
     VLLM: {"torch", "vllm"},
+    f"{VLLM}_offloading": {"vllm"},
     SGLANG: {"sglang", "torch"},
     "rocm_attn": {"numpy", "torch", "typing_extensions"},
 }

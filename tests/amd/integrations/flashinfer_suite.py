@@ -26,6 +26,7 @@ FILES = (
     "attention/test_decode_fp8_calibration_scale",
     "attention/test_batch_prefill_kernels",
     "attention/test_batch_prefill",
+    "attention/test_batch_attention",
     "attention/test_non_contiguous_prefill",
     "attention/test_single_prefill",
     "attention/test_decode_prefill_lse",

@@ -19,7 +19,11 @@ RELEASE = "0.7.2.post1"
 
 # Module -> names, as in FlashInfer; a folder of several files has the module's name.
 NAMES = {
-    "attention": ("BatchAttentionWithAttentionSinkWrapper",),
+    "attention": (
+        "BatchAttention",
+        "BatchAttentionWithAttentionSinkWrapper",
+        "BatchPrefillWithCausalBidirectionalRangesWrapper",
+    ),
     "decode": (
         "fast_decode_plan",
         "single_decode_with_kv_cache",

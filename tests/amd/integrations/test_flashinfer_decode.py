@@ -142,6 +142,28 @@ def test_several_new_tokens_of_each_request_see_no_later_ones(device: torch.devi
         wrapper.plan(*batch.lists, *SIZES, 4, q_len_per_req=3)
 
 
+@pytest.mark.parametrize(("left", "right"), [(3, 1), (-1, 2), (4, -1), (0, 0), (-1, -1)])
+def test_windows_have_two_sides_among_a_requests_new_tokens(left: int, right: int, device: torch.device) -> None:
+    batch = new_batch((9, 4, 21), 4, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=True)
+    windows: dict[str, Any] = {"window_left": left, "window_right": right}
+    q = queries(12, device=device)
+    scores = Scores(0.3, causal=right == 0, window_left=left, window_right=right)
+    for tokens in (4, 1):
+        rows = q[: 3 * tokens]
+        wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.3, q_len_per_req=tokens, **windows)
+        check(wrapper.run(rows, batch.cache, return_lse=True), wanted(batch, rows, [tokens] * 3, [scores] * 3))
+
+
+def test_a_planned_window_can_be_read_as_flashinfers(device: torch.device) -> None:
+    batch = new_batch((9, 4), 4, device=device)
+    wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", q_len_per_req=2, window_left=5, window_right=1)
+    assert (wrapper._window_left, wrapper._window_right, wrapper._causal) == (5, 1, False)
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", q_len_per_req=2, window_left=5)
+    assert (wrapper._window_left, wrapper._window_right, wrapper._causal) == (5, 0, True)
+
+
 def test_scores_may_be_those_of_a_deprecated_forward(device: torch.device) -> None:
     batch = new_batch((6, 9), 4, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
@@ -157,7 +179,6 @@ def test_scores_may_be_those_of_a_deprecated_forward(device: torch.device) -> No
 REFUSED_PLANS = [
     ({"pos_encoding_mode": "ROPE_LLAMA"}, Unsupported, "rotate queries and keys"),
     ({"pos_encoding_mode": "rope"}, BadSetting, "it must be NONE, ROPE_LLAMA or ALIBI"),
-    ({"window_right": 4}, Unsupported, "window_right is not served: decode is causal"),
     ({"q_data_type": torch.float8_e4m3fn}, Unsupported, "pass them in 16 bits"),
     ({"kv_data_type": "bfloat16"}, Unsupported, "give both one dtype"),
     ({"kv_data_type": torch.uint8}, Unsupported, "no kernel here reads NVFP4 pages"),

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations import plugins
 from rocm_attn.integrations.plugins import PLUGINS, SGLANG, VLLM, Plugin, load, log_kernels, matrix
 from rocm_attn.machine.settings import DISABLE_PLUGINS, TAKE_BACKENDS, Settings, read_settings
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.selection.arithmetic import arithmetic_id
 from tests.amd.house.source_tree import ROOT
 
 if sys.version_info >= (3, 11):
@@ -202,6 +204,17 @@ def test_one_line_a_process_names_the_kernels_and_why_no_others(
     assert len(caplog.messages) == 2
     assert "head_dim 64" in caplog.messages[1]
     assert "head_dim 128" not in caplog.messages[1]
+
+
+def test_deterministic_kernels_are_logged_with_the_id_of_their_arithmetic(
+    new_process: Callable[[], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    running(monkeypatch, VLLM, "0.33.0")
+    problem = selection(128).problem
+    chosen = select(problem, known_target("sm_90"), "triton", deterministic=True)
+    log_kernels(VLLM, [chosen])
+    assert caplog.messages[1:] == [f"the arithmetic of this attention is {arithmetic_id([chosen], Guards())}"]
 
 
 @each_plugin

@@ -16,6 +16,7 @@ import torch
 from rocm_attn.errors import Unsupported
 from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.plugins import SGLANG
+from rocm_attn.integrations.sglang.encoded import EncodedHooks
 from tests.amd.integrations.sglang_stand_in import Engine, Mode, RadixAttention
 
 BACKEND = "rocm_attn.integrations.sglang.backend"
@@ -129,11 +130,16 @@ def backend(server: Server) -> Iterator[Any]:
 @pytest.fixture
 def runner() -> Any:
     """Returns the runner of a model on the CPU."""
-    made = Engine("torch", torch.device("cpu"), serve=False).runner
+    return runner_of(Engine("torch", torch.device("cpu"), serve=False))
+
+
+def runner_of(engine: Engine) -> Any:
+    """Returns an engine's runner, with the fields that a backend is made by."""
+    made = engine.runner
     made.kv_index_translator = SimpleNamespace(is_translating=False)
     made.spec_algorithm = SimpleNamespace(is_ngram=lambda: False)
     made.is_draft_worker = False
-    made.model_config = SimpleNamespace(hf_config=SimpleNamespace())
+    made.model_config = SimpleNamespace(hf_config=SimpleNamespace(), is_encoder_decoder=False)
     return made
 
 
@@ -143,6 +149,17 @@ def test_a_backend_is_one_of_sglangs_and_says_until_when_it_reads_its_table(back
     assert made.shared_read_ends(Mode.DECODE) is SharedReadEnds.POST_REPLAY
     assert made.shared_read_ends(Mode.TARGET_VERIFY) is SharedReadEnds.POST_REPLAY
     assert made.shared_read_ends(Mode.EXTEND) is SharedReadEnds.UNKNOWN
+
+
+def test_a_model_with_an_encoder_has_a_backend_that_crosses(server: Server, backend: Any) -> None:
+    with_encoder = Engine("torch", torch.device("cpu"), windows=(-1, -1), serve=False)
+    with_encoder.layers[1].is_cross_attention = True
+    of_text = runner_of(with_encoder)
+    of_text.model_config.is_encoder_decoder = True
+    made: Any = backend.create(of_text)
+    assert isinstance(made, EncodedHooks)
+    assert AttentionBackend in type(made).__mro__
+    assert not isinstance(backend.create(runner_of(Engine("torch", torch.device("cpu"), serve=False))), EncodedHooks)
 
 
 def test_arguments_of_the_server_choose_kernels_and_masks(

@@ -111,6 +111,23 @@ def test_batch_invariance_asks_for_deterministic_kernels(
     assert backend_of(ours, "backend").supports_batch_invariance()
 
 
+def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
+    ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM cuts a step at reorder_batch_threshold; it leaves the rest to backends that cut a prompt's context."""
+    lengths = ours["mla"].QueryLenSupport
+    plain = builder(ours, "mla")
+    assert plain.query_len_support is lengths.UNIFORM
+    assert not hasattr(plain, "reorder_batch_threshold")  # vLLM's own: the drafts of a request
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    invariant = builder(ours, "mla")
+    assert invariant.query_len_support is lengths.VARLEN
+    assert invariant.reorder_batch_threshold > 2**20
+    assert [backend_of(ours, kind).supports_batch_invariance() for kind in CLASSES] == [True, True, False]
+    with pytest.raises(Unsupported, match="VLLM_BATCH_INVARIANT is not served for MLA layers whose ranks share"):
+        builder(ours, "mla", **DECODES_SHARED)
+
+
 @pytest.mark.parametrize("scale", ["output_scale", "output_block_scale"])
 def test_quantised_output_is_refused(scale: str, ours: dict[str, Any]) -> None:
     layer = gqa_layer(ours["backend"].RocmAttnImpl)

@@ -45,6 +45,7 @@ class QueryLens(Enum):
     """vLLM's QueryLenSupport."""
 
     UNIFORM = "uniform"
+    VARLEN = "varlen"
 
 
 class Names(Enum):

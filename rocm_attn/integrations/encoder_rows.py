@@ -1,0 +1,21 @@
+"""store_at_slots: K and V that are no new tokens of a step, as those of an encoder in cross attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.external import ExternalAttention
+from rocm_attn.machine.devices import on_device
+
+
+def store_at_slots(attention: ExternalAttention, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Writes K and V of any tokens to slots of a layer's pages, which are compared with no table.
+
+    k, v:  [n or more, kv_heads, head_dim | v_head_dim]
+    slots: int32 or int64 [n]; -1, or one in page 0: this token is not stored
+    """
+    tokens, counts = len(slots), torch.full((4,), len(slots), dtype=torch.int32, device=k.device)
+    with on_device(attention.device):
+        pages = attention.pages.layer(layer)
+        attention.ops.store_kv(k[:tokens], v[:tokens], slots.int(), counts, pages, null_page=True)

@@ -7,11 +7,11 @@ kept next to it for the next time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines.serving import EngineVenv, kept_answers
+from tests.amd.engines.serving import NO_SETTINGS, EngineVenv, kept_answers
 from tests.amd.engines.vllm_text import Answer, Run
 
 # The release in the environment.
@@ -30,13 +30,21 @@ images = tests.amd.engines.vllm_images:register
 """
 
     def ours(
-        self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM, watches_states: bool = False
+        self,
+        runs: Sequence[Run],
+        scratch: Path,
+        *,
+        release: str = VLLM,
+        watches_states: bool = False,
+        more: Mapping[str, str] = NO_SETTINGS,
     ) -> list[Answer]:
         """Returns the answers of our backend, in the place of vLLM's own ones.
 
         watches_states: whether the plug-in checks vLLM's recurrent states
+        more:           other settings of the environment
         """
-        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA", "ROCM_ATTN_WATCH_STATES": str(int(watches_states))}
+        watches = {"ROCM_ATTN_WATCH_STATES": str(int(watches_states))}
+        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA", **watches, **more}
         if release != VLLM:
             settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": self.python_path(release)}
         answers, said = self._answers(runs, scratch, settings)

@@ -17,7 +17,15 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
-from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, WATCH_STATES, Settings, read_settings, settings
+from rocm_attn.machine.settings import (
+    DEBUG,
+    DISABLE_GUARDS,
+    NEEDLES_EVERY,
+    WATCH_STATES,
+    Settings,
+    read_settings,
+    settings,
+)
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.faults.wrong_twins import WRONG_TWINS
@@ -116,6 +124,14 @@ def test_the_environment_is_read_into_a_value(environment: dict[str, str], expec
 def test_a_switch_that_is_neither_0_nor_1_is_refused(value: str, switch: str) -> None:
     with pytest.raises(BadSetting, match=f"{switch} is '{value}'; it must be 0 or 1"):
         read_settings({switch: value})
+
+
+def test_a_number_of_steps_is_read_and_anything_else_is_refused() -> None:
+    for value, steps in (("", 0), ("0", 0), (" 10000 ", 10000)):
+        assert read_settings({NEEDLES_EVERY: value}).needles_every == steps
+    for value in ("-1", "1.5", "often", "\u0663"):
+        with pytest.raises(BadSetting, match=f"{NEEDLES_EVERY} is '{value}'; it must be a whole number from 0 on"):
+            read_settings({NEEDLES_EVERY: value})
 
 
 @pytest.mark.parametrize("debug", [{}, {DEBUG: "0"}])

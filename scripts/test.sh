@@ -274,12 +274,14 @@ time_stage() {
     mv "$VENV/part-stage-$1" "$VENV/stage-$1" # whole, for who looks while others run
 }
 
-# print_ended STAGE...: the output of those that have ended, each whole and once.
+# print_ended STAGE...: the output of those that have ended, each whole and once. The verdict has a line of its own, also
+# after output whose last line does not end.
 print_ended() {
     local name
     for name in "$@"; do
         if [ -e "$VENV/stage-$name" ] && [ -e "$VENV/output-$name" ]; then
-            cat "$VENV/output-$name" "$VENV/stage-$name"
+            sed "\$a\\" "$VENV/output-$name"
+            cat "$VENV/stage-$name"
             rm "$VENV/output-$name"
         fi
     done

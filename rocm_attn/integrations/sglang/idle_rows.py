@@ -1,15 +1,15 @@
 """A row and slots of SGLang's pools that no request has, lent to the layers' needles while a step is run.
 
-The row is the one that SGLang keeps for padding.
-
-SGLang's scheduler lends them before a step, and takes them back after it. Each rank has a scheduler of its own, and all
-of them count the same steps. Slots that only the radix cache holds are evicted for it, as for a request.
+The row is the one that SGLang keeps for padding. SGLang's scheduler lends them before a step, and takes them back after
+it. Each rank has a scheduler of its own, and all of them count the same steps. Slots that only the radix cache holds
+are evicted for it, as for a request.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,19 +50,31 @@ def lend(run_batch: Callable[..., Any], scheduler: Any, batch: Any, *given: Any,
     _lent.turns += 1
     _lent.row = EngineRow(_lent.turns, PAD_ROW, slots)
     allocator = scheduler.token_to_kv_pool_allocator
-    mapping = slot_map(allocator.get_kvcache())
-    mapped = None if mapping is None else mapping[slots]
     try:
-        if mapping is not None and mapped is not None:
-            # Often both pools give out the same numbers: a layer that reads the wrong one of them must be noticed.
-            mapping[slots] = mapped.roll(allocator.page_size)
-        return run_batch(scheduler, batch, *given, **named)
+        with _mapped_anew(allocator, slots):
+            return run_batch(scheduler, batch, *given, **named)
     finally:
         _lent.row = NO_ROW
-        if mapping is not None and mapped is not None:
-            mapping[slots] = mapped
         allocator.free(slots)
         steps.done()
+
+
+@contextmanager
+def _mapped_anew(allocator: Any, slots: Tensor) -> Iterator[None]:
+    """Maps slots to those of the pool of windows in another order, page by page, if there is such a pool.
+
+    Often both pools give out the same numbers, and then a layer that reads the wrong one of them would not be noticed.
+    """
+    mapping = slot_map(allocator.get_kvcache())
+    if mapping is None:
+        yield
+        return
+    mapped = mapping[slots]
+    mapping[slots] = mapped.roll(allocator.page_size)
+    try:
+        yield
+    finally:
+        mapping[slots] = mapped
 
 
 def _take(scheduler: Any) -> Tensor:

@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from rocm_attn.machine.settings import (
     settings,
 )
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.echo import NoEcho
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.faults.wrong_twins import WRONG_TWINS
 from rocm_serve.engine import Engine
@@ -84,6 +86,14 @@ def test_a_runtime_is_built_with_any_safeguard_off_and_says_so(
         serving = World.one_layer(device, Guards().without(guard.id), graphs=False)
     assert serving.runtime.guards.off == (guard.id,)
     assert f"safeguards are switched off: {guard.id}" in caplog.text
+
+
+def test_compiling_ahead_on_a_device_that_runs_nothing_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    guards = Guards()
+    guards = replace(guards, publishing=replace(guards.publishing, new_echo_check=NoEcho))
+    with caplog.at_level(logging.WARNING, logger="rocm_attn"):
+        guards.warn()
+    assert (guards.off, caplog.text) == ((), "")
 
 
 def test_the_documentation_lists_the_safeguards_as_they_are() -> None:

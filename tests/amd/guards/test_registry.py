@@ -9,7 +9,6 @@ import logging
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,7 +89,7 @@ def test_a_runtime_is_built_with_any_safeguard_off_and_says_so(
 
 def test_compiling_ahead_on_a_device_that_runs_nothing_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     guards = Guards()
-    guards = replace(guards, publishing=replace(guards.publishing, new_echo_check=NoEcho))
+    guards = dataclasses.replace(guards, publishing=dataclasses.replace(guards.publishing, new_echo_check=NoEcho))
     with caplog.at_level(logging.WARNING, logger="rocm_attn"):
         guards.warn()
     assert (guards.off, caplog.text) == ((), "")

@@ -93,7 +93,7 @@ def test_needles_in_idle_blocks_find_what_a_safeguard_was_for_and_change_no_toke
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     assert_equal(vllm.ours([run(vllm, "gemma3")], tmp_path, more=with_needles(3)), stock)
     verdicts = verdicts_of_needles(tmp_path)
-    assert len(verdicts) >= 10
+    assert len(verdicts) >= 5
     assert {*verdicts} == {("right", "")}
     vllm.ours([run(vllm, "gemma3")], tmp_path, more=with_needles(3, "full_refresh", "echo_check"))
     assert {word for word, _ in verdicts_of_needles(tmp_path)} == {"wrong"}
@@ -119,7 +119,7 @@ def test_needles_in_idle_blocks_of_other_models_and_ranks_are_right(
     without, with_them = (vllm.ours([requested], tmp_path, more=with_needles(every)) for every in (0, 3))
     assert [each.tokens for each in with_them] == [each.tokens for each in without]
     verdicts = verdicts_of_needles(tmp_path)
-    assert len(verdicts) >= 10
+    assert len(verdicts) >= 5
     assert {word for word, _ in verdicts} == {"right"}
 
 

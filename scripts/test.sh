@@ -24,6 +24,8 @@
 #   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, random-long, simulator-long,
 #   soak-long        what these leave out (not part of the default)
 #   load-long        attacks on a server, and LOAD_MINUTES (60) of mixed load (not part of the default)
+#   walk-long        pages typed line by line, as an author, an operator and an owner of CI would, in new checkouts and
+#                    environments; needs a package registry (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -107,6 +109,17 @@ run_engines() {
     run_pytest -n auto --dist loadfile "${found[@]}" "$@" # each file has a worker
 }
 
+# walk_pages USER...: the pages of each of these users. The log of a walk in which a line failed is printed.
+walk_pages() {
+    local user log failed=0
+    for user in "$@"; do
+        log=$VENV/walk-$user
+        python -m tests.amd.docs.walk "$user" "$log" || { failed=1 && cat "$log"; }
+        echo "walk as $user: $(tail -n 1 "$log")" | tee -a "$verdicts"
+    done
+    return $failed
+}
+
 # spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.
 spread() {
     run_pytest -n auto --dist worksteal "$@"
@@ -154,7 +167,7 @@ is_anothers() {
     [ -n "${SHARD:-}" ] || return 1
     for each in $all_stages; do
         case $each in
-        random-long | load-long | soak | soak-long | simulator@* | lint | types | images) ;;
+        random-long | load-long | walk-long | soak | soak-long | simulator@* | lint | types | images) ;;
         *) continue ;;
         esac
         if [ "$each" = "$1" ]; then
@@ -199,6 +212,7 @@ run_stage() {
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 200 --seed 0 ;;
     load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
+    walk-long) walk_pages author operator ci ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 && rocm-attn soak --recurrent --steps 10000 --seed 1 ;;
     offline) compile -m "not llvm_mca and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
@@ -260,12 +274,14 @@ time_stage() {
     mv "$VENV/part-stage-$1" "$VENV/stage-$1" # whole, for who looks while others run
 }
 
-# print_ended STAGE...: the output of those that have ended, each whole and once.
+# print_ended STAGE...: the output of those that have ended, each whole and once. The verdict has a line of its own, also
+# after output whose last line does not end.
 print_ended() {
     local name
     for name in "$@"; do
         if [ -e "$VENV/stage-$name" ] && [ -e "$VENV/output-$name" ]; then
-            cat "$VENV/output-$name" "$VENV/stage-$name"
+            sed "\$a\\" "$VENV/output-$name"
+            cat "$VENV/stage-$name"
             rm "$VENV/output-$name"
         fi
     done

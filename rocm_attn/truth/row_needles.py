@@ -18,6 +18,8 @@ from rocm_attn.truth.needles import Sizes, sharpness_of
 LONGEST = 320
 _SHORTEST = 8
 _DECODE_STEPS = 3
+# Tokens of the longest row at its end.
+MOST_TOKENS = LONGEST + _DECODE_STEPS
 # A sink above this logit would take weight from a needle, whose logit is at least 5 above all others together.
 _HIGHEST_SINK = 2.0
 

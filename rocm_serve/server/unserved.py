@@ -127,5 +127,5 @@ def no_such_path(path: str) -> ApiError:
     parents = (path[:end] for end in range(len(path), 0, -1) if end == len(path) or path[end] == "/")
     why = next((PATHS[parent] for parent in parents if parent in PATHS), None)
     if why is None:
-        return ApiError(404, "Not Found", code="not_found")
+        return ApiError(404, f"there is no {path}; GET /openapi.json lists the paths", code="not_found")
     return ApiError(404, f"not served: {path}; {why}", code="not_served")

@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.vllm.group import CachedLayer, Lend
 from rocm_attn.step.protocols import LayerCalls, WrappedLayers
-from rocm_attn.truth.adopted import log_truth
+from rocm_attn.truth.adopted import EngineRow, log_idle_truth, log_truth
 from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
 
 
@@ -26,7 +26,7 @@ class LatentLayer(CachedLayer, Protocol):
 
 
 class LatentProbe:
-    """Sends needles through MLA layers and logs the finding: GroupOptions.tried.
+    """Sends needles through MLA layers and logs the finding: GroupOptions.tried, and its again() is tried_again.
 
     layers:   of the group, in order
     choosers: of the layers with an indexer
@@ -45,6 +45,14 @@ class LatentProbe:
             return StoredByEngine(layers, self._layers, lent, slots)
 
         log_truth(self._log, attention, keep, self._choosers, stored_by_vllm)
+
+    def again(self, attention: ExternalAttention, row: EngineRow) -> None:
+        """Sends them through a row of vLLM's own pages."""
+
+        def stored_by_vllm(layers: LayerCalls, slots: Tensor) -> LayerCalls:
+            return StoredByEngine(layers, self._layers, [layer.kv_cache for layer in self._layers], slots)
+
+        log_idle_truth(self._log, attention, row, self._choosers, stored_by_vllm)
 
 
 class StoredByEngine(WrappedLayers):

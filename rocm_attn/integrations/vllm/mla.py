@@ -97,6 +97,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         layers = layers_of(vllm_config, layer_names)
         if torch.device(device).type == "cpu":
             require_plain(layers.values())
+        probe = LatentProbe([*layers.values()], VLLM.log)
         self.group = new_group(
             {
                 name: GroupLayer(layer, layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank))
@@ -105,7 +106,8 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             vllm_config,
             device,
             shards,
-            LatentProbe([*layers.values()], VLLM.log),
+            probe,
+            probe.again,
         )
         self._captures = False
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,13 @@ ROOT = Path(__file__).parents[3]
 VENVS = "ENGINE_VENVS"
 # Steps that may begin after a faulty one before it is reported.
 MOST_STEPS_LATER = 2
+
+NO_SETTINGS: Mapping[str, str] = {}
+
+# Of rocm-lab: what safeguards are replaced by where one is switched off.
+_LABORATORY = """[rocm_attn.wrong_twins]
+lab = rocm_lab.faults.wrong_twins:WRONG_TWINS
+"""
 
 # Tokens of each prompt of each round.
 Rounds = list[list[list[int]]]
@@ -45,6 +53,17 @@ def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
     assert len({tuple(tokens) for tokens in stock[0]}) > len(stock[0]) // 2
     for rounds in ours:
         assert rounds == stock
+
+
+def with_needles(every: int, *off: str) -> Mapping[str, str]:
+    """Returns settings: needles run before every so many steps. off: ids of safeguards that are switched off"""
+    without = {"ROCM_ATTN_DEBUG": "1", "ROCM_ATTN_DISABLE_GUARDS": ",".join(off), "ROCM_ATTN_ON_FAULT": "log"}
+    return {"ROCM_ATTN_NEEDLES_EVERY": str(every), **(without if off else {})}
+
+
+def verdicts_of_needles(scratch: Path) -> list[tuple[str, str]]:
+    """Returns the verdict of each run of needles in idle pages, from an engine's log, and its sentence."""
+    return re.findall(r"needles in idle pages of \d+ layers: ([\w ]+); (.*)", (scratch / "log").read_text())
 
 
 def kept_answers(folder: Path, requested: object, answer: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -81,7 +100,7 @@ class EngineVenv:
         metadata = plugin / "rocm_attn-0.1.0.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
-        (metadata / "entry_points.txt").write_text(self.ENTRY_POINTS)
+        (metadata / "entry_points.txt").write_text(self.ENTRY_POINTS + _LABORATORY)
 
     @property
     def python(self) -> Path:

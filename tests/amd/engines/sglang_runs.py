@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_attn.machine.settings import WATCH_STATES
-from tests.amd.engines.serving import EngineVenv, kept_answers
+from tests.amd.engines.serving import NO_SETTINGS, EngineVenv, kept_answers
 from tests.amd.engines.sglang_kit import Tally
 from tests.amd.engines.sglang_plugin import (
     BLOCKS,
@@ -55,12 +55,14 @@ engine_test = tests.amd.engines.sglang_plugin:register
         release: str = SGLANG,
         asks: bool = True,
         watches_states: bool = False,
+        more: Mapping[str, str] = NO_SETTINGS,
     ) -> list[Answer]:
         """Returns the answers of our backend, under its own name or one that it takes.
 
         asks:    true if the server's arguments name a backend; else SGLang chooses one itself
+        more:    other settings of the environment
         """
-        settings = {WINDOW_POOL: str(int(window_pool)), WATCH_STATES: str(int(watches_states))}
+        settings = {WINDOW_POOL: str(int(window_pool)), WATCH_STATES: str(int(watches_states)), **more}
         if name != "rocm_attn":
             settings["ROCM_ATTN_TAKE_BACKENDS"] = name
         if release != SGLANG:

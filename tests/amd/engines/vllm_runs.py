@@ -7,11 +7,11 @@ kept next to it for the next time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines.serving import EngineVenv, kept_answers
+from tests.amd.engines.serving import NO_SETTINGS, EngineVenv, kept_answers
 from tests.amd.engines.vllm_text import BATCH_INVARIANT, Answer, Run
 
 # The release in the environment.
@@ -37,14 +37,16 @@ images = tests.amd.engines.vllm_images:register
         release: str = VLLM,
         watches_states: bool = False,
         batch_invariant: bool = False,
+        more: Mapping[str, str] = NO_SETTINGS,
     ) -> list[Answer]:
         """Returns the answers of our backend, in the place of vLLM's own ones.
 
         watches_states:  whether the plug-in checks vLLM's recurrent states
         batch_invariant: whether attention has the same bits in any batch
+        more:            other settings of the environment
         """
-        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA", "ROCM_ATTN_WATCH_STATES": str(int(watches_states))}
-        settings[BATCH_INVARIANT] = str(int(batch_invariant))
+        own = {"ROCM_ATTN_WATCH_STATES": str(int(watches_states)), BATCH_INVARIANT: str(int(batch_invariant))}
+        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA", **own, **more}
         if release != VLLM:
             settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": self.python_path(release)}
         answers, said = self._answers(runs, scratch, settings)

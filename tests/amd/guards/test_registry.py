@@ -17,8 +17,17 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
-from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, WATCH_STATES, Settings, read_settings, settings
+from rocm_attn.machine.settings import (
+    DEBUG,
+    DISABLE_GUARDS,
+    NEEDLES_EVERY,
+    WATCH_STATES,
+    Settings,
+    read_settings,
+    settings,
+)
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.echo import NoEcho
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.faults.wrong_twins import WRONG_TWINS
 from rocm_serve.engine import Engine
@@ -78,6 +87,14 @@ def test_a_runtime_is_built_with_any_safeguard_off_and_says_so(
     assert f"safeguards are switched off: {guard.id}" in caplog.text
 
 
+def test_compiling_ahead_on_a_device_that_runs_nothing_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    guards = Guards()
+    guards = dataclasses.replace(guards, publishing=dataclasses.replace(guards.publishing, new_echo_check=NoEcho))
+    with caplog.at_level(logging.WARNING, logger="rocm_attn"):
+        guards.warn()
+    assert (guards.off, caplog.text) == ((), "")
+
+
 def test_the_documentation_lists_the_safeguards_as_they_are() -> None:
     first_table, *measured = (ROOT / "docs" / "guards.md").read_text().split("<!-- guard table on ")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", first_table, re.MULTILINE)
@@ -116,6 +133,14 @@ def test_the_environment_is_read_into_a_value(environment: dict[str, str], expec
 def test_a_switch_that_is_neither_0_nor_1_is_refused(value: str, switch: str) -> None:
     with pytest.raises(BadSetting, match=f"{switch} is '{value}'; it must be 0 or 1"):
         read_settings({switch: value})
+
+
+def test_a_number_of_steps_is_read_and_anything_else_is_refused() -> None:
+    for value, steps in (("", 0), ("0", 0), (" 10000 ", 10000)):
+        assert read_settings({NEEDLES_EVERY: value}).needles_every == steps
+    for value in ("-1", "1.5", "often", "\u0663"):
+        with pytest.raises(BadSetting, match=f"{NEEDLES_EVERY} is '{value}'; it must be a whole number from 0 on"):
+            read_settings({NEEDLES_EVERY: value})
 
 
 @pytest.mark.parametrize("debug", [{}, {DEBUG: "0"}])

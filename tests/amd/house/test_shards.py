@@ -17,6 +17,14 @@ from tests.amd.house.source_tree import ROOT
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
 
 
+def function(name: str) -> str:
+    """Returns a function of scripts/test.sh."""
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    found = re.search(rf"^{name}\(\) \{{.*?^\}}", script, re.MULTILINE | re.DOTALL)
+    assert found
+    return found.group()
+
+
 def item_of(name: str, group: str | None) -> Mock:
     item = Mock(spec=pytest.Function, nodeid=f"tests/test_it.py::test_it[{name}]")
     item.get_closest_marker.return_value = pytest.mark.xdist_group(group).mark if group else None
@@ -32,14 +40,15 @@ def test_each_case_is_in_one_shard_and_a_group_in_the_same_one() -> None:
 
 
 def test_two_stages_that_no_shard_can_part_are_not_in_the_same_one() -> None:
-    script = (ROOT / "scripts" / "test.sh").read_text()
-    function = re.search(r"^is_anothers\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL)
-    assert function
-
     def stages_of(shard: str) -> list[str]:
+        stages = "host-long random-long load-long walk-long soak-long"
         loop = "for each in $all_stages; do is_anothers $each || echo $each; done"
         done = subprocess.run(
-            ["bash", "-c", f'{function.group()}\nall_stages="host-long random-long load-long soak-long"\n{loop}'],
+            [
+                "bash",
+                "-c",
+                f'{function("is_anothers")}\nall_stages="{stages}"\n{loop}',
+            ],
             env={**os.environ, "SHARD": shard},
             capture_output=True,
             text=True,
@@ -47,8 +56,9 @@ def test_two_stages_that_no_shard_can_part_are_not_in_the_same_one() -> None:
         )
         return done.stdout.split()
 
-    shards = [stages_of(f"{number}/4") for number in (1, 2, 3, 4)]
-    assert shards == [["host-long", stage] for stage in ("random-long", "load-long", "soak-long")] + [["host-long"]]
+    shards = [stages_of(f"{number}/5") for number in (1, 2, 3, 4, 5)]
+    alone = ("random-long", "load-long", "walk-long", "soak-long")
+    assert shards == [["host-long", stage] for stage in alone] + [["host-long"]]
 
 
 def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> None:
@@ -84,3 +94,32 @@ def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> N
     (tmp_path / "scripts" / "test.sh").write_text((tmp_path / "scripts" / "test.sh").read_text() + "\n")
     subprocess.run([*GIT, "commit", "-qam", "second"], cwd=tmp_path, check=True)
     assert night() == (0, ["1/3", "2/3", "3/3"])
+
+
+def test_a_walk_with_a_failed_line_fails_its_stage_and_its_log_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$4 FAILED" >"$4"; echo "the end" >>"$4"; [ "$3" != operator ]\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def walked(*users: str) -> tuple[int, str]:
+        program = f"{function('walk_pages')}\nVENV=. verdicts=verdicts\nset -e\nwalk_pages {' '.join(users)}"
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", program], cwd=tmp_path, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, text=True
+        )
+        return done.returncode, done.stdout
+
+    assert walked("author", "ci") == (0, "walk as author: the end\nwalk as ci: the end\n")
+    code, said = walked("author", "operator", "ci")
+    assert code == 1
+    log = ["./walk-operator FAILED", "the end"]
+    assert said.splitlines() == ["walk as author: the end", *log, "walk as operator: the end", "walk as ci: the end"]
+    assert (tmp_path / "verdicts").read_text().count("walk as") == 5
+
+
+def test_a_verdict_is_a_line_of_its_own_after_output_whose_last_line_does_not_end(tmp_path: Path) -> None:
+    for name, output in {"one": "whole\n", "two": "no end", "three": ""}.items():
+        (tmp_path / f"output-{name}").write_text(output)
+        (tmp_path / f"stage-{name}").write_text(f"{name} passed\n")
+    program = f"{function('print_ended')}\nVENV=.\nprint_ended one two three four"
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "whole\none passed\nno end\ntwo passed\nthree passed\n"

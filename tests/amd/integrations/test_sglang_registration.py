@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rocm_attn.integrations.plugins import SGLANG
-from rocm_attn.machine.settings import WATCH_STATES
+from rocm_attn.machine.settings import NEEDLES_EVERY, WATCH_STATES
 
 # Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -195,3 +195,17 @@ def test_states_are_watched_if_that_is_asked_for_and_the_model_has_some(
     pool = SimpleNamespace(mamba_pool=None) if has_states else SimpleNamespace()
     sglang.backends["rocm_attn"](SimpleNamespace(use_mla_backend=False, req_to_token_pool=pool))
     assert order == ["watched"] * (has_states and value == "1") + ["created"]
+
+
+@pytest.mark.parametrize("every", ["", "0", "5"])
+def test_steps_are_hooked_only_where_needles_are_asked_for(
+    every: str, sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NEEDLES_EVERY, every)
+    registration.register_names()
+    run_batch = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+    assert (run_batch in sglang.hooks) == (every == "5")
+    if every == "5":
+        idle_rows = Stand("idle_rows", lend=lambda original, *given: original(*given, "lent"))
+        monkeypatch.setitem(sys.modules, "rocm_attn.integrations.sglang.idle_rows", idle_rows)
+        assert sglang.hooks[run_batch](lambda *given: given, "scheduler", "batch") == ("scheduler", "batch", "lent")

@@ -77,8 +77,9 @@ class Rank:
         provider: str,
         top: int = 0,
         tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
+        **needles: Any,
     ) -> None:
-        """Builds the rank. top: keys selected per token; 0: it attends to all; tried: see GroupOptions"""
+        """Builds the rank. top: keys selected per token; 0: it attends to all; tried, needles: see GroupOptions"""
         self.rank, self.ranks, self.device = rank, ranks, device
         self.layer = Layer(device)
         cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
@@ -87,7 +88,7 @@ class Rank:
         if top:
             problem = replace(problem, indexer=Indexer(4, 32, Indexing(scale=1.0, top=top)))
         external = ExternalOptions(provider=provider, page_strides=True, short_kv=ranks > 1)
-        options = GroupOptions(external, has_slots=ranks == 1, tried=tried)
+        options = GroupOptions(external, has_slots=ranks == 1, tried=tried, **needles)
         self.group = KVGroup({"layer": GroupLayer(self.layer, problem)}, GroupSizes(SEQS, 32, MAX_LEN), device, options)
         blocks = np.random.default_rng(rank).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8)
         self.table = torch.from_numpy(blocks.astype(np.int32)).to(device)

@@ -229,6 +229,13 @@ def test_errors_of_http_have_openais_form(method: str, path: str, status: int, c
     assert (reply.status, reply.error["code"]) == (status, code)
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/v1", "/v1/completions/more"])
+def test_a_path_that_is_not_there_is_named_with_where_the_others_are(path: str, server: Running) -> None:
+    reply = send(server, "GET", path)
+    assert reply.error["message"] == f"there is no {path}; GET /openapi.json lists the paths"
+    assert "/v1/completions" in send(server, "GET", "/openapi.json").json["paths"]
+
+
 def test_no_client_is_sent_elsewhere(server: Running) -> None:
     """A redirect would go to the host that the client names, which may be another's."""
     for path in ("/v1/completions/", "/health/", "/v1/models/"):

@@ -68,14 +68,12 @@ class Explained:
     """A model's kinds of layer on one rank, as the options of explain describe them.
 
     recurrent:  kind of recurrent layer -> indices into the model's layers
-    pool:       the KV pool that kernels are chosen for: an engine's, or our own
     about_choices: a sentence about measured choices that do not serve, or ""
     """
 
     whole: AttentionGeometry
     recurrent: Mapping[RecurrentLayer, tuple[int, ...]]
     target: Target
-    pool: PoolSize
     pages: PageChoice
     kinds: Sequence[LayerKind]
     about_choices: str
@@ -132,7 +130,7 @@ def explained(options: argparse.Namespace) -> Explained:
     recurrent: dict[RecurrentLayer, tuple[int, ...]] = {}
     for place, layer in geometry.recurrent:
         recurrent[layer] = (*recurrent.get(layer, ()), place)
-    return Explained(whole, recurrent, target, pool, pages, kinds, about_choices)
+    return Explained(whole, recurrent, target, pages, kinds, about_choices)
 
 
 def _pages(options: argparse.Namespace, over: Sequence[Problem], choose: Callable[[Problem], Selection]) -> PageChoice:

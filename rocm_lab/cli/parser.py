@@ -80,9 +80,9 @@ def _add_cost(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "cost",
-        help="predict times of a model's Triton kernels on AMD GPUs, and list faster choices; needs no GPU",
+        help="predict times of a model's Triton kernels on AMD GPUs; needs no GPU",
         description="Predict the time of one layer of each kind in Triton on gfx942 or gfx950, as ranges that were "
-        "never measured, and list gains from AITER, other pages or other settings.",
+        "never measured.",
     )
     parser.set_defaults(module="rocm_lab.cli.cost", engine=None)  # our own pages
     add_options(parser, EXPLAINED)

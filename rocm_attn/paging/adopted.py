@@ -113,7 +113,7 @@ def refuse_other_formats(pages: str, declared: PageFormat, wanted: PageFormat) -
     if declared != wanted:
         raise BadTensor(
             f"the {pages} hold {declared}; their kernels need {wanted}. Build the layer with a Problem of the "
-            "engine's format, or convert the pages (convert_pages)"
+            "engine's format"
         )
 
 

@@ -150,7 +150,7 @@ class RequestTable:
         # Each step reserves, so arrays of the right type cost no call.
         is_array = rows.__class__ is kv_len.__class__ is np.ndarray
         if not is_array or rows.dtype is not _INT32 or kv_len.dtype is not _INT32:  # type: ignore[union-attr]
-            rows, kv_len = _each("kv_len", rows, kv_len)
+            rows, kv_len = _each(rows, kv_len)
         self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
 
     def _reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
@@ -193,24 +193,6 @@ class RequestTable:
         state.capacity[rows] = capacity
         # They need no page before they have filled their pages.
         state.look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
-
-    def missing_pages(self, row: int, kv_len: int) -> int:
-        """Pages that must become free before reserve(row, kv_len), in the space that lacks the most; 0: none.
-
-        Raises WrongState, BadBatch.
-        """
-        self._rows.must_be_admitted(row)
-        rows, lengths = _each("kv_len", [row], [kv_len])
-        reserved, end = self._rows.reserved_len[rows], self._rows.capacity[rows] // self.page_size
-        copied = rows[lengths > reserved]
-        new_end = np.maximum(num_pages(lengths, self.page_size), end)
-        lacking = (
-            len(table.missing(rows, end, new_end))
-            + len(copied[table.shares(copied, reserved[: len(copied)])])
-            - table.num_free_pages
-            for table in self.spaces
-        )
-        return max(0, *lacking)
 
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
         """True if reserve_all(rows, kv_len) has nothing to do: all of these rows have room for kv_len tokens.
@@ -299,7 +281,7 @@ class RequestTable:
         """
         if len(rows) == 0:
             return
-        rows, kv_len = _each("kv_len", rows, kv_len)
+        rows, kv_len = _each(rows, kv_len)
         self._rows.must_all_be_admitted(rows)
         self._rows.must_be_distinct(rows)
         short = (kv_len > self._rows.reserved_len[rows]) | (kv_len < 0)
@@ -326,11 +308,11 @@ class RequestTable:
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)
 
 
-def _each(name: str, rows: Integers, values: Integers) -> tuple[Int32Array, Int32Array]:
+def _each(rows: Integers, kv_len: Integers) -> tuple[Int32Array, Int32Array]:
     """Returns rows, and a non-negative number for each. Raises BadBatch."""
-    of_rows, of_each = as_int32("rows", rows), as_int32(name, values)
+    of_rows, of_each = as_int32("rows", rows), as_int32("kv_len", kv_len)
     if len(of_rows) != len(of_each) or int(of_each.min()) < 0:
         raise BadBatch(
-            f"{len(of_rows)} rows and {name} {of_each.tolist()} were given; give one number of at least 0 per row"
+            f"{len(of_rows)} rows and kv_len {of_each.tolist()} were given; give one number of at least 0 per row"
         )
     return of_rows, of_each

@@ -1,11 +1,9 @@
-"""Encodings, conversions, shared prefixes, and tokens that move elsewhere: stable names, as `ra.pages`."""
+"""Encodings, shared prefixes, and tokens that move elsewhere: stable names, as `ra.pages`."""
 
 # isort: off
 
-# Encodings, conversions, shared prefixes, and tokens that move to another pool or to host memory
+# Encodings, shared prefixes, and tokens that move to another pool or to host memory
 from rocm_attn.kernels.cache.page_format import Encoding as Encoding
-from rocm_attn.paging.convert import Conversion as Conversion
-from rocm_attn.paging.convert import convert_pages as convert_pages
 from rocm_attn.paging.state_slots import require_state_slots as require_state_slots
 from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes

@@ -68,7 +68,6 @@ class Side:
 _HOMES = {
     "expanded": "latent",
     "scales_from_scratch": "eight bits",
-    "convert": "eight bits",
     "captures": "graphs",
     "memory_runs_out": "drawn",
 }

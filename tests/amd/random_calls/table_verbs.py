@@ -234,7 +234,6 @@ def look(scene: Scene) -> None:
         lambda: table.num_held(row),
         lambda: table.room([row]),
         lambda: table.is_reserved([row], [scene.length(row)]),
-        lambda: table.missing_pages(row, 12),
         lambda: table.is_admitted(row),
         lambda: (table.is_empty, table.most_new_seqs, table.next_row, table.fewest_free_pages, table.num_free_rows),
         lambda: table.space(table.full.space),
@@ -251,8 +250,8 @@ def look(scene: Scene) -> None:
         scene.runner.check_addresses,
     ]
     for number, each in enumerate(calls):
-        if number < 6 and row not in scene.rows:
-            if number in (0, 1, 4):
+        if number < 5 and row not in scene.rows:
+            if number in (0, 1):
                 scene.call(f"a look at row {row}", each, wrong="it is no request's")
         else:
             before = scene.state()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import capture_shapes
-from rocm_attn.paging.convert import convert_pages
 from rocm_attn.step.accepting import select_last_accepted
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
@@ -61,39 +60,6 @@ def scales_from_scratch(scene: Scene) -> None:
         scene.sent.clear()  # a passport of other factors
         scene.renew_movers()
     return prefill(scene)
-
-
-def convert(scene: Scene) -> None:
-    """The pages of a row become those of another, of eight bits; or none may."""
-    row = scene.a_row()
-    length = scene.length(row)
-    if row not in scene.oracle.kv or not length:
-        return
-    child = scene.call("admit", scene.runtime.table.admit)
-    if child is REFUSED:
-        return
-    scene.admitted(child)
-    bad = scene.kind != "eight bits"
-
-    def run() -> None:
-        table = scene.runtime.table
-        table.reserve(child, length)
-        count = -(-length // scene.page_size)
-        at = [torch.tensor(table.pages_of(each)[:count].tolist(), device=scene.device) for each in (row, child)]
-        copies = table.full.pending.copies
-        at[0] = torch.tensor([copies.get(page, page) for page in at[0].tolist()], device=scene.device)
-        pages = scene.runtime.pool.layer(0)
-        convert_pages(pages, pages, at[0], at[1])
-        table.mark_stored([child], [length])
-
-    try:
-        given = REFUSED if bad else scene.call(f"convert row {row} for row {child}", run)
-    finally:
-        pages = torch.zeros(1, dtype=torch.int64, device=scene.device)
-        layer = scene.runtime.pool.layer(0)
-        scene.call("convert to page 0", lambda: convert_pages(layer, layer, pages, pages), wrong="page 0 stays 0")
-    if given is not REFUSED:
-        scene.oracle.begin(child, list(scene.oracle.kv[row][:length]))
 
 
 def expanded(scene: Scene) -> None:
@@ -204,7 +170,7 @@ VERBS: dict[str, Verb] = {
         table_verbs.free, table_verbs.given_to_another, table_verbs.fork, table_verbs.evict, table_verbs.mark_stored,
         table_verbs.keep, table_verbs.admit_over, table_verbs.drop, table_verbs.look, table_verbs.export_row,
         table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, weights, kv_scales,
-        scales_from_scratch, convert, expanded, captures, reopen, unseal, ask, copied, accepted_rows,
+        scales_from_scratch, expanded, captures, reopen, unseal, ask, copied, accepted_rows,
         hostile_verbs.step_with_mask, hostile_verbs.step_with_spans, hostile_verbs.step_sharing_prefixes,
         hostile_verbs.step_of_infinities, hostile_verbs.memory_runs_out, hostile_verbs.stray_write,
     )

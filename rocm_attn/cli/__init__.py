@@ -9,8 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from rocm_attn.cli.interrupts import Interrupts
-from rocm_attn.cli.streams import Stdout, StdoutFailed, open_what_is_closed, say
+from rocm_attn.cli.streams import Stdout, StdoutFailed, say
 from rocm_attn.cli.torch_failures import torch_failure
 from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmAttnError
 from rocm_attn.machine.distributions import installing
@@ -31,27 +30,18 @@ _REMEDIES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Wrong usage ends in argparse's SystemExit(2)."""
-    open_what_is_closed()
     if sys.stdout is None:
         say("rocm-attn: stdout is closed, and results go there; redirect it to a file or to /dev/null")
         return FAILED
-    with Stdout(sys.stdout) as stdout, Interrupts() as interrupts:
+    with Stdout(sys.stdout):
         try:
-            _run(arguments, interrupts)
+            _run(arguments)
         except BaseException as error:
-            if not interrupts.came and not isinstance(error, KeyboardInterrupt):
-                return _answer(error)
-            say("rocm-attn: interrupted")
-            return INTERRUPTED
-        if stdout.escaped:
-            say(
-                f"rocm-attn: stdout is {sys.stdout.encoding}; characters that it cannot write came out as escapes "
-                "such as \\xe9; set PYTHONIOENCODING=utf-8"
-            )
+            return _answer(error)
     return DONE
 
 
-def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
+def _run(arguments: Sequence[str] | None) -> None:
     # An interrupt during this import ends in a sentence, and --help does not wait for torch, which takes a second.
     parser = importlib.import_module("rocm_attn.cli.parser").build_parser()
     try:
@@ -59,14 +49,15 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
     finally:
         sys.stdout.flush()  # --help prints there, and exits
     command = importlib.import_module(options.module)
-    if interrupts.came:
-        raise KeyboardInterrupt
     command.run(options)
     sys.stdout.flush()
 
 
 def _answer(error: BaseException) -> int:
     """Prints what is wrong in a sentence and returns the exit code. Raises bugs of this package again."""
+    if isinstance(error, KeyboardInterrupt):
+        say("rocm-attn: interrupted")
+        return INTERRUPTED
     if isinstance(error, StdoutFailed):
         if error.reader_is_gone:
             return READER_GONE

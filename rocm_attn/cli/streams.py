@@ -1,8 +1,7 @@
-"""stdin, stdout and stderr as a shell may leave them: closed, full, or of an encoding that lacks characters."""
+"""stdout and stderr as a shell may leave them: closed, full, or of an encoding that lacks characters."""
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import sys
@@ -10,25 +9,13 @@ from typing import Any, TextIO, cast
 
 
 def say(*lines: str) -> None:
-    """Prints lines on stderr. If it is full or closed they are dropped, so that no progress report fails a job."""
+    """Prints lines on stderr. If it is closed or full they are dropped, so that no progress report fails a job."""
+    if sys.stderr is None:  # print() would write to stdout
+        return
     try:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     except OSError:
         _point_at_nothing(sys.stderr)
-
-
-def open_what_is_closed() -> None:
-    """Opens a closed stdin, stdout or stderr on the null device; otherwise the next file would get its number.
-
-    Python's sys.stderr is set too: print(file=None) would write to stdout. sys.stdin and sys.stdout stay None.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
 
 
 class StdoutFailed(Exception):
@@ -44,18 +31,14 @@ class Stdout:
 
     Characters that its encoding lacks are written as escapes. A failed write raises StdoutFailed, which no other file's
     write does. Buffered text is dropped then; otherwise Python would try to write it again at exit.
-
-    escaped: True if a character was written as an escape
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.escaped = False
         self._stream = stream
 
     def __enter__(self) -> Stdout:
-        codecs.register_error("rocm_attn.escape", self._escape)
         if isinstance(self._stream, io.TextIOWrapper):
-            self._stream.reconfigure(errors="rocm_attn.escape")
+            self._stream.reconfigure(errors="backslashreplace")
         sys.stdout = cast(TextIO, self)
         return self
 
@@ -82,10 +65,6 @@ class Stdout:
     def _failed(self, reason: OSError) -> StdoutFailed:
         _point_at_nothing(self._stream)
         return StdoutFailed(reason)
-
-    def _escape(self, error: UnicodeError) -> tuple[str | bytes, int]:
-        self.escaped = True
-        return codecs.backslashreplace_errors(error)
 
 
 def _point_at_nothing(stream: TextIO) -> None:

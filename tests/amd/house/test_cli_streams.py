@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli import DONE, FAILED, INTERRUPTED, READER_GONE, main
-from tests.amd.forked import run_forked
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_cli_families import PROMPT, with_tokenizer
 from tests.amd.runner.families import family_model
@@ -47,23 +46,12 @@ def generate(model: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.nightly  # each run imports torch
-@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", "2>&- <&-"])
+@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full"])
 def test_without_a_stderr_progress_goes_nowhere_and_the_json_is_whole(redirected: str, model: Path) -> None:
     done = in_a_shell(redirected, *generate(model, "--json", PROMPT))
     assert done.returncode == DONE
     assert json.loads(done.stdout)["results"][0]["prompt"] == PROMPT
     assert done.stderr == ""
-
-
-def test_a_stderr_that_is_closed_is_not_the_next_file_that_is_opened() -> None:
-    code = (
-        "import os, sys\nfrom rocm_attn.cli.streams import open_what_is_closed\n"
-        "open_what_is_closed()\nassert os.open(os.devnull, os.O_RDONLY) > 2\nprint('said', file=sys.stderr)"
-    )
-    done = subprocess.run(
-        ["bash", "-c", '"$0" -c "$1" <&- 2>&-', sys.executable, code], cwd=ROOT, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, b"")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +66,7 @@ def test_a_full_stdout_is_a_sentence(command: tuple[str, ...]) -> None:
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("redirected", [">&-", ">&- <&-"])
+@pytest.mark.parametrize("redirected", [">&-"])
 def test_a_closed_stdout_is_refused_before_anything_is_done(redirected: str) -> None:
     done = in_a_shell(redirected, "generate", "--model", "nowhere", PROMPT)
     assert (done.returncode, done.stderr) == (
@@ -96,18 +84,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (READER_GONE, "")
 
 
-def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes_and_is_reported(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main(generate(model, "w5 é東", "w7")) == DONE
     assert written.getvalue().splitlines()[0] == rb">>> w5 \xe9\u6771"
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith("rocm-attn: stdout is ascii; characters that it cannot write came out")
-    )
 
 
 AT_IMPORT = """
@@ -116,31 +97,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the
 class Interrupted(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "torch":
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt as interrupt:
-                {what_follows}
-        return None
+            signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupted())
 from rocm_attn.cli import main
 sys.exit(main(["env"]))
 """
 
 
-@pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    "what_follows", ["raise", "raise ImportError('initialization failed') from interrupt", "pass", "raise SystemError"]
-)
-def test_an_interrupt_is_one_whatever_an_import_makes_of_it(what_follows: str) -> None:
-    code = AT_IMPORT.format(what_follows=what_follows)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "rocm-attn: interrupted\n")
-
-
-def test_a_job_in_the_background_goes_on_ignoring_interrupts() -> None:
-    code = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from rocm_attn.cli import main\nassert main(['guards']) == 0\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\nsignal.raise_signal(signal.SIGINT)"
+def test_an_interrupt_of_an_import_is_a_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_IMPORT], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
     )
-    assert run_forked(code).returncode == DONE
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "rocm-attn: interrupted\n")

@@ -150,9 +150,6 @@ class EngineOptions(AttentionOptions):
         least=0,
         default_is="0: never",
     )
-    profiler_ranges: bool = option(
-        False, "name each step, and each layer that runs eagerly, in a profiler's timeline (roctx or NVTX)"
-    )
 
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(EngineOptions).items():

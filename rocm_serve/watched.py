@@ -13,7 +13,6 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.protocols import NO_WATCHDOG, Evidence, Flight, LayerCalls, RunsSteps
 from rocm_attn.watch.flight_recorder import FlightRecorder
-from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from rocm_attn.watch.watched_steps import WatchedSteps
 from rocm_serve.options import EngineOptions
@@ -34,20 +33,14 @@ def watched_steps(
 
     evidence:   keeps what the sampled check found wrong
     new_runner: makes the runner of a forward
-    Raises BadSetting if profiler ranges are requested and this torch has none.
     """
     tap = LayerTap()
     if options.check_every:
         forward = around_layers(forward, tap.around)
-    ranges = device_ranges() if options.profiler_ranges else None
-    if ranges is not None:
-        forward = around_layers(forward, partial(RangedLayers, ranges=ranges))
     runner = new_runner(forward)
     steps: RunsSteps = runner
     if options.check_every:
         steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every, evidence=evidence)
-    if ranges is not None:
-        steps = RangedSteps(steps, ranges)
     if not options.hang_after:
         return runner, steps, NO_WATCHDOG
     watchdog = Watchdog(options.hang_after, on_hang=partial(_dump, flight))

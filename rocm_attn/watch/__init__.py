@@ -1,1 +1,1 @@
-"""Observers of running steps: the flight recorder, the watchdog, profiler ranges, the sampled check."""
+"""Observers of running steps: the flight recorder, the watchdog, the sampled check."""

@@ -100,7 +100,7 @@ def why_no_speculative_steps(
     if has_states:
         return "the model has recurrent layers, whose states the host follows from step to step"
     if looks_on:
-        return "check_every, hang_after, profiler_ranges or flight_record is set, and needs each step on the host"
+        return "check_every, hang_after or flight_record is set, and needs each step on the host"
     return ""
 
 

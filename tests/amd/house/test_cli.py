@@ -78,7 +78,6 @@ def test_every_flag_of_serve_is_a_field_of_the_engines_options_or_of_the_servers
         (["--swa-pages", "0"], ("swa_pages", 0)),
         (["--hang-after", "0.5"], ("hang_after", 0.5)),
         (["--check-every", "7"], ("check_every", 7)),
-        (["--profiler-ranges"], ("profiler_ranges", True)),
         (["--flight-record", "last.json"], ("flight_record", Path("last.json"))),
         (["--evidence", "wrong.evidence"], ("evidence", Path("wrong.evidence"))),
         (["--pool", "vectorized"], ("pool", "vectorized")),

@@ -397,8 +397,7 @@ def test_an_engine_says_why_the_host_plans_every_round() -> None:
     assert said == "2 ranks share the model, and plan each step together"
     assert engine_of().report().speculative_steps == "follow from each other on the device"
     assert engine_of(check_every=5).report().speculative_steps == (
-        "planned by the host: check_every, hang_after, profiler_ranges or flight_record is set, and needs each step on "
-        "the host"
+        "planned by the host: check_every, hang_after or flight_record is set, and needs each step on the host"
     )
 
 

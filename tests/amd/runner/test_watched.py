@@ -35,7 +35,6 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import RequestsFaulted
 from rocm_serve.sampling.sampling import PickedTokens
-from tests.amd.graphs.test_profiler_ranges import Timeline
 from tests.amd.runner.serving import engine, some_requests, tokens_of
 from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.tolerances import assert_layers_close
@@ -158,23 +157,6 @@ def test_a_fault_that_the_second_run_of_a_step_reports_ends_the_requests_of_its_
     assert 0 < len(failed) < len(plain)
     for completion, alone in zip(raised.value.completions, plain, strict=True):
         assert completion.error or completion == alone
-
-
-def test_profiler_ranges_name_the_steps_and_the_layers_that_run_eagerly(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeline = Timeline()
-    monkeypatch.setattr(watched, "device_ranges", lambda: timeline)
-    ranged = engine(loaded, profiler_ranges=True)
-    assert tokens_of(ranged.generate(some_requests())) == tokens_of(engine(loaded).generate(some_requests()))
-    layers = [(1, f"layer {layer}: {what}") for layer in range(NUM_LAYERS) for what in ("rope and store", "attend")]
-    steps = ranged.report().metrics.steps
-    assert len(timeline.entries) == steps * (1 + len(layers))
-    for step in range(steps):
-        (depth, name), *inner = timeline.entries[step * (1 + len(layers)) :][: 1 + len(layers)]
-        assert (depth, inner) == (0, layers)
-        assert name.startswith("step: ")
-    assert timeline.depth == 0
 
 
 @pytest.mark.parametrize("has_record", [False, True])

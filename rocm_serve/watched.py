@@ -6,16 +6,34 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Generic
 
+from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import NO_WATCHDOG, Evidence, Flight, LayerCalls, RunsSteps
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from rocm_attn.watch.watched_steps import WatchedSteps
 from rocm_serve.options import EngineOptions
+
+
+class WatchedSteps(Generic[Outputs]):
+    """Runs steps under a watchdog. A replay that hangs is named by the step that waits for it, one or two later."""
+
+    def __init__(self, steps: RunsSteps[Outputs], watchdog: Watchdog) -> None:
+        self._steps = steps
+        self._watchdog = watchdog
+        self._num_steps = 0
+
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
+        """See `StepRunner.run`."""
+        self._num_steps += 1
+        with self._watchdog.watch(f"step {self._num_steps} ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
+            return self._steps.run(batch, pad_to)
 
 
 def watched_steps(

@@ -2,18 +2,46 @@
 
     python -m rocm_lab.cycles.page docs/cycles.md fav4 fav4.amdgcn
 
-The page has a table between two marks; the line of the same name is written anew. The names are those of published.py.
+The page has a table between two marks; the line of the same name is written anew. The names are those of PUBLISHED.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
 from rocm_lab.cycles.count import LoopCount, count_loop
-from rocm_lab.cycles.published import PUBLISHED, Published
 from rocm_lab.waits.objects import kernels_of
+
+_NOTES = "kernels/attention/note.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One measured loop. name: of the page's line; what: how it differs from the others; source: where it is written"""
+
+    name: str
+    what: str
+    clocks: int
+    source: str
+
+
+# Clocks on an MI355X of the kernel "flash attention forward, rotated, four clusters" of ROCm/gfx950-gluon-tutorials:
+# heads of 128, 16-bit, no mask, 16,320 tokens, 256 rows of q and 64 keys, 8 waves. An iteration takes two key blocks of
+# two waves of a SIMD: 4,096 clocks of products. Instruction traces measured them (docs/mfma_efficiency.md there).
+PUBLISHED = (
+    Published("fav3", "no declared order", 6282, f"{_NOTES} 1.1, baseline"),
+    Published("fav3-3", "3 vector instructions declared after each product", 5768, f"{_NOTES} 1.1, K=3"),
+    Published("fav3-8", "8 of them, nothing packed", 5451, f"{_NOTES} 1.1, scalarize + uniform K=8"),
+    Published("fav3-split", "products with vector, then with exp2", 5390, f"{_NOTES} 1.1, VALU/TRANS split"),
+    Published("fav4-plain", "lazy rescale, no declared order", 5394, f"{_NOTES} 3.1, no llir scheduler"),
+    Published("fav4-no-pause", "declared order, scale folded into q", 4423, f"{_NOTES} 3.1, opt5"),
+    Published("fav4", "and a pause before the loads of LDS", 4373, "kernels/attention/README.md 8"),
+    Published("fav4-scale", "the same, scale in the loop", 4438, "kernels/attention/README.md 8"),
+)
+
 
 BEGIN, END = "<!-- published -->\n", "<!-- end of published -->\n"
 _HEAD = """\

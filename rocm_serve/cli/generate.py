@@ -17,7 +17,6 @@ import torch
 
 from rocm_attn.capture.step_times import MOST_SEQS
 from rocm_attn.cli.arguments import device_named
-from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
@@ -39,6 +38,49 @@ from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_serve.speculation.methods import require_drafter
+
+
+class OrderedText:
+    """Prints texts in order: the first that is not done is live; pieces of later ones are held until their turn.
+
+    headers: one per text, printed before it, or none at all
+    """
+
+    def __init__(self, out: TextIO, headers: Sequence[str], num_texts: int) -> None:
+        assert len(headers) in (0, num_texts)
+        self._out = out
+        self._headers = headers
+        self._held = [""] * num_texts
+        self._done = [False] * num_texts
+        self._live = -1
+        self._turn_to(0)
+
+    def add(self, text: int, piece: str) -> None:
+        """Adds a piece to the text with this number."""
+        if text == self._live:
+            self._write(piece)
+        else:
+            self._held[text] += piece
+
+    def finish(self, text: int) -> None:
+        """Marks the text with this number as complete."""
+        self._done[text] = True
+        while self._live < len(self._done) and self._done[self._live]:
+            self._write("\n")
+            self._turn_to(self._live + 1)
+
+    def _turn_to(self, text: int) -> None:
+        self._live = text
+        if text == len(self._held):
+            return
+        if self._headers:
+            self._write(("\n" if text else "") + self._headers[text] + "\n")
+        self._write(self._held[text])
+
+    def _write(self, piece: str) -> None:
+        self._out.write(piece)
+        self._out.flush()
+
 
 _HEADER_COLUMNS = 76
 

@@ -11,26 +11,49 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.models.config import ModelConfig
+from rocm_attn.models.config import ModelConfig, RowFactors
 from rocm_attn.models.cut import cost_of_cut
 from rocm_attn.models.families import DECODERS
 from rocm_attn.models.fields import Fields, read_json, read_text
 from rocm_attn.models.gguf_config import config_from_gguf
 from rocm_attn.models.gguf_file import GGUFFile
 from rocm_attn.models.hf_config import config_from_json
-from rocm_attn.models.tensors import TensorSource
+from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_attn.problem import DTYPES
 from rocm_serve.models.places import find_model
 from rocm_serve.models.renamed_tensors import RenamedTensors, replaced_name, text_name
 from rocm_serve.models.safetensors_file import SafetensorsFiles
-from rocm_serve.models.scaled_tensors import ScaledTensors
 from rocm_serve.models.weights import ModelWeights, load_weights
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.text.chat_template import template_of
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import Tokenizer
+
+
+class ScaledTensors:
+    """A TensorSource over another. factors: on rows of tensors whose names end so"""
+
+    def __init__(self, whole: TensorSource, factors: RowFactors) -> None:
+        self.name = whole.name
+        self._whole, self._factors, self._shapes = whole, factors, whole.shapes()
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Like TensorSource.shapes."""
+        return self._shapes
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """Like TensorSource.read; in float32 if there are factors, so that the product is rounded once."""
+        part = self._whole.read(name, *where)
+        factors = next((factors for end, factors in self._factors.items() if name.endswith(end)), {})
+        if not factors:
+            return part
+        of_row = torch.empty(self._shapes[name][0])
+        for first, factor in factors.items():
+            of_row[first:] = factor
+        return part.float() * of_row[where[:1]].view(-1, *[1] * (part.dim() - 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, RunsSteps
-from rocm_attn.watch.watched_steps import WatchedSteps
+from rocm_serve.watched import WatchedSteps
 from tests.amd.graphs.small_models import Tiny, WrappedRecorder, same, serve
 
 SECONDS = 0.05

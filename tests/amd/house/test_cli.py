@@ -15,8 +15,8 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.cli.arguments import described_model
-from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import build_parser
+from rocm_serve.cli.generate import OrderedText
 from rocm_serve.cli.options import ON_GENERATE, ON_SERVE, SERVER
 from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions

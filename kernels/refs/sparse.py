@@ -259,7 +259,6 @@ def _visible(tokens: SparseTokens) -> Tensor:
 
 
 def _tokens(tokens: SparseTokens, first: int, end: int) -> SparseTokens:
-    """Some of the tokens."""
     return tokens._replace(
         row_of_token=tokens.row_of_token[first:end],
         position_of_token=tokens.position_of_token[first:end],

@@ -130,7 +130,6 @@ def _gpu(options: argparse.Namespace) -> Gpu | None:
 
 
 def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, fit: Fit | None) -> list[str]:
-    """The weights, and whether all of it fits the GPU."""
     on_rank = "" if options.tp == 1 else " on each rank"
     if weights.num_bytes == NOT_KNOWN:
         return ["", f"weights{on_rank} are not known: {weights.source}"]

@@ -138,7 +138,6 @@ _T = TypeVar("_T")
 
 
 def _put(part: _T, place: Sequence[str], value: Any) -> _T:
-    """A copy of a part with a value at a place in it."""
     name, rest = place[0], place[1:]
     return replace(part, **{name: _put(getattr(part, name), rest, value) if rest else value})  # type: ignore[type-var]
 

@@ -513,7 +513,6 @@ class KVImporter(_Mover):
 
 
 def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int | None:
-    """Returns a row that begins with these pages in these spaces, or None."""
     for_rows = np.ones(len(table.full.entries_host), np.bool_)
     for space in spaces:
         listed, entries = np.array(pages[space], np.int32), table.space(space).entries_host
@@ -566,7 +565,6 @@ class ScaleValues:
 
 
 def _memory(pages: LayerPages, role: Role) -> Tensor:
-    """Returns the memory of a part of a layer."""
     memory = {
         Role.K: pages.raw_k,
         Role.V: pages.raw_v,

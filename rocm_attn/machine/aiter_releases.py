@@ -124,7 +124,6 @@ def verdict(version: str, archs: Sequence[str]) -> tuple[bool, str]:
 
 
 def _find(version: str) -> AiterRelease | None:
-    """The release that a version names."""
     key = _key(version)
     for each in releases():
         numbers, part, _ = _key(each.name)

@@ -86,8 +86,6 @@ class _NoStreams:
 
 
 class _DeviceStreams:
-    """The streams of a GPU."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.current_handle: Callable[[], int] = partial(_current_stream, device.index)

@@ -117,7 +117,6 @@ def _choice(content: object, where: str) -> MeasuredTileChoice:
 
 
 def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]:
-    """An object with exactly these fields."""
     if not isinstance(content, dict):
         raise ValueError(f"{where} is not a JSON object")
     unknown, missing = sorted(content.keys() - set(names)), sorted(set(names) - content.keys())

@@ -62,7 +62,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 def _attention(fields: Fields) -> AttentionLayer:
-    """The attention of every layer."""
     num_q_heads = fields.count("attention.head_count")
     num_kv_heads = fields.count("attention.head_count_kv", num_q_heads)
     hidden_size = fields.count("embedding_length")

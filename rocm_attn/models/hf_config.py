@@ -51,7 +51,6 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
 
 
 def _layers(decoder: Decoder, fields: Fields, attention: AttentionGeometry) -> tuple[LayerConfig, ...]:
-    """All layers, in order."""
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     mlps, projections = decoder.mlps(fields, num_layers), decoder.projections(fields, num_layers)
     attending = zip(attention.places, attention.layers, decoder.ropes(fields, attention), strict=True)

@@ -144,7 +144,6 @@ class _Answer(asyncio.Protocol):
         return b"".join(found)
 
     def _read(self, line: bytes, now: float) -> None:
-        """Reads a line of the stream."""
         if not line.startswith(b"data:") or self.ended.done():
             return
         data = line.removeprefix(b"data:").strip()

@@ -75,7 +75,6 @@ def divider(head: str) -> str:
 
 
 def _with(rows: Sequence[Mapping[str, Any]], more: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows with more fields each."""
     return {"rows": [{**row, **more(row)} for row in rows]}
 
 

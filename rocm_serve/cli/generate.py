@@ -300,7 +300,6 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 
 
 def _lines(report: Report) -> list[str]:
-    """The report in a few lines."""
     return [
         f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, "
         f"{' and '.join(report.pools)} of {report.page_size} tokens",

@@ -17,7 +17,6 @@ _ended: list[pytest.Session] = []
 
 
 def note_end(session: pytest.Session) -> None:
-    """Notes that a session has ended."""
     _ended.append(session)
 
 

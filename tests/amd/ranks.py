@@ -18,7 +18,6 @@ NUM_RANKS = 2
 
 
 def among_all() -> Agreement:
-    """Returns the agreement of all ranks."""
     group = torch.distributed.group.WORLD
     assert group is not None
     return among(group)

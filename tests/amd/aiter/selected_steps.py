@@ -35,7 +35,6 @@ CASES = {
 
 
 def problem_of(case: SelectedCase, scale: float) -> Problem:
-    """Returns the layer of a case."""
     (num_heads, _), (head_dim, v_head_dim) = case.heads, case.dims
     return Problem(
         num_heads,
@@ -51,7 +50,6 @@ def problem_of(case: SelectedCase, scale: float) -> Problem:
 
 
 def unchanged(args: SelectedArgs) -> SelectedArgs:
-    """Returns the step as it is."""
     return args
 
 

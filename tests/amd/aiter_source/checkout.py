@@ -64,7 +64,6 @@ class Checkout:
         return _git(self.root, "describe", "--tags", "--match=v[0-9]*", "--long", "--abbrev=10", "--dirty=+changes")
 
     def date(self) -> str:
-        """The date of the commit."""
         return _git(self.root, "show", "--no-patch", "--format=%cs", "HEAD")
 
     def target(self, arch: str) -> Target:

@@ -14,6 +14,5 @@ LATENT = Problem(4, 1, 24, torch.float32, 8, v_head_dim=16, scale=0.25, pool=Poo
 
 
 def one_step(batch: str, problem: Problem = LAYER) -> StepData:
-    """Returns the step with random data."""
     (data,) = random_steps(problem, BatchSpec.parse(batch), 1, CPU, seed=3)
     return data

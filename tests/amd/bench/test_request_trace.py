@@ -34,7 +34,6 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 def trace_of(text: str, tmp_path: Path) -> RequestTrace:
-    """Returns a trace from a file."""
     (tmp_path / "trace").write_text(text)
     return read_trace(tmp_path / "trace")
 

@@ -38,7 +38,6 @@ class Command:
 
 
 def shell_blocks() -> list[Block]:
-    """Returns the shell blocks of all pages."""
     return [block for page in pages() for block in blocks(page) if block.language in SHELL]
 
 

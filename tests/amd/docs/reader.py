@@ -174,10 +174,8 @@ class Reader:
 
 @functools.lru_cache(maxsize=1)  # a process has torch in its memory; tests are sorted by what they ask for
 def reader_with(requirements: frozenset[str]) -> Reader:
-    """Returns a reader with these requirements alone."""
     return Reader(requirements)
 
 
 def reader_of(page: Path) -> Reader:
-    """Returns the reader of a page."""
     return reader_with(asked_for(page.read_text()))

@@ -32,7 +32,6 @@ def just_before(release: Release) -> Release:
 
 
 def first_of(span: ReleaseRange) -> Release:
-    """Returns the first release of a range, or its last one if it has no first."""
     return span.since if span.since != EVERY.since else just_before(span.before)
 
 

@@ -41,7 +41,6 @@ def build(device: torch.device, provider: str, drafts: Drafts, *, split: bool = 
 
 
 def prompted(tiny: Tiny) -> Requests:
-    """Returns three requests with prompts."""
     requests = tiny.admitted(3)
     requests.run(tiny.runner(graphs=False), [9, 2, 5])
     return requests

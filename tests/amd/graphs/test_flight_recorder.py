@@ -26,7 +26,6 @@ from tests.amd.worlds.problems import deterministic_providers
 
 
 def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -> tuple[StepRunner, FlightRecorder]:
-    """Returns a runner with a flight recorder."""
     flight = FlightRecorder(tiny.runtime, path, num_steps=num_steps)
     recorder = recorder_for(tiny.runtime.device) if graphs else None
     return StepRunner(tiny.runtime, tiny.forward, recorder, flight=flight), flight

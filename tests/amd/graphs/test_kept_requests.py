@@ -73,7 +73,6 @@ def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: to
 
 
 def run(runtime: AttentionRuntime, runner: StepRunner, row: int, token_ids: list[int], start: int) -> torch.Tensor:
-    """Returns the rows of a step of one sequence."""
     kv_len = start + len(token_ids)
     runtime.table.reserve(row, kv_len)
     return runner.run(StepBatch([row], [kv_len], [len(token_ids)], token_ids))

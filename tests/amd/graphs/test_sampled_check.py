@@ -37,7 +37,6 @@ class OffByALittle(LayerTap):
 
 
 def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> SampledCheck:
-    """Returns a sampled check of a tiny model."""
     return SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=every)
 
 

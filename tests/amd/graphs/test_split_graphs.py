@@ -38,7 +38,6 @@ def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), ro
 
 
 def runner_of(tiny: Tiny, *, graphs: bool = True, split_forward: SplitForward | None = None) -> StepRunner:
-    """Returns a runner of the tiny model."""
     recorder = recorder_for(tiny.runtime.device) if graphs else None
     return StepRunner(tiny.runtime, tiny.forward, recorder, split_forward=split_forward)
 
@@ -56,7 +55,6 @@ def served(
 
 
 def _only(requests: Requests, seq: int, length: int) -> StepBatch:
-    """Returns a step of one request."""
     q_len = [0] * seq + [length]
     whole = requests.batch(q_len)
     return StepBatch(whole.rows[seq:], whole.kv_len[seq:], whole.q_len[seq:], whole.token_ids)

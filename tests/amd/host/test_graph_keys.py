@@ -58,7 +58,6 @@ def eight_bit_problems() -> Iterator[Problem]:
 
 
 def served_by(row: KernelEntry) -> tuple[Problem, Target]:
-    """Returns a problem that a row serves, and the target."""
     for problem in chain(problems(), eight_bit_problems()):
         for target in TARGETS:
             if not row.refusals(problem, target, POOL):

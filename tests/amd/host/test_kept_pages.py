@@ -45,7 +45,6 @@ def ints(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
 
 
 def stored_row(table: RequestTable, kv_len: int) -> int:
-    """Returns a row with kv_len stored tokens."""
     row = table.admit()
     table.reserve(row, kv_len)
     table.mark_stored(ints(row), ints(kv_len))

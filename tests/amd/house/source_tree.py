@@ -77,7 +77,6 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def belongs_to(module: str, package: str) -> bool:
-    """True if module is package or is inside it."""
     return module == package or module.startswith(package + ".")
 
 

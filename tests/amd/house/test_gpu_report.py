@@ -60,7 +60,6 @@ def report_of(folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Returns the report on all of TESTS."""
     return report_of(tmp_path_factory.mktemp("run"))
 
 

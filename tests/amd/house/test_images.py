@@ -268,7 +268,6 @@ def fake_docker(folder: Path, body: str) -> Path:
 
 
 def calls(folder: Path) -> list[str]:
-    """Returns the recorded calls."""
     return (folder / "calls").read_text().splitlines()
 
 

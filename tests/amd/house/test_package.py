@@ -123,7 +123,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns the wheels of this tree, by package."""
     dist = tmp_path_factory.mktemp("dist")
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(dist)!r})"
     for house in HOUSES:  # as pip does, which would first install setuptools for each

@@ -95,7 +95,6 @@ def new_batch(
 
 
 def queries(num_tokens: int, *, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-    """Returns random queries."""
     rows = np.random.default_rng(seed).standard_normal((num_tokens, Q_HEADS, DIM))
     return torch.from_numpy(rows).to(dtype).to(device)
 

@@ -142,7 +142,6 @@ def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def running(model: Tiny) -> tuple[Part, CompiledLayers]:
-    """Returns a step that is running."""
     requests = Requests(model.runtime)
     requests.admit(2)
     step = model.runtime.step(requests.batch([3, 2])).parts[0]

@@ -37,7 +37,6 @@ Put = Callable[[Tensor], Tensor]
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Returns the tensor unchanged."""
     return tensor
 
 
@@ -354,7 +353,6 @@ class _Side:
         return cls(case, torch.full((*shape, dim), nan, dtype=torch.uint8), scale, nan)
 
     def drawn(self, tokens: int, generator: torch.Generator) -> _Drawn:
-        """Returns random tokens."""
         case, heads = self.case, self.case.heads[1]
         values = torch.randn(tokens, heads, self.held.shape[3], generator=generator)
         scale_value = torch.ones(tokens, heads)
@@ -526,7 +524,6 @@ def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeT
 
 
 def run_decode_twin(tensors: Tensors) -> None:
-    """Runs the torch twin of run_decode."""
     paged_decode(tensors.args(), scores=tensors.scores)
 
 

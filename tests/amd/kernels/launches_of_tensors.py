@@ -136,7 +136,6 @@ def of_place_trees(place: Launch) -> Launch:
 
 
 def of_place_spans(place: Launch) -> Launch:
-    """Returns place(spans, *SPANNED)."""
     return lambda spans, *tensors: place(spans, step_of(dict(zip(SPANNED, tensors, strict=True))))
 
 

@@ -59,7 +59,6 @@ class RecordPages(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Returns the bytes from one page to the next."""
         if not self.has_footer:
             return self.page_size * self.row_bytes
         return (self.page_size * (self.row_bytes + 8) + self.row_bytes - 1) // self.row_bytes * self.row_bytes

@@ -73,7 +73,6 @@ def all_shared(tiles: SegmentTiles, programs: int) -> RowSharing:
 
 
 def run_decode_twin(tensors: Tensors) -> None:
-    """Runs the torch twin of run_decode."""
     twins.segment_decode(tensors.args(), scores=tensors.scores)
 
 

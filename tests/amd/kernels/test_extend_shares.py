@@ -32,7 +32,6 @@ class Step:
         return replace(ExtendCut(query_tokens=5), sharing=self.sharing)
 
     def words(self) -> list[int]:
-        """Returns the schedule."""
         kv_len, q_len = [prefix + new for prefix, new in self.seqs], [new for _, new in self.seqs]
         return extend_schedule(kv_len, q_len, self.cut, sum(q_len))
 

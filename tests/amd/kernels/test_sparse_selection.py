@@ -109,7 +109,6 @@ def lines_of(scores: Tensor, indexing: Indexing, *, longest_part: int = 8192) ->
 
 
 def tokens_at(positions: list[int], device: torch.device) -> SparseTokens:
-    """Returns tokens of one row each."""
     numbers = torch.tensor(positions, dtype=torch.int32, device=device)
     rows = torch.arange(len(positions), dtype=torch.int32, device=device)
     return SparseTokens(

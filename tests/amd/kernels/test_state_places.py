@@ -21,8 +21,6 @@ GARBAGE = 77
 
 @dataclass(frozen=True)
 class Slot:
-    """A header."""
-
     tag: int
     start: int
     first: int

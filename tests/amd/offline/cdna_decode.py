@@ -35,7 +35,6 @@ def tiles_of(arch: str, case: Case) -> CdnaTiles:
 
 
 def compiled_decode(arch: str, case: Case, tiles: CdnaTiles) -> CompiledKernel:
-    """The kernel of a case, with an LSE."""
     tensors = build(case, torch.device("cpu"))
     programs = known_target(arch).compute_units * tiles.programs_per_cu
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=programs, window_left=case.window_left)

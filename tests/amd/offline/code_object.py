@@ -85,7 +85,6 @@ def _touched(code: list[Instruction]) -> tuple[str, ...]:
 
 
 def machine_code(compiled: CompiledKernel) -> list[Instruction]:
-    """The instructions of a kernel compiled for cuda."""
     return instructions(_cuobjdump(compiled, "-sass"))
 
 

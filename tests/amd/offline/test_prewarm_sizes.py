@@ -107,7 +107,6 @@ def target_of(arch: str | Target) -> Target:
 
 
 def prewarmed(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> set[Variant]:
-    """Returns the variants that prewarming compiles."""
     found = set[Variant]()
     with noted_variants(found):
         prewarm([problem], target_of(arch), sizes, device=CPU)
@@ -155,7 +154,6 @@ class Served:
         self.step(StepBatch(rows, tokens + cached, tokens))
 
     def step(self, batch: StepBatch) -> None:
-        """One step of one layer."""
         self.attend(self.runtime.step(batch).parts[0])
         self.runtime.end_step()
 

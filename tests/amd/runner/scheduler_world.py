@@ -54,7 +54,6 @@ Drafter = Callable[[Many[int], int], DraftTree | None]
 
 
 def no_drafts(token_ids: Many[int], most: int) -> DraftTree | None:
-    """Returns no drafts."""
     return None
 
 

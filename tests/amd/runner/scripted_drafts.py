@@ -71,7 +71,6 @@ class EveryOtherStep(ScriptedDrafter):
 
 
 def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
-    """Returns the engine, with drafts from a script."""
     engine._speculation._drafter = drafter
     engine._speculation.has_speculative_steps = False  # rounds belong to the engine's own drafter
     return engine

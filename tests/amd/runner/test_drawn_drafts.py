@@ -69,7 +69,6 @@ def plain(loaded: LoadedModel) -> Counter[tuple[int, ...]]:
 
 
 def drafting_for_itself(loaded: LoadedModel, small: LoadedModel, **changes: Any) -> Engine:
-    """An engine for which a small model draws drafts."""
     options = replace(MANY, **changes)
     engine = Engine(loaded, replace(options, speculative="ngram", sampled_drafts=False))
     drafter = model_drafter(small, loaded, options, engine.runtime)

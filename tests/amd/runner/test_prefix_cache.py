@@ -72,7 +72,6 @@ class Pages:
         return length
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Tokens that the cache finds."""
         return len(self.cache.find(CachedRow(salt), tokens)) * PAGE
 
     def serve(self, tokens: tuple[int, ...], salt: str = "") -> tuple[Row, int]:

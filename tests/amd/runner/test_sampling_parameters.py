@@ -56,7 +56,6 @@ def new_picker(most_rows: int, vocab: int) -> ParameterPicker:
 
 
 def served(request: Request, new: Sequence[int] = (), number: int = 0) -> Served:
-    """A sequence that has these new tokens."""
     stops = frozenset({END})
     parameters = sampling_parameters_of(request, stops, None, VOCAB)
     tokens = array("i", [*request.prompt_token_ids, *new])

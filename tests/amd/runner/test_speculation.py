@@ -122,7 +122,6 @@ def test_options_that_cannot_be_are_refused(changes: dict[str, Any], sentence: s
 
 
 def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> Engine:
-    """An engine of the large model, for which the small one drafts."""
     engine = Engine(large, options)
     drafter = model_drafter(small, large, options, engine.runtime)
     engine._speculation = Speculation(drafter, engine.runtime, engine._picker, options.draft_tokens, engine.metrics)

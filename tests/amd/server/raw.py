@@ -23,7 +23,6 @@ class Reply:
 
     @property
     def json(self) -> Any:
-        """The body."""
         return json.loads(self.body)
 
     @property

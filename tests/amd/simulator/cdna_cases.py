@@ -46,7 +46,6 @@ def cdna_cases(arch: str) -> list[KernelCase]:
 
 
 def more_cdna_cases(arch: str) -> list[KernelCase]:
-    """Cases of the grid."""
     above = [KernelCase("cdna-above", arch, partial(run_cdna, arch, LARGE, is_large=True))]
     if arch in EXTEND_ARCHS:
         run = partial(simulate_extend, arch, EXTEND_ABOVE, is_large=True)

@@ -34,7 +34,6 @@ def run_check(arch: str, path: str) -> Simulation:
 
 
 def check_cases(arch: str) -> list[KernelCase]:
-    """A case for each file."""
     return [
         KernelCase(path.removesuffix(".py"), arch, partial(run_check, arch, path))
         for path in CHECKS

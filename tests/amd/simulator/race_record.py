@@ -154,7 +154,6 @@ def main(document: Path, num_processes: int) -> int:
 
 
 def with_rows(page: str, lines: Sequence[str]) -> str:
-    """The page with these lines in its table."""
     before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     assert found, f"the document has no table between {BEGIN.strip()} and {END.strip()}"

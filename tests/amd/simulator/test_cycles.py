@@ -36,7 +36,6 @@ BOTH = ("gfx942", "gfx950")
 def clocks(
     lines: list[str], arch: str = "gfx950", programs: tuple[int, ...] = (0,), *, staggered: bool = False
 ) -> float:
-    """Clocks of an iteration of these lines."""
     return Simd(slots_of([parse_instruction(line) for line in lines], arch), programs, staggered).clocks(40)
 
 

@@ -50,7 +50,6 @@ class Code:
 
     @property
     def needed(self) -> list[str]:
-        """The lines of which each is needed."""
         return [line.strip() for line in self.lines.splitlines() if line.strip().startswith("!")]
 
 

@@ -80,7 +80,6 @@ def run_step(name: str, folder: Path, **variables: str) -> subprocess.CompletedP
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Returns a new repository."""
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "-q")

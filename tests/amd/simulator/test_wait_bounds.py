@@ -27,7 +27,6 @@ def drawn(draw: random.Random) -> list[int]:
 
 
 def holds(bounds: Bounds, value: int) -> bool:
-    """True if the value is one that the bounds allow."""
     return bounds.low <= value <= bounds.high and not value & ~bounds.ones
 
 

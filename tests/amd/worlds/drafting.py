@@ -40,7 +40,6 @@ class DraftWorld(World):
         super().__post_init__()
 
     def prompted(self, lengths: Sequence[int]) -> list[Request]:
-        """Returns requests with prompts of these lengths."""
         requests = self.admit_all(len(lengths))
         for request, length in zip(requests, lengths, strict=True):
             with self.runtime.step(self.batch([request], [length])) as step:

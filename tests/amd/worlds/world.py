@@ -79,8 +79,6 @@ class Rows:
 
     @classmethod
     def of(cls, problem: Problem, num_tokens: int, device: torch.device) -> Rows:
-        """Returns rows of NaN."""
-
         def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((num_tokens, *shape), NAN, dtype=dtype, device=device)
 

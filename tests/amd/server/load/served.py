@@ -57,7 +57,6 @@ class Served:
 
     @property
     def url(self) -> str:
-        """The URL of its root."""
         return f"http://127.0.0.1:{self.port}"
 
     def wait_for(self, text: str) -> str:
@@ -81,7 +80,6 @@ class Served:
             return text
 
     def send(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
         os.kill(self.pid, number)
 
     def end(self) -> int:
@@ -120,8 +118,6 @@ def served(model: Path, *flags: str, port: int = 0) -> Iterator[Served]:
 
 
 class Counts:
-    """One scrape."""
-
     def __init__(self, values: dict[str, float]) -> None:
         self._values = values
 

@@ -354,8 +354,7 @@ class ExternalAttention:
             if isinstance(mask, BoolCells):
                 for tensors, window_left in run.step.windows:
                     self.ops.pack_mask(mask.cells, mask.positions, window_left, tensors)
-                if run.step.has_windows:  # the ranges that tokens see follow from what has just been written
-                    run.core.build_schedules(run.step, run.plan)
+                run.core.build_ranges(run.step, run.plan)
             if self._watches:
                 for tensors, watch in zip(spaces, self._watches, strict=True):
                     self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=page_size)

@@ -273,8 +273,10 @@ class RequestTable:
         For a caller who filled the pages by other means than steps that store in every layer: with KV that was computed
         elsewhere, or read back from storage.
 
-        A row that gets more stored tokens than it had has no state of recurrent layers any more: it begins at token 0.
-        Tokens of steps whose lengths only the device knows are no more than it had.
+        A row that gets more stored tokens than it had has no state of recurrent layers any more: its slots have none
+        after these, or that of other tokens, which were taken back. So it begins at token 0; KVImporter.import_row()
+        brings a state with its tokens. Tokens of steps whose lengths only the device knows are no more than it had.
+        With as many tokens or fewer they are those that steps have stored; truncate() first, if they are others.
 
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.

@@ -15,7 +15,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.providers.contract import BoundKernel, Schedule, StepBounds
+from rocm_attn.providers.contract import BoundKernel, RangedSchedule, Schedule, StepBounds
 
 
 def likely_q_len(shape: PaddedShape) -> int:
@@ -82,6 +82,11 @@ class SchedulesByTokens:
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         self.of_shape(bounds.shape).build(queries, step, bounds, words)
+
+    def build_ranges(self, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        schedule = self.of_shape(bounds.shape)
+        if isinstance(schedule, RangedSchedule):
+            schedule.build_ranges(step, bounds, words)
 
     def of_shape(self, shape: PaddedShape) -> Schedule:
         """The schedule of steps of this shape."""

@@ -65,6 +65,15 @@ class Schedule(Protocol):
         ...
 
 
+@runtime_checkable
+class RangedSchedule(Schedule, Protocol):
+    """A schedule with ranges of keys, or with parts that may have some."""
+
+    def build_ranges(self, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        """Fills the words that follow from the windows of a mask's cells, after build() and the mask; no others."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class NoSchedule:
     """The schedule of a kernel that needs none."""

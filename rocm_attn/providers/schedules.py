@@ -13,7 +13,7 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.providers.contract import Schedule, StepBounds
+from rocm_attn.providers.contract import RangedSchedule, Schedule, StepBounds
 from rocm_attn.providers.triton_later import triton_launches
 
 
@@ -56,6 +56,13 @@ class RangeSchedule:
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        self._write(step, bounds, words)
+
+    def build_ranges(self, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        if self.visibility.masked and self.visibility.windowed:
+            self._write(step, bounds, words)
+
+    def _write(self, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         triton_launches.launch_visible_ranges(step, self.visibility, *self.parts(words, bounds.shape))
 
     def parts(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
@@ -85,6 +92,11 @@ class Schedules:
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         for part, its_words in zip(self.parts, self.split(bounds.shape, words), strict=True):
             part.build(queries, step, bounds, its_words)
+
+    def build_ranges(self, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        for part, its_words in zip(self.parts, self.split(bounds.shape, words), strict=True):
+            if isinstance(part, RangedSchedule):
+                part.build_ranges(step, bounds, its_words)
 
 
 def _room(part: Schedule, shape: PaddedShape) -> int:

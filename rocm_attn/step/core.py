@@ -17,6 +17,7 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.paging.storage import PagePool, RowTable
+from rocm_attn.providers.contract import RangedSchedule
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.step.accepting import AcceptedMoves
@@ -139,9 +140,7 @@ class StepCore:
         """
         with on_device(self.device):
             self._place_trees(branches, number, step)
-            if step.has_windows:
-                # Ranges of keys begin at the windows' first keys, which follow from the parents.
-                self.build_schedules(step, plan)
+            self.build_ranges(step, plan)
 
     def _place_trees(self, branches: int, number: int, step: DeviceStep) -> None:
         for tensors, window_left in step.windows:
@@ -159,13 +158,19 @@ class StepCore:
         if not self._state_pool.is_empty:
             pool = self._state_pool
             self.ops.state_places(step.tensors, pool.tags, pool.headers, step.states, kept=pool.recurrent.kept)
-        self.build_schedules(step, plan)
-
-    def build_schedules(self, step: DeviceStep, plan: StepPlan) -> None:
-        """Launches the kernels that build the schedules of a step whose tensors are derived."""
         for kind in plan.built_kinds:
             schedule = plan.kernels[kind].bound.schedule
             schedule.build(step.queries, step.of_kind[kind], plan.bounds, step.schedules[kind])
+
+    def build_ranges(self, step: DeviceStep, plan: StepPlan) -> None:
+        """Builds ranges of keys again after a step's mask, which came after fill: windows begin at keys that it says.
+
+        The rest of the schedules follows from lengths alone, and is as fill has built it.
+        """
+        for kind in plan.built_kinds:
+            schedule = plan.kernels[kind].bound.schedule
+            if isinstance(schedule, RangedSchedule):
+                schedule.build_ranges(step.of_kind[kind], plan.bounds, step.schedules[kind])
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads, by name: the memory of steps, tables, pages and head weights."""

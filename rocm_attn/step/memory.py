@@ -106,11 +106,6 @@ class DeviceStep:
     prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, repr=False, compare=False)
 
     @property
-    def has_windows(self) -> bool:
-        """True if a masked layer has a window."""
-        return any(tensors.window_start.numel() for tensors, _ in self.windows)
-
-    @property
     def tensors(self) -> StepTensors:
         """The step in its first space, for tensors that are the same in all of them."""
         return self.spaces[0]

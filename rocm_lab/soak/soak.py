@@ -6,10 +6,10 @@ pages, drops graphs and makes them again, and watches memory. In deterministic m
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
+import sys
 import time
 import traceback
 from collections import Counter
@@ -43,10 +43,12 @@ from rocm_lab.soak.rounds import SoakRounds
 from rocm_lab.soak.scenario import ROUNDS, Action, Scenario
 from rocm_lab.soak.world import World
 
-# Allowed growth between two moments without graphs and held results. A host's allocator keeps freed memory; a device's
-# figure is exact. Buffers that grow to a power of two with the largest eager step need less than this.
-MAX_HOST_GROWTH_BYTES = 32 << 20
+# Allowed growth between two moments without graphs and held results. Buffers that grow to a power of two with the
+# largest eager step need less than this, and so do the kernels of Triton that are compiled late.
+MAX_HOST_GROWTH_BYTES = 16 << 20
 MAX_DEVICE_GROWTH_BYTES = 1 << 20
+# Python takes larger objects from the C library: docs.python.org/3/c-api/memory.html, "The pymalloc allocator".
+_LARGEST_SMALL_OBJECT = 512
 
 # One in this many of the steps with a given padded number of sequences gets a padded number of tokens too.
 _TOKENS_EVERY = 3
@@ -92,7 +94,7 @@ class SoakReport:
     worst_error:         the largest error, as a fraction of the allowed one
     deterministic:       whether the runtime was
     served_alone:        sequences of steps that were bitwise equal when served alone; 0 in normal mode
-    host_growth_bytes:   resident memory, from the end of the warm-up to the end
+    host_growth_bytes:   memory in use on the host, from the end of the warm-up to the end
     device_growth_bytes: allocated memory, likewise; 0 on a CPU
     guards_off:          safeguards that were switched off
     """
@@ -141,6 +143,36 @@ class SoakReport:
         )
 
 
+class _CAllocations(ctypes.Structure):
+    """What mallinfo2() of glibc 2.33 and later returns, for all arenas; see man 3 mallinfo."""
+
+    uordblks: int  # bytes that are allocated
+    hblkhd: int  # those of them that were mapped one by one, which are not in uordblks
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def host_bytes_in_use() -> int:
+    """Returns an upper bound of the memory that the C library and Python have allocated, and that was not freed.
+
+    It is not the resident memory: the allocators keep freed memory between blocks in use, up to the largest amount that
+    was ever needed. In 6,000 steps with recurrent layers that grew by 46 MB, and memory in use by 0.3 MB. In a
+    C library without mallinfo2() it is the resident memory all the same.
+    """
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident_pages * os.sysconf("SC_PAGE_SIZE")
+    mallinfo2.restype = _CAllocations
+    found: _CAllocations = mallinfo2()
+    return found.uordblks + found.hblkhd + _LARGEST_SMALL_OBJECT * sys.getallocatedblocks()
+
+
 @dataclass(frozen=True, slots=True)
 class _MemoryUse:
     host_bytes: int
@@ -149,11 +181,8 @@ class _MemoryUse:
     @classmethod
     def now(cls, device: torch.device) -> _MemoryUse:
         gc.collect()
-        with contextlib.suppress(AttributeError):  # a libc that is not glibc has none
-            ctypes.CDLL(None).malloc_trim(0)  # else what graphs have given back counts, until it is used again
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        return cls(resident_pages * os.sysconf("SC_PAGE_SIZE"), device_bytes)
+        return cls(host_bytes_in_use(), device_bytes)
 
 
 def _say_nothing(_: int) -> None: ...

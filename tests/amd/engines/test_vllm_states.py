@@ -139,3 +139,21 @@ def test_the_newest_release_gives_the_same_tokens_and_faults_are_reported(vllm: 
     ours, reported = vllm.ours([*requested, fault], tmp_path, release="0.33.0", watches_states=True)
     assert_equal([ours], vllm.stock(requested, tmp_path))
     assert_reported("swapped_states", reported)
+
+
+@pytest.mark.nightly
+def test_the_oldest_release_gives_the_same_tokens_and_a_prompt_of_one_token_that_reads_a_state_is_reported(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """Unless a longer one is before it, it counts as a decode, and its slot is read as it was (vllm#51562)."""
+    rounds = [[prompt for prompt in each if len(prompt) > 1] for each in two_rounds("delta_net")]
+    requested = [run(vllm, "delta_net", rounds, enable_prefix_caching=True)]
+    swapped = run(vllm, "delta_net", [prompts()[2:4], prompts()[4:6]], "swapped_states")
+    # No request has ended by then, so that no fault is planted.
+    single = run(vllm, "delta_net", [prompts((1, 31))[:2]], "freed_state")
+    ours, reported, of_one = vllm.ours([*requested, swapped, single], tmp_path, release="0.26.0", watches_states=True)
+    assert_equal([ours], vllm.stock(requested, tmp_path))
+    assert_reported("swapped_states", reported)
+    assert of_one.faulty_step == -1
+    assert of_one.said.startswith("DeviceFault: step ")
+    assert _WRONG_STATE in of_one.said

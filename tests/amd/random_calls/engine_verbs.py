@@ -30,10 +30,8 @@ def forget(scene: EngineScene) -> None:
 
 
 def weights(scene: EngineScene) -> None:
-    """Other sinks, or such as no layer has."""
-    if scene.rng.random() < 0.5:
-        scene.set_weights()
-        return
+    """Other sinks, and such as no layer has."""
+    scene.set_weights()
     bad = HeadWeights(sinks=torch.zeros(7))
     scene.call("weights of another layer", lambda: scene.attention.set_head_weights(1, bad), wrong="they are bad")
 
@@ -107,7 +105,7 @@ def engine_prefill(scene: EngineScene) -> None:
 
 
 def engine_settle(scene: EngineScene) -> None:
-    """Each request goes on by a token, eagerly and by the graph if there is one."""
+    """Each request goes on by a token, eagerly or by the graph, if there is one."""
     scene.compare_pool("closing")
     scene.write_tables()
     scene.listen()
@@ -120,12 +118,14 @@ def engine_settle(scene: EngineScene) -> None:
         seqs = [seq for seq in seqs if len(scene.pages[seq.row]) * PAGE >= seq.end]
         scene.write_tables()
         if seqs:
-            given = engine_step_verbs.run(scene, "going on", seqs, scene.step(seqs))
+            by_graph = scene.graph is not None and scene.rng.random() < 0.5
+            if by_graph:
+                given = engine_step_verbs.replayed(scene, "going on by the graph", seqs)
+            else:
+                given = engine_step_verbs.run(scene, "going on", seqs, scene.step(seqs))
             if given is REFUSED:
                 raise Finding("a plain step was refused")
             engine_step_verbs.right(scene, "going on", seqs, given)
-    if scene.graph is not None:
-        engine_step_verbs.replay(scene)
     scene.listen()
     scene.compare_pool("going on")
 

@@ -2,7 +2,8 @@
 
 Shows the safeguards that the random tester and the soak need. Each is switched off alone, and they run until one finds
 a fault. A row goes to FILE as soon as it is known, and a later call with this file runs the other safeguards. With
---write the table goes to docs/guards.md, between the markers of the kind of device.
+--write the table goes to docs/guards.md, between the markers of the kind of device. With --guard ID, which may be
+repeated, only these are run, and only their rows are written.
 """
 
 from __future__ import annotations
@@ -156,6 +157,20 @@ def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
     return page
 
 
+def page_with_rows(text: str, rows: list[Row], device_type: str) -> str:
+    """The page with these rows in place of theirs in the table of a kind of device."""
+    begin, end = (mark.format(device_type) for mark in (BEGIN, END))
+    before, _, rest = text.partition(begin)
+    table, _, after = rest.partition(end)
+    for row in rows:
+        table, count = re.subn(
+            rf"^\| `{row.guard}` \|.*$", lambda _, row=row: row.line(device_type), table, flags=re.MULTILINE
+        )
+        if count != 1:
+            raise ValueError(f"{PAGE.name} must have one row of {row.guard} between {begin} and {end}")
+    return f"{before}{begin}{table}{end}{after}"
+
+
 def main() -> int:
     """Run both with each safeguard off."""
     parser = argparse.ArgumentParser(prog="python -m tests.amd.random_calls.guard_table")
@@ -168,6 +183,8 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="put the table into docs/guards.md")
     parser.add_argument("--processes", type=int, default=1, help="safeguards at a time")
+    every = [guard.id for guard in GUARDS]
+    parser.add_argument("--guard", action="append", choices=every, metavar="ID", help="not given: all of them")
     options = parser.parse_args()
     device = torch.device(options.device)
     today = datetime.datetime.now(datetime.timezone.utc).date()
@@ -180,16 +197,17 @@ def main() -> int:
     find = partial(found_without, seeds=options.seeds, seconds=options.seconds, steps=options.steps, device=device)
     options.results.touch()
     rows = {row.guard: row for row in (Row(**json.loads(line)) for line in options.results.read_text().splitlines())}
-    missing = [guard.id for guard in GUARDS if guard.id not in rows]
+    missing = [guard for guard in options.guard or every if guard not in rows]
     with ThreadPoolExecutor(options.processes) as pool:
         for done in as_completed(pool.submit(alone, find, guard) for guard in missing):
             row = rows[done.result().guard] = done.result()
             with options.results.open("a") as results:
                 results.write(json.dumps(asdict(row)) + "\n")
             print(row.line(device.type), flush=True)
-    if options.write:
-        rows_in_order = [rows[guard.id] for guard in GUARDS]
-        PAGE.write_text(page_with(PAGE.read_text(), rows_in_order, where, device.type))
+    if options.write and options.guard:
+        PAGE.write_text(page_with_rows(PAGE.read_text(), [rows[guard] for guard in options.guard], device.type))
+    elif options.write:
+        PAGE.write_text(page_with(PAGE.read_text(), [rows[guard] for guard in every], where, device.type))
     return 0
 
 

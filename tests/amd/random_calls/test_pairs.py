@@ -56,7 +56,7 @@ ENGINES = {
     **dict.fromkeys(("pads", "store_drops", "full_refresh", "length_bounds", "v_mask", "table_moved", "last_steps"), 2),
     "slots_in_table": 2,
     "null_page": 5,
-    "head_weights": 71,
+    "head_weights": 5,
 }
 
 

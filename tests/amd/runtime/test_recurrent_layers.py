@@ -212,6 +212,34 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["the host", "the device"])
+def test_tokens_that_no_step_has_stored_end_the_state_of_their_row(on_host: bool, device: torch.device) -> None:
+    """Its slots have the state after as many tokens: others, which were taken back."""
+    world = Hybrid(device, "torch")
+    (one,) = world.begun(8)
+    table = world.runtime.table
+    world.step([one], [world.ids(1)])
+    for no_more in (9, 8):
+        table.mark_stored([one.row], [no_more])
+        one.ids = one.ids[:8]
+        world.step([one], [world.ids(1)])
+    table.truncate(one.row, 6)
+    table.reserve(one.row, 10)
+    table.mark_stored([one.row], [9])
+    batch = world.batch([one], [world.ids(1)])
+    if on_host:
+        with pytest.raises(BadBatch, match="goes on after 9 tokens of row 1, whose state is there for no token"):
+            world.runner.run(batch)
+    else:
+        lengths = torch.tensor(batch.kv_len, device=device)
+        world.runner.run(replace(batch, inputs=DeviceInputs(kv_len=lengths, ahead=0)))
+        with pytest.raises(DeviceFault, match="the state of a row is not the one before the new tokens"):
+            world.runtime.check_device()
+    one.ids = []
+    world.step([one], [world.ids(2)])
+    world.runtime.check_device()
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["the host", "the device"])
 def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
     on_host: bool, provider: str, device: torch.device
 ) -> None:

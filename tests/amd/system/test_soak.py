@@ -32,7 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layers import StepLayers
 from rocm_lab.soak.alone import NoAloneCheck
 from rocm_lab.soak.scenario import LONG_KV_LEN, Action, Ladders, Scenario
-from rocm_lab.soak.soak import Soak, SoakFailed, SoakReport
+from rocm_lab.soak.soak import MAX_HOST_GROWTH_BYTES, Soak, SoakFailed, SoakReport, host_bytes_in_use
 from rocm_lab.soak.world import HeldRequest, World
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
@@ -243,6 +243,30 @@ def test_tokens_that_a_request_began_over_are_not_taken_back() -> None:
 def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> None:
     assert actions_of(3) == actions_of(3)
     assert actions_of(3) != actions_of(4)
+
+
+@pytest.mark.parametrize("size", [40, 4_000, 4_000_000], ids=["small objects", "blocks", "mapped blocks"])
+def test_memory_counts_until_it_is_freed(size: int) -> None:
+    """Allocators keep much of it for later."""
+    allocated = 40_000_000
+    before = host_bytes_in_use()
+    held = [bytes(size) for _ in range(allocated // size)]
+    assert host_bytes_in_use() - before >= allocated
+    del held[: -len(held) // 20]  # the last ones lie above the others
+    assert host_bytes_in_use() - before < 0.75 * allocated
+
+
+def test_memory_that_grows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Tensor] = []
+
+    def reopen(original: Callable[..., None], *args: Any) -> None:
+        kept.append(torch.zeros(MAX_HOST_GROWTH_BYTES // 8, dtype=torch.uint8))
+        original(*args)
+
+    wrap(monkeypatch, StepRunner, "reopen", reopen)
+    finding = found(replace(ALMOST_ALL_EAGER, reopen_every=4)).finding
+    assert "memory grew by" in finding.what
+    assert 7 <= len(kept) <= 10, "the first is before the warm-up ends, and 8 reach the limit"
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the images on a stand-in for their base and holds them to what they promise; needs Docker with buildx, no GPU.
+# Builds the images on a stand-in for their base and holds them to what they promise; needs Docker with buildx and
+# compose, and no GPU.
 #   bash docker/check_images.sh
 #
 #   DOCKER         the command (docker)
@@ -14,6 +15,8 @@ cd "$(dirname "$0")/.."
 docker=${DOCKER:-docker}
 source docker/needs_docker.sh
 needs_docker "$docker"
+needs_plugin "$docker" buildx
+needs_plugin "$docker" compose
 export DOCKER_BUILDKIT=1
 work=$(mktemp -d)
 readonly NAME=rocm-attn-check-$$
@@ -404,6 +407,28 @@ compose --file "$work/no_gpu.yaml" --profile server stop >/dev/null 2>&1
 [ "$("$docker" inspect --format '{{.State.ExitCode}}' "$server")" = 0 ] || fail "compose stop did not let the server end"
 compose --file "$work/no_gpu.yaml" --profile server down --remove-orphans >/dev/null 2>&1
 holds "compose: up --wait until the server is healthy, stop ends it with code 0"
+
+echo "== its tests"
+# tests STAGE: a stage of run_tests.sh in the image for CI. Prints the last lines.
+tests() {
+    DOCKER=$docker IMAGE=rocm-attn-check:ci CONTAINER=$NAME-tests REPORT_HOST=$NAME RUN_OPTIONS="--label $NAME" \
+        bash docker/run_tests.sh "$1" >"$work/tests" 2>&1 || fail "run_tests.sh $1: $(tail -n 60 "$work/tests")"
+    tail -n 4 "$work/tests"
+}
+tests host
+holds "the tests that need no GPU pass in the image for CI"
+tests rehearsal
+report=$(sed -n 's/^the report: //p' "$work/tests")
+[ -n "$report" ] || fail "no report: $(tail -n 20 "$work/tests")"
+# The image's user writes what was read next to it, as docs/rocm.md says.
+mkdir -m 0777 "$work/reports"
+mv "$report" "$work/reports/report.json"
+run --volume "$work/reports:/src/reports" --entrypoint rocm-attn rocm-attn-check:ci read-report reports/report.json \
+    --arch mi300x --folder reports/first_run >"$work/read" 2>&1 || fail "read-report: $(cat "$work/read")"
+[ -s "$work/reports/first_run/differences.json" ] || fail "read-report wrote no differences: $(cat "$work/read")"
+# The simulated driver states no registers. Nothing else differs: the GPU is the simulator itself.
+! grep '^  ' "$work/read" | grep -v '^  registers: .* found 0$' || fail "read-report: $(cat "$work/read")"
+holds "the small steps of docs/rocm.md run on a simulated MI300X, and their report is read: $(head -n 1 "$work/read")"
 
 echo "== a run of tests that is cut off"
 # The command line of run_tests.sh, with another workload that does not end by itself.

@@ -226,7 +226,7 @@ def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
         ["bash", "docker/run_tests.sh", "everything"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    for stage in ("host", "device", "rocm"):
+    for stage in ("host", "device", "rocm", "rehearsal"):
         assert f"run_tests.sh {stage}" in done.stderr
 
 
@@ -257,6 +257,29 @@ def test_without_an_engine_one_sentence_says_what_to_do(command: str, tmp_path: 
             f"'{docker} version' fails, so no Docker engine answers on this machine; install or start"
         )
         assert line.endswith("run the tests without an image: bash scripts/test.sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "plugin"),
+    [("run_tests.sh host", "buildx"), ("check_images.sh", "buildx"), ("check_images.sh", "compose")],
+)
+def test_a_plugin_of_docker_that_is_missing_is_named_before_anything_is_built(
+    command: str, plugin: str, tmp_path: Path
+) -> None:
+    docker = fake_docker(tmp_path, f'[ "$1" != {plugin} ]')
+    done = subprocess.run(
+        ["bash", *f"docker/{command}".split()],
+        cwd=ROOT,
+        env={**os.environ, "DOCKER": str(docker)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"'{docker} {plugin}' is missing; install it: docker-{plugin}-plugin of Docker, or docker-{plugin} of Debian 13 "
+        "or later\n"
+    )
 
 
 def fake_docker(folder: Path, body: str) -> Path:
@@ -294,6 +317,38 @@ def test_a_run_of_tests_that_is_ended_takes_its_container_with_it(tmp_path: Path
     assert "--name a-name" in run
     assert run.endswith(" an-image host runner"), "both stages need no GPU"
     assert removed == "rm --force --volumes a-name"
+
+
+def test_the_rehearsal_needs_no_gpu_and_says_where_its_report_is(tmp_path: Path) -> None:
+    name = f"rehearsal-{tmp_path.name}.json"
+    written = ROOT / "reports" / name
+    docker = fake_docker(tmp_path, f'[ "$1" != run ] || touch "{written}"')
+    environment = {"DOCKER": str(docker), "IMAGE": "an-image", "PLATFORM": "rocm", "REPORT_HOST": "a-host"}
+    try:
+        done = subprocess.run(
+            ["bash", "docker/run_tests.sh", "rehearsal"],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        written.unlink(missing_ok=True)
+    assert f"the report: reports/{name}\n" in done.stdout
+    run = calls(tmp_path)[0]
+    assert run.endswith(" an-image rehearsal")
+    assert "--device" not in run
+    assert f"--volume {ROOT}/reports:/src/reports --env REPORT_HOST=a-host" in run
+
+
+def test_files_that_git_ignores_are_in_no_image() -> None:
+    ignored = (ROOT / ".gitignore").read_text().split()
+    kept_out = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
+    # Git looks for a name in every folder, Docker only at the root of the checkout.
+    wanted = {name.strip("/") if name.startswith("/") else f"**/{name.strip('/')}" for name in ignored}
+    assert wanted - set(kept_out) == set()
+    assert (ROOT / "docker" / "Dockerfile.engine.dockerignore").read_text().split() == kept_out
 
 
 def test_aiter_is_compiled_once_and_taken_from_its_image_ever_after(tmp_path: Path) -> None:

@@ -277,8 +277,8 @@ def test_a_plugin_of_docker_that_is_missing_is_named_before_anything_is_built(
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"'{docker} {plugin}' is missing; install it: docker-{plugin}-plugin of Docker, or docker-{plugin} of Debian 13 "
-        "or later\n"
+        f"'{docker} {plugin}' is missing; install it: docker-{plugin}-plugin of Docker, or docker-{plugin} of "
+        "Debian 13 or later\n"
     )
 
 

@@ -164,7 +164,9 @@ distribution() {
 }
 packages=$(run --entrypoint python3 rocm-attn-check:serve -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 broken "AITER was asked for and is not installed" "python3 -m pip uninstall --quiet --yes amd-aiter"
-broken "libraries of CUDA have come with another package: nvidia-cublas-cu12" "$(distribution nvidia_cublas_cu12)"
+if [ "$torch_for" != cuda ]; then
+    broken "libraries of CUDA have come with another package: nvidia-cublas-cu12" "$(distribution nvidia_cublas_cu12)"
+fi
 broken "requires absent-package" "$(distribution odd 'Requires-Dist: absent-package\n')"
 broken "pybind11 is 3.1.0 and was to stay" "PIP_CONSTRAINT= python3 -m pip install --quiet pybind11==3.1.0"
 

@@ -123,6 +123,8 @@ spread() {
 readonly HOST=(tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs})
 readonly RUNNER=(tests/amd/{runner,system,aiter,aiter_source})
 readonly SERVER=(tests/amd/{server,bench,doctor}) HOUSE=(tests/amd/{docs,house})
+# Those for the owner of an AMD GPU.
+readonly ROCM=(tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor})
 
 # run_on_host ARGUMENT...: tests of these folders.
 run_on_host() {
@@ -219,8 +221,9 @@ run_stage() {
     aiter-source) run_aiters_kernels ;;
     other-kernels) : "${OTHER_KERNELS:?names clones and folders of packages}" && run_pytest tests/amd/simulator/test_other_kernels.py ;;
     device) run_on_gpu -m "not nightly" ;;
-    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
-    rehearsal) with_report -p tests.amd.rocm.stand_in_gpu tests/amd/rocm/test_simulated.py ;;
+    rocm) report_from_gpu "${ROCM[@]}" ;;
+    # All are collected: what they import must be there.
+    rehearsal) with_report -p tests.amd.rocm.stand_in_gpu -k test_simulated "${ROCM[@]}" ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile docker/Dockerfile.engine
         shellcheck -x docker/*.sh docker/{ci,gateway}/*.sh docker/stand_in/rocm/bin/* scripts/*.sh rocm_lab/benchmarks/*.sh .ci/*

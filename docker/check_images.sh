@@ -110,11 +110,13 @@ make_aiter() {
     cp -r docker/stand_in/aiter/. "$work/tree/"
     git -C "$work/tree" init --quiet
     git -C "$work/tree" add --all --force
-    # The same files are the same commit, so that a second run finds the first one's layers.
+    # The same files are the same commit, and the clone does not say where it is from, so that a second run finds the
+    # first one's layers.
     GIT_AUTHOR_DATE='2000-01-01 00:00Z' GIT_COMMITTER_DATE='2000-01-01 00:00Z' \
         git -C "$work/tree" -c user.name=stand-in -c user.email=stand-in@invalid commit --quiet --message "stand-in"
     stand_in_commit=$(git -C "$work/tree" rev-parse HEAD)
     git -c pack.threads=1 clone --quiet --bare --no-local "$work/tree" "$work/base/aiter.git"
+    git -C "$work/base/aiter.git" config --remove-section remote.origin
     rm -rf "$work/base/aiter.git/hooks"
 }
 

@@ -372,6 +372,38 @@ def test_aiter_is_compiled_once_and_taken_from_its_image_ever_after(tmp_path: Pa
     assert keys[0] == keys[1] != keys[2], "other archs are another AITER"
 
 
+def test_a_second_check_of_the_images_gives_docker_the_same_files(tmp_path: Path) -> None:
+    """Docker then finds the layers of the first one. AITER is a repository with an empty file at each path."""
+    aiter, copy = tmp_path / "aiter", tmp_path / "copy"
+    shutil.copytree(ROOT / "docker", copy / "docker")
+    check = (copy / "docker" / "check_images.sh").read_text()
+    (taken,) = re.findall(r'archive "\$commit" \\\n(.+?)\|', check, re.S)
+    for path in taken.replace("\\\n", " ").split():
+        file = aiter / path if "." in path else aiter / path / "a_file"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    git = ["git", "-C", str(aiter), "-c", "user.name=a", "-c", "user.email=a@invalid"]
+    for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "all"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    dockerfile = copy / "docker" / "Dockerfile"
+    dockerfile.write_text(dockerfile.read_text().replace(argument("AITER_COMMIT"), commit))
+    # The last argument of a build is its folder.
+    sums = 'for folder; do :; done; cd "$folder" && find . -type f | sort | xargs sha256sum'
+    docker = fake_docker(tmp_path, f'[ "$1" != build ] || {{ ({sums}) >> "{tmp_path}/sums"; exit 1; }}')
+    given = []
+    for _ in range(2):
+        environment = {**os.environ, "DOCKER": str(docker), "AITER_SOURCE": str(aiter)}
+        done = subprocess.run(
+            ["bash", "docker/check_images.sh"], cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        assert "FAILED: the stand-in does not build" in done.stderr
+        given.append((tmp_path / "sums").read_text().splitlines())
+        (tmp_path / "sums").unlink()
+    assert any(".pack" in line for line in given[0])
+    assert given[0] == given[1]
+
+
 @pytest.mark.parametrize(("mib", "code"), [(300, 0), (40_000, 1), (None, 1)])
 def test_a_gpu_whose_memory_is_held_is_not_tested_on(tmp_path: Path, mib: int | None, code: int) -> None:
     for card, used in ((0, 10), (1, mib)):

@@ -243,7 +243,7 @@ mv "$work/smollm2.gguf" "$work/models/"
 chmod a+rx "$work" "$work/models"
 prompt="What is the capital of France?"
 said=$(run "${hard[@]}" --volume "$work/models:/models:ro" rocm-attn-check:serve generate --model /models/smollm2.gguf \
-    --max-new-tokens 16 "$prompt")
+    --max-new-tokens 16 "$prompt" 2>"$work/generate") || fail "generate: $(cat "$work/generate")"
 [[ $said == *Paris* ]] || fail "generate says: $said"
 holds "generate reads a model from /models under a read-only root"
 run --volume "$work/models:/models:ro" rocm-attn-check:serve prewarm --arch gfx942 --provider triton --max-kv-len 64 \
